@@ -1,1 +1,3 @@
-"""Speed and memory, against the machine's limit, a plain loop, and peers: ``make bench``, ``make bench-peers``."""
+"""Speed and memory, against the machine's limit, a plain loop, and peers: ``make bench``,
+``make bench-peers``.
+"""

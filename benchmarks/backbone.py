@@ -1,8 +1,10 @@
-"""A frozen backbone: trained through in every step, or its features computed once (``data.features_of``).
+"""A frozen backbone: trained through in every step, or its features computed once
+(``data.features_of``).
 
-``python -m benchmarks.backbone [--rounds 20]``: seconds of two runs that train the same head on the same body, all in,
-the pass that makes the features too, and their ratio. FedNTD's network on images of 3 × 32 × 32, ten clients of 100
-images, five epochs a round, ``engine = "auto"``. The cache is empty before.
+``python -m benchmarks.backbone [--rounds 20]``: seconds of two runs that train the same head on the
+same body, all in, the pass that makes the features too, and their ratio. FedNTD's network on images
+of 3 × 32 × 32, ten clients of 100 images, five epochs a round, ``engine = "auto"``. The cache is
+empty before.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def images(clients: int) -> Dataset:
     draw = torch.Generator().manual_seed(0)
 
     def some(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randint(256, (count, 3, 32, 32), generator=draw, dtype=torch.uint8), torch.arange(count) % 10
+        return torch.randint(
+            256, (count, 3, 32, 32), generator=draw, dtype=torch.uint8
+        ), torch.arange(count) % 10
 
     return from_tensors("noise", some(100 * clients), some(200))
 
@@ -42,7 +46,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         os.environ["FEDSTILL_CACHE"] = f"{place}/cache"
         file = Path(place) / "cnn.safetensors"
-        safetensors.torch.save_file(contract.initial(contract.spec_for("cnn", (3, 32, 32), 10), 0), file)
+        safetensors.torch.save_file(
+            contract.initial(contract.spec_for("cnn", (3, 32, 32), 10), 0), file
+        )
         common = {
             "rounds": said.rounds,
             "engine": "auto",

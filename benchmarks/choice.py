@@ -1,8 +1,10 @@
-"""How good the greedy choice of teachers is: beside the best of all choices, and beside one at random.
+"""How good the greedy choice of teachers is: beside the best of all choices, and beside one at
+random.
 
-``python -m benchmarks.choice [--rounds 200]``: splits of SFedKD's settings over 100 clients, of whom 10 are drawn a
-round. The distance is KL from the chosen teachers' mean label shares to uniform, in nats, mean over rounds. "Optimal"
-is found by trying all choices; "as good" is the share of rounds in which greedy's distance is the optimal one.
+``python -m benchmarks.choice [--rounds 200]``: splits of SFedKD's settings over 100 clients, of
+whom 10 are drawn a round. The distance is KL from the chosen teachers' mean label shares to
+uniform, in nats, mean over rounds. "Optimal" is found by trying all choices; "as good" is the share
+of rounds in which greedy's distance is the optimal one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ SPLITS = {
 
 
 def distances(shares: Tensor, k: int) -> tuple[float, Tensor]:
-    """Of one round's candidates (M, C): greedy's distance to uniform, and that of every choice of k."""
+    """Of one round's candidates (M, C): greedy's distance to uniform, and that of every choice of
+    k.
+    """
     every = torch.tensor(list(combinations(range(len(shares)), k)))
     uniform = torch.full_like(shares[0], 1 / shares.shape[1])
     far = distance(shares[every].mean(1), uniform, "kl", smoothing=0.0)
@@ -48,7 +52,9 @@ def row(shares: Tensor, k: int, rounds: int) -> Sequence[str]:
     for _ in range(rounds):
         drawn = torch.from_numpy(draw.permutation(len(shares))[:10])
         greedy, far = distances(shares[drawn], k)
-        found.append((greedy, float(far.min()), float(far.mean()), greedy <= float(far.min()) + TIE))
+        found.append(
+            (greedy, float(far.min()), float(far.mean()), greedy <= float(far.min()) + TIE)
+        )
     greedy, best, random, equal = np.mean(found, axis=0)
     return f"{greedy:.3f}", f"{best:.3f}", f"{random:.3f}", f"{100 * equal:.0f} %"
 
@@ -61,7 +67,9 @@ if __name__ == "__main__":
     for name, (sizes, classes_per_client, alpha, least) in SPLITS.items():
         labels = np.repeat(np.arange(len(sizes)), sizes)
         parts = extended_dirichlet(labels, 100, classes_per_client, alpha, seed=1, min_size=least)
-        shares = proportions(np.stack([np.bincount(labels[p], minlength=len(sizes)) for p in parts]))
+        shares = proportions(
+            np.stack([np.bincount(labels[p], minlength=len(sizes)) for p in parts])
+        )
         table += [(name, f"{k}", *row(shares, k, given.rounds)) for k in (3, 4, 5, 6)]
     heads = ["split", "K", "greedy", "optimal", "random", "as good"]
     terminal.console().print(terminal.table(heads, table))

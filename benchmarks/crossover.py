@@ -1,7 +1,8 @@
-"""Where stacking clients stops paying: stages of the vectorised and the pooled engine in turn, steps small to large.
+"""Where stacking clients stops paying: stages of the vectorised and the pooled engine in turn,
+steps small to large.
 
-``python -m benchmarks.crossover`` prints what ``fedstill.engines.cost.CROSSOVER`` is taken from; with ``--device
-cuda``, the same of a card.
+``python -m benchmarks.crossover`` prints what ``fedstill.engines.cost.CROSSOVER`` is taken from;
+with ``--device cuda``, the same of a card.
 """
 
 from __future__ import annotations
@@ -35,24 +36,38 @@ MODELS: tuple[tuple[str, tuple[int, int, int], dict[str, Any]], ...] = (
 )
 
 
-def measured(clients: int, pairs: int, device: str) -> list[tuple[str, int, float, list[float], list[float]]]:
-    """(network, batch, MFLOP in a client's step, seconds of pooled stages, of vectorised ones), by MFLOP."""
+def measured(
+    clients: int, pairs: int, device: str
+) -> list[tuple[str, int, float, list[float], list[float]]]:
+    """(network, batch, MFLOP in a client's step, seconds of pooled stages, of vectorised ones), by
+    MFLOP.
+    """
     out = []
     for label, shape, model in MODELS:
         for batch in (10, 50):
             plan = {"epochs": 1, "batch": batch, "lr": 0.01, "momentum": 0.9}
             work = Workload("crossover", label, clients, clients, 2 * batch, shape, model, plan)
             data = work.dataset()
-            asked = [work.experiment("fedavg", engine=e, device=device) for e in ("pooled", "vectorised")]
+            asked = [
+                work.experiment("fedavg", engine=e, device=device) for e in ("pooled", "vectorised")
+            ]
             ready = [prepare(settle(one), data) for one in asked]
-            size = max(w.flops for w in stages(ready[0].settings, ready[0].world, clients * work.images)) / 1e6
+            size = (
+                max(
+                    w.flops
+                    for w in stages(ready[0].settings, ready[0].world, clients * work.images)
+                )
+                / 1e6
+            )
             pooled, vectorised = in_turn(ready, pairs)
             out.append((f"{label}, {'x'.join(map(str, shape))}", batch, size, pooled, vectorised))
     return sorted(out, key=lambda row: row[2])
 
 
 def in_turn(ready: list[Prepared], pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds of a stage under each of two engines, one after the other; the first pair warms up and is dropped."""
+    """Seconds of a stage under each of two engines, one after the other; the first pair warms up
+    and is dropped.
+    """
     seconds: tuple[list[float], list[float]] = ([], [])
     with closing(ready[0].engine()) as first, closing(ready[1].engine()) as second:
         for _ in range(pairs + 1):
@@ -89,11 +104,21 @@ def main() -> None:
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = options.parse_args()
     table = Table(
-        title=f"On {_name(given.device)}: {given.clients} clients, two steps each, {given.pairs} pairs of stages"
+        title=f"On {_name(given.device)}: {given.clients} clients, two steps each, {given.pairs} "
+        "pairs of stages"
     )
-    for name in ("network, images", "batch", "MFLOP a step", "pooled, s", "vectorised, s", "times as fast (min-max)"):
+    for name in (
+        "network, images",
+        "batch",
+        "MFLOP a step",
+        "pooled, s",
+        "vectorised, s",
+        "times as fast (min-max)",
+    ):
         table.add_column(name, justify="left" if name.startswith("network") else "right")
-    for label, batch, size, pooled, vectorised in measured(given.clients, given.pairs, given.device):
+    for label, batch, size, pooled, vectorised in measured(
+        given.clients, given.pairs, given.device
+    ):
         ratios = [a / b for a, b in zip(pooled, vectorised, strict=True)]
         shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
         middle = [f"{statistics.median(v):.3f}" for v in (pooled, vectorised)]

@@ -1,11 +1,13 @@
-"""Planted culprits: how often ``fedstill why`` names first who is known to harm a class, and what simpler guesses say.
+"""Planted culprits: how often ``fedstill why`` names first who is known to harm a class, and what
+simpler guesses say.
 
-``python -m benchmarks.culprits [--rounds 40] [--seeds 1,2,3] [--methods fedavg,fedntd,scaffold] [--alphas 0.5,0.2]``:
-digits, twenty clients, ten a round, Dirichlet. One client is planted: its labels of class 7 are changed, in all of its
-data ("all") or in half ("half"); or it holds class 7 and nobody else does ("helper", who must never be named). Counted
-are the rounds in which it acts and the class falls by 10 points or more, and of these the ones in which it does harm:
-had it idled, the class would be 5 points higher. Of these (for the helper, of all), the share in which each rule names
-it first.
+``python -m benchmarks.culprits [--rounds 40] [--seeds 1,2,3] [--methods fedavg,fedntd,scaffold]
+[--alphas 0.5,0.2]``: digits, twenty clients, ten a round, Dirichlet. One client is planted: its
+labels of class 7 are changed, in all of its data ("all") or in half ("half"); or it holds class 7
+and nobody else does ("helper", who must never be named). Counted are the rounds in which it acts
+and the class falls by 10 points or more, and of these the ones in which it does harm: had it idled,
+the class would be 5 points higher. Of these (for the helper, of all), the share in which each rule
+names it first.
 """
 
 from __future__ import annotations
@@ -44,13 +46,21 @@ def planted(kind: str, alpha: float, seed: int) -> Dataset:
         if client == Planted.client and kind in ("all", "half"):
             changed = mine if kind == "all" else draw.permutation(mine)[: len(mine) // 2]
             own[changed] = (OF + 1 + draw.integers(0, 9, len(changed))) % 10
-        keep = own != OF if kind == "helper" and client != Planted.client else np.ones(len(own), dtype=bool)
+        keep = (
+            own != OF
+            if kind == "helper" and client != Planted.client
+            else np.ones(len(own), dtype=bool)
+        )
         kept = torch.as_tensor(np.flatnonzero(keep))
         pairs.append((values[kept], torch.as_tensor(own)[kept]))
-    return from_clients("digits", pairs, test=(digits.test.values, digits.test.labels), classes=digits.classes)
+    return from_clients(
+        "digits", pairs, test=(digits.test.values, digits.test.labels), classes=digits.classes
+    )
 
 
-def counted(kind: str, alpha: float, method: str, seed: int, rounds: int) -> list[Mapping[str, Any]]:
+def counted(
+    kind: str, alpha: float, method: str, seed: int, rounds: int
+) -> list[Mapping[str, Any]]:
     """What the measure saw in one run."""
     data = planted(kind, alpha, seed)
     asked = Experiment(
@@ -78,15 +88,29 @@ def main() -> None:
     for kind in ("all", "half", "helper"):
         for alpha in map(float, said.alphas.split(",")):
             for method in said.methods.split(","):
-                looks = [e for seed in seeds for e in counted(kind, alpha, method, seed, said.rounds)]
+                looks = [
+                    e for seed in seeds for e in counted(kind, alpha, method, seed, said.rounds)
+                ]
                 harmful = [e for e in looks if kind == "helper" or e["harm"] >= HARM]
                 fall = 100 * float(np.mean([e["fall"] for e in looks])) if looks else 0.0
                 hits = [[e["first"][rule] == e["planted"] for e in harmful] for rule in RULES]
                 cells = [f"{np.mean(hit):.2f}" if hit else "–" for hit in hits]
-                rows.append((kind, f"{alpha:g}", method, str(len(looks)), f"{fall:.0f}", str(len(harmful)), *cells))
+                rows.append(
+                    (
+                        kind,
+                        f"{alpha:g}",
+                        method,
+                        str(len(looks)),
+                        f"{fall:.0f}",
+                        str(len(harmful)),
+                        *cells,
+                    )
+                )
                 print(*rows[-1], flush=True)
     terminal.console().print(
-        terminal.table(["planted", "alpha", "method", "rounds", "fall [points]", "harmful", *RULES], rows)
+        terminal.table(
+            ["planted", "alpha", "method", "rounds", "fall [points]", "harmful", *RULES], rows
+        )
     )
 
 

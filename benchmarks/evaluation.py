@@ -1,6 +1,8 @@
-"""A test set in one thread and with its shards side by side, each with one torch thread, as in a comparison's runs.
+"""A test set in one thread and with its shards side by side, each with one torch thread, as in a
+comparison's runs.
 
-``python -m benchmarks.evaluation [--models cnn,simple_cnn,mlp] [--pairs 5]``: 2,000 images. Both take turns.
+``python -m benchmarks.evaluation [--models cnn,simple_cnn,mlp] [--pairs 5]``: 2,000 images. Both
+take turns.
 """
 
 from __future__ import annotations
@@ -41,10 +43,16 @@ def measure(model: str, pairs: int) -> list[tuple[str, ...]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="cnn,simple_cnn,mlp", help="which, e.g. cnn,mlp")
-    parser.add_argument("--pairs", type=int, default=5, help="passes of each, in turn, after one to warm up")
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="passes of each, in turn, after one to warm up"
+    )
     asked = parser.parse_args()
     keep_freed()
     rows = [row for name in asked.models.split(",") for row in measure(name, asked.pairs)]
-    terminal.console().print(terminal.table(["2,000 test images", "seconds", "times the speed"], rows))
+    terminal.console().print(
+        terminal.table(["2,000 test images", "seconds", "times the speed"], rows)
+    )

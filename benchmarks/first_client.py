@@ -1,10 +1,13 @@
-"""What normalises pixels, in HiPer-FedKD's first client: five local epochs at alpha 1, by fedstill and by a plain loop.
+"""What normalises pixels, in HiPer-FedKD's first client: five local epochs at alpha 1, by fedstill
+and by a plain loop.
 
-``python -m benchmarks.first_client [--seeds 1]``: the mean loss of the fifth epoch, and the accuracy on the fifth of
-the client's data that is held out, in percent. Pixels are normalised by .5 and .5, as in the notebooks, or by the mean
-and spread of CIFAR-10. The notebook that made the paper's numbers prints 1.397 and 44.7. Of the library the plain loop
-has the split and the client's temperature. One thread. ``--row``, ``--alpha`` and ``--client`` name another client of
-the paper's Table 1, ``--low`` another lowest temperature: "Imp. 1", 0.1 and 3 is a client that learns nothing at 0.01.
+``python -m benchmarks.first_client [--seeds 1]``: the mean loss of the fifth epoch, and the
+accuracy on the fifth of the client's data that is held out, in percent. Pixels are normalised by .5
+and .5, as in the notebooks, or by the mean and spread of CIFAR-10. The notebook that made the
+paper's numbers prints 1.397 and 44.7. Of the library the plain loop has the split and the client's
+temperature. One thread. ``--row``, ``--alpha`` and ``--client`` name another client of the paper's
+Table 1, ``--low`` another lowest temperature: "Imp. 1", 0.1 and 3 is a client that learns nothing
+at 0.01.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ FLOOR = 1e-8
 
 @dataclass(frozen=True)
 class Which:
-    """A client of the paper's Table 1; ``low``: the lowest temperature that a client may have, the recipe's if None."""
+    """A client of the paper's Table 1; ``low``: the lowest temperature that a client may have, the
+    recipe's if None.
+    """
 
     row: str = "HiPer-FedKD"
     alpha: str = "1.0"
@@ -41,7 +46,9 @@ class Which:
 
 
 def first_client(pixels: str, seed: int, which: Which) -> tuple[Prepared, Stage, View, float]:
-    """The run of a seed, its first stage for one client alone, what that client sees, and its temperature."""
+    """The run of a seed, its first stage for one client alone, what that client sees, and its
+    temperature.
+    """
     mean, std = PIXELS[pixels]
     changes = {"data.mean": mean, "data.std": std, "reuse": False}
     changes |= {} if which.low is None else {"method.low": which.low}
@@ -83,7 +90,9 @@ def plainly(pixels: str, seed: int, which: Which) -> tuple[float, float, int]:
         losses = []
         for index in torch.randperm(len(x)).split(64):
             steps.zero_grad()
-            known = (net(x[index]) / temperature).softmax(1)[torch.arange(len(index)), view.data.labels[index]]
+            known = (net(x[index]) / temperature).softmax(1)[
+                torch.arange(len(index)), view.data.labels[index]
+            ]
             loss = -(known + FLOOR).log().mean()
             loss.backward()
             steps.step()
@@ -101,12 +110,16 @@ def simple_cnn() -> nn.Sequential:
         for i, o in ((3, 32), (32, 64), (64, 128))
         for layer in (nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
     ]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 512), nn.ReLU(), nn.Dropout(0.25), nn.Linear(512, 10))
+    return nn.Sequential(
+        *blocks, nn.Flatten(), nn.Linear(2048, 512), nn.ReLU(), nn.Dropout(0.25), nn.Linear(512, 10)
+    )
 
 
 def normal(images: Tensor, mean: list[float], std: list[float]) -> Tensor:
     """Images as inputs."""
-    return (images.float() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    return (images.float() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(
+        3, 1, 1
+    )
 
 
 if __name__ == "__main__":
@@ -115,7 +128,9 @@ if __name__ == "__main__":
     parser.add_argument("--row", default="HiPer-FedKD")
     parser.add_argument("--alpha", choices=("1.0", "0.5", "0.1"), default="1.0")
     parser.add_argument("--client", type=int, choices=range(4), default=0)
-    parser.add_argument("--low", type=float, help="the lowest temperature; the text has 0.05, the notebook 0.01")
+    parser.add_argument(
+        "--low", type=float, help="the lowest temperature; the text has 0.05, the notebook 0.01"
+    )
     parser.add_argument("--pixels", action="append", choices=list(PIXELS))
     given = parser.parse_args()
     which = Which(given.row, given.alpha, given.client, given.low)
@@ -125,6 +140,11 @@ if __name__ == "__main__":
         for who, run in (("fedstill", ours), ("a plain loop", plainly)):
             found = [run(name, seed, which) for seed in range(1, given.seeds + 1)]
             losses, accuracies, known = zip(*found, strict=True)
-            said = (", ".join(f"{v:.3f}" for v in losses), ", ".join(f"{100 * v:.1f}" for v in accuracies))
+            said = (
+                ", ".join(f"{v:.3f}" for v in losses),
+                ", ".join(f"{100 * v:.1f}" for v in accuracies),
+            )
             table.append((name, who, *said, ", ".join(map(str, known))))
-    terminal.console().print(terminal.table(["pixels", "", "loss", "held out [%]", "classes it gets right"], table))
+    terminal.console().print(
+        terminal.table(["pixels", "", "loss", "held out [%]", "classes it gets right"], table)
+    )

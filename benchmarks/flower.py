@@ -1,8 +1,10 @@
-"""Seconds and bytes of a round and of a hop, by how messages travel: in process, loopback grid, Ray, deployed.
+"""Seconds and bytes of a round and of a hop, by how messages travel: in process, loopback grid,
+Ray, deployed.
 
-``python -m benchmarks.flower``; ``--ray`` and ``--deployed DIR`` add Flower's simulation, and a federation whose server
-and clients are running (made with as many clients as ``--clients``). ``--cold`` adds Flower's own programs, which start
-a Python for every message; with ``--deployed`` it prints how many times as fast the federation is.
+``python -m benchmarks.flower``; ``--ray`` and ``--deployed DIR`` add Flower's simulation, and a
+federation whose server and clients are running (made with as many clients as ``--clients``).
+``--cold`` adds Flower's own programs, which start a Python for every message; with ``--deployed``
+it prints how many times as fast the federation is.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def in_folder(what: Experiment) -> list[dict[str, Any]]:
 
 
 def measured(events: Sequence[dict[str, Any]]) -> tuple[float, float, int]:
-    """Seconds of training a round (the median), seconds a hop, and payload bytes a round, both ways."""
+    """Seconds of training a round (the median), seconds a hop, and payload bytes a round, both
+    ways.
+    """
     rounds = [e for e in events if e["event"] == "round"]
     hops = sum(e["event"] == "client" for e in events) / len(rounds)
     seconds = median(e["seconds_training"] for e in rounds)
@@ -63,7 +67,9 @@ def wire(what: Experiment) -> tuple[int, int]:
 
     with tempfile.TemporaryDirectory() as folder:
         settings = settle(what)
-        grid = LoopbackGrid(trial_app(settings, None, Path(folder) / "sites"), range(settings.clients))
+        grid = LoopbackGrid(
+            trial_app(settings, None, Path(folder) / "sites"), range(settings.clients)
+        )
         run(what, Path(folder) / "run", grid=grid)  # type: ignore[arg-type]
         return grid.bytes_down // ROUNDS, grid.bytes_up // ROUNDS
 
@@ -76,24 +82,39 @@ def main() -> None:
     parser.add_argument("--deployed", type=Path)
     parser.add_argument("--cold", action="store_true")
     given = parser.parse_args()
-    ways: dict[str, dict[str, Any]] = {"in process": {"engine": "serial"}, "loopback grid": {"engine": "flower"}}
+    ways: dict[str, dict[str, Any]] = {
+        "in process": {"engine": "serial"},
+        "loopback grid": {"engine": "flower"},
+    }
     if given.ray:
         ways["Ray"] = {"engine": "flower", "grid": "ray"}
     if given.deployed:
         ways["deployed"] = {"engine": "flower", "federation": str(given.deployed.resolve())}
-    print(f"{'way':<14} {'topology':<11} {'s a round':>10} {'s a hop':>8} {'payload bytes a round':>22}")
+    print(
+        f"{'way':<14} {'topology':<11} {'s a round':>10} {'s a hop':>8} "
+        f"{'payload bytes a round':>22}"
+    )
     with flowers_own(given.clients) if given.cold else nullcontext() as cold:
         for topology in ("parallel", "sequential"):
-            what = {name: experiment(topology, given.clients, **values) for name, values in ways.items()}
+            what = {
+                name: experiment(topology, given.clients, **values) for name, values in ways.items()
+            }
             hops = {name: line(name, topology, in_folder(one)) for name, one in what.items()}
             if cold is not None:
-                hops["Flower's own"] = line("Flower's own", topology, cold.journal(what["in process"]))
+                hops["Flower's own"] = line(
+                    "Flower's own", topology, cold.journal(what["in process"])
+                )
             down, up = wire(experiment(topology, given.clients, "flower"))
-            print(f"{'':<14} {topology:<11} serialised messages a round: {down:,} bytes down, {up:,} up", flush=True)
+            print(
+                f"{'':<14} {topology:<11} serialised messages a round: {down:,} bytes down, {up:,} "
+                "up",
+                flush=True,
+            )
             if cold is not None and given.deployed:
                 ratio = hops["Flower's own"] / hops["deployed"]
                 print(
-                    f"{'':<14} {topology:<11} deployed is {ratio:.1f} times as fast as Flower's own programs",
+                    f"{'':<14} {topology:<11} deployed is {ratio:.1f} times as fast as Flower's "
+                    "own programs",
                     flush=True,
                 )
 

@@ -1,6 +1,8 @@
-"""A run as Flower's own programs carry it out: the cold way, in which every message starts a Python of its own.
+"""A run as Flower's own programs carry it out: the cold way, in which every message starts a Python
+of its own.
 
-``with flowers_own(clients) as way: events = way.journal(experiment)``; on this machine alone, without TLS.
+``with flowers_own(clients) as way: events = way.journal(experiment)``; on this machine alone,
+without TLS.
 """
 
 from __future__ import annotations
@@ -38,8 +40,17 @@ class FlowersOwn:
         """The journal of an experiment that was submitted by ``flwr run``."""
         out = self.folder / f"run-{what.topology['kind']}"
         given = self.folder / "given.toml"
-        given.write_text(tomli_w.dumps({"config": settle(what).toml, "out": str(out)}), encoding="utf-8")
-        command = [program("flwr"), "run", str(self.folder / "app"), "--run-config", str(given), "--stream"]
+        given.write_text(
+            tomli_w.dumps({"config": settle(what).toml, "out": str(out)}), encoding="utf-8"
+        )
+        command = [
+            program("flwr"),
+            "run",
+            str(self.folder / "app"),
+            "--run-config",
+            str(given),
+            "--stream",
+        ]
         env = environment(self.folder / "flwr")
         subprocess.run(command, env=env, check=True, timeout=SECONDS, capture_output=True)
         return read_journal(out / "journal.jsonl")
@@ -53,7 +64,9 @@ def flowers_own(clients: int) -> Iterator[FlowersOwn]:
         server, env = f"127.0.0.1:{ports[0]}", environment(folder / "flwr")
         make_folder(folder / "flwr")
         link = {"default": "here", "here": {"address": server, "insecure": True}}
-        (folder / "flwr/config.toml").write_text(tomli_w.dumps({"superlink": link}), encoding="utf-8")
+        (folder / "flwr/config.toml").write_text(
+            tomli_w.dumps({"superlink": link}), encoding="utf-8"
+        )
         write_app(folder / "app", clients, VERSION)
 
         def start(name: str, port: int, *more: str) -> None:
@@ -66,7 +79,14 @@ def flowers_own(clients: int) -> Iterator[FlowersOwn]:
         start("flower-superlink", ports[0], "--disable-runtime-dependency-installation")
         _wait_for(ports[0])
         for client, port in enumerate(ports[1:]):
-            start("flower-supernode", port, "--superlink", server, "--node-config", f"partition-id={client}")
+            start(
+                "flower-supernode",
+                port,
+                "--superlink",
+                server,
+                "--node-config",
+                f"partition-id={client}",
+            )
         yield FlowersOwn(folder)
 
 

@@ -24,12 +24,16 @@ class Planted:
 
 
 class Guesses(Measure):
-    """Whom each rule names first, in rounds in which the planted client acts and the class falls."""
+    """Whom each rule names first, in rounds in which the planted client acts and the class
+    falls.
+    """
 
     needs = frozenset({"test", "local_models"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """``first``: {rule: client}; ``fall``; ``harm``: what the class lost by the planted client."""
+        """``first``: {rule: client}; ``fall``; ``harm``: what the class lost by the planted
+        client.
+        """
         clients = [r.client for r in seen.replies]
         before, after = (_accuracy(room, state.params) for state in (seen.before, seen.after))
         if Planted.client not in clients or before - after < FALL:
@@ -38,7 +42,9 @@ class Guesses(Measure):
         everyone = range(len(clients))
         told = Contributions(classes=(OF,)).look(seen, room)
         assert told is not None
-        without = [_accuracy(room, game.state([p for p in everyone if p != k]).params) for k in everyone]
+        without = [
+            _accuracy(room, game.state([p for p in everyone if p != k]).params) for k in everyone
+        ]
         local = [_accuracy(room, seen.local_models[c]) for c in clients]
         far = [norm(floats(sub(seen.local_models[c], seen.before.params))) for c in clients]
         first = {

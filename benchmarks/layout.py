@@ -1,7 +1,9 @@
-"""Which order of memory suits convolutions on a CUDA card: milliseconds a step: ``python -m benchmarks.layout``.
+"""Which order of memory suits convolutions on a CUDA card: milliseconds a step:
+``python -m benchmarks.layout``.
 
-Steps as training takes them, replayed as one launch, so that the card is timed and not the processor: forward, backward
-and SGD of the library's networks, images in either order of memory, in each arithmetic.
+Steps as training takes them, replayed as one launch, so that the card is timed and not
+the processor: forward, backward and SGD of the library's networks, images in either order of
+memory, in each arithmetic.
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ ORDERS = {"channels last": torch.channels_last, "channels first": torch.contiguo
 KINDS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
 
 
-def step_of(spec: ModelSpec, batch: int, order: torch.memory_format, precision: Precision) -> Callable[[], None]:
+def step_of(
+    spec: ModelSpec, batch: int, order: torch.memory_format, precision: Precision
+) -> Callable[[], None]:
     """One training step on random images."""
 
     def laid(value: Tensor) -> Tensor:
         return value.cuda().contiguous(memory_format=order) if value.dim() == 4 else value.cuda()
 
-    params, names = {k: laid(v) for k, v in contract.initial(spec, 0).items()}, contract.trainable_names(spec)
+    params, names = (
+        {k: laid(v) for k, v in contract.initial(spec, 0).items()},
+        contract.trainable_names(spec),
+    )
     leaves = [v.requires_grad_() for k, v in params.items() if k in names]
     network, moves = contract.module(spec).train(), optimiser(Plan(momentum=0.9), leaves, 0.01)
     x, y = laid(torch.randn(batch, *spec.input_shape)), torch.randint(10, (batch,)).cuda()
@@ -46,7 +53,9 @@ def step_of(spec: ModelSpec, batch: int, order: torch.memory_format, precision: 
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        cross_entropy(lowered(contract.forward, precision, x.device)(network, params, x), y).backward()
+        cross_entropy(
+            lowered(contract.forward, precision, x.device)(network, params, x), y
+        ).backward()
         moves.step()
 
     return step
@@ -83,11 +92,18 @@ def main() -> None:
         row = [f"{spec.label}, {batch}"]
         for kind in KINDS:
             with products(kind):
-                row += [f"{milliseconds(step_of(spec, batch, o, kind), given.replays):.3f}" for o in ORDERS.values()]
+                row += [
+                    f"{milliseconds(step_of(spec, batch, o, kind), given.replays):.3f}"
+                    for o in ORDERS.values()
+                ]
         rows.append(row)
     screen = terminal.console()
     screen.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds a step")
-    screen.print(terminal.table(["network, batch", *(f"{kind}, {order}" for kind in KINDS for order in ORDERS)], rows))
+    screen.print(
+        terminal.table(
+            ["network, batch", *(f"{kind}, {order}" for kind in KINDS for order in ORDERS)], rows
+        )
+    )
 
 
 if __name__ == "__main__":

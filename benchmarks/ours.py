@@ -31,7 +31,13 @@ class Ours:
         settings = self.ready.settings
         stages = settings.topology(self.state.round, self.ready.world)
         self.state = run_round(
-            settings.method, self.state, stages, self.ready.world, self.engine, Unwatched(), settings.rules
+            settings.method,
+            self.state,
+            stages,
+            self.ready.world,
+            self.engine,
+            Unwatched(),
+            settings.rules,
         )
 
     def parameters(self) -> dict[str, torch.Tensor]:

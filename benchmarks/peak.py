@@ -1,4 +1,6 @@
-"""What this machine can do: matrix products and the very convolutions of a workload, one thread a core, all cores."""
+"""What this machine can do: matrix products and the very convolutions of a workload, one thread a
+core, all cores.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SECONDS = 0.6
 
 
 def rates() -> dict[str, float]:
-    """Floating-point operations a second of each kernel, summed over all cores, the best of three tries."""
+    """Floating-point operations a second of each kernel, summed over all cores, the best of three
+    tries.
+    """
     kernels: dict[str, Callable[[], tuple[Callable[[], Tensor], float]]] = {
         "matrix product, float32": lambda: _product(torch.float32),
         "matrix product, bfloat16": lambda: _product(torch.bfloat16),
@@ -34,7 +38,9 @@ def _product(kind: torch.dtype) -> tuple[Callable[[], Tensor], float]:
 def _convolution(inside: int, out: int, side: int) -> tuple[Callable[[], Tensor], float]:
     x = torch.randn(50, inside, side, side).contiguous(memory_format=torch.channels_last)
     w = torch.randn(out, inside, 5, 5).contiguous(memory_format=torch.channels_last)
-    return lambda: torch.nn.functional.conv2d(x, w, padding=2), 2 * 50 * side * side * out * inside * 25
+    return lambda: torch.nn.functional.conv2d(
+        x, w, padding=2
+    ), 2 * 50 * side * side * out * inside * 25
 
 
 def _rate(make: Callable[[], tuple[Callable[[], Tensor], float]]) -> float:

@@ -1,8 +1,10 @@
-"""How well QKT's noise filter tells peers that know a class from those that do not, from the journals of finished runs.
+"""How well QKT's noise filter tells peers that know a class from those that do not, from the
+journals of finished runs.
 
-``python -m benchmarks.probes FOLDER ... [--thresholds 0.01,0.1]``: folders of runs. For every client that asked, every
-class asked for and every peer: the peer's mean softmax on noise, and whether it has examples of the class. Printed is
-the share of peers that pass a threshold: of those with the class, and of those without.
+``python -m benchmarks.probes FOLDER ... [--thresholds 0.01,0.1]``: folders of runs. For every
+client that asked, every class asked for and every peer: the peer's mean softmax on noise, and
+whether it has examples of the class. Printed is the share of peers that pass a threshold: of those
+with the class, and of those without.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def probed(run: Run) -> Iterator[tuple[bool, float]]:
     probes = {e["client"]: e["probe"] for e in run.clients if "probe" in e}
     for client, query in {e["client"]: e["query"] for e in run.clients if e.get("query")}.items():
         for peer in probes.keys() - {client}:
-            yield from ((bool(run.label_counts[peer][asked]), probes[peer][asked]) for asked in query)
+            yield from (
+                (bool(run.label_counts[peer][asked]), probes[peer][asked]) for asked in query
+            )
 
 
 def passing(values: Sequence[float], threshold: float) -> str:

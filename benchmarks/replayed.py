@@ -33,8 +33,12 @@ def seconds(one: Ours, replay: bool) -> float:
     return time.perf_counter() - began
 
 
-def measured(workload: str, method: str, precision: str, pairs: int) -> tuple[list[float], list[float], bool]:
-    """Seconds of rounds launched kernel by kernel, of rounds replayed, and whether their models are the same."""
+def measured(
+    workload: str, method: str, precision: str, pairs: int
+) -> tuple[list[float], list[float], bool]:
+    """Seconds of rounds launched kernel by kernel, of rounds replayed, and whether their models are
+    the same.
+    """
     made = WORKLOADS[workload]
     data = made.dataset()
     asked = [made.experiment(method, device="cuda", precision=precision) for _ in range(2)]
@@ -45,17 +49,26 @@ def measured(workload: str, method: str, precision: str, pairs: int) -> tuple[li
             times[0].append(seconds(plain, replay=False))
             times[1].append(seconds(replayed, replay=True))
     other = replayed.parameters()
-    return times[0][1:], times[1][1:], all(torch.equal(v, other[k]) for k, v in plain.parameters().items())
+    return (
+        times[0][1:],
+        times[1][1:],
+        all(torch.equal(v, other[k]) for k, v in plain.parameters().items()),
+    )
 
 
 def main() -> None:
     """Print one row a workload, method and arithmetic."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--pairs", type=int, default=3, help="rounds of each, in turn, after one to warm up")
+    options.add_argument(
+        "--pairs", type=int, default=3, help="rounds of each, in turn, after one to warm up"
+    )
     options.add_argument("--precisions", default="fp32,bf16")
     given = options.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.replayed: torch sees no CUDA device here, and steps are replayed on one only")
+        raise SystemExit(
+            "benchmarks.replayed: torch sees no CUDA device here, and steps are replayed on one "
+            "only"
+        )
     rows = []
     for workload, method in ROWS:
         for precision in given.precisions.split(","):
@@ -63,12 +76,19 @@ def main() -> None:
             ratios = [a / b for a, b in zip(plain, replayed, strict=True)]
             shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
             each = [f"{statistics.median(times):.3f}" for times in (plain, replayed)]
-            rows.append((f"{workload}, {method}, {precision}", *each, shown, "yes" if same else "NO"))
+            rows.append(
+                (f"{workload}, {method}, {precision}", *each, shown, "yes" if same else "NO")
+            )
     screen = terminal.console()
     screen.print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median over {given.pairs} pairs of rounds"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median over {given.pairs} "
+        "pairs of rounds"
     )
-    screen.print(terminal.table(["", "kernel by kernel, s", "replayed, s", "times as fast", "same bits"], rows))
+    screen.print(
+        terminal.table(
+            ["", "kernel by kernel, s", "replayed, s", "times as fast", "same bits"], rows
+        )
+    )
 
 
 if __name__ == "__main__":

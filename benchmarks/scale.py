@@ -1,11 +1,14 @@
-"""Seconds and bytes against clients, clients a round, model size and teachers: one thing varied at a time.
+"""Seconds and bytes against clients, clients a round, model size and teachers: one thing varied at
+a time.
 
-"start-up" is all that a run does outside of its rounds: the split, the check of the settings, the first journal line.
-With ``million`` the data grow with the clients, up to a million; 1,000 of them act in a round.
+"start-up" is all that a run does outside of its rounds: the split, the check of the settings, the
+first journal line. With ``million`` the data grow with the clients, up to a million; 1,000 of them
+act in a round.
 
-``python -m benchmarks.scale [--only clients ...]`` prints a table; ``--json FILE`` keeps the rows, ``--plot FILE``
-draws them (``pip install 'fedstill[docs]'``). Every row is a run in a process of its own, on synthetic images;
-memory is the most that process held (resident set), start-up included.
+``python -m benchmarks.scale [--only clients ...]`` prints a table; ``--json FILE`` keeps the rows,
+``--plot FILE`` draws them (``pip install 'fedstill[docs]'``). Every row is a run in a process of
+its own, on synthetic images; memory is the most that process held (resident set), start-up
+included.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Case:
-    """One run: ``images`` in all, so that the data are as large whatever the number of clients is."""
+    """One run: ``images`` in all, so that the data are as large whatever the number of clients
+    is.
+    """
 
     clients: int = 1000
     sampled: int = 20
@@ -43,7 +48,9 @@ class Case:
 
 AXES: Mapping[str, tuple[Case, ...]] = {
     "clients": tuple(Case(clients=n, method="moon") for n in (100, 1000, 10_000)),
-    "million": tuple(Case(clients=n, sampled=1000, images=2 * n) for n in (10_000, 100_000, 1_000_000)),
+    "million": tuple(
+        Case(clients=n, sampled=1000, images=2 * n) for n in (10_000, 100_000, 1_000_000)
+    ),
     "sampled": tuple(Case(sampled=n) for n in (10, 50, 100, 200)),
     "stacked": tuple(Case(sampled=n, engine="vectorised") for n in (10, 50, 100, 200)),
     "width": tuple(Case(width=n) for n in (64, 256, 1024, 2048)),
@@ -61,7 +68,9 @@ PICTURE = {
 
 
 def run_case(case: Case) -> dict[str, float]:
-    """Train a case: seconds to the first round, seconds a round, bytes of memory, of disk, of journal and split."""
+    """Train a case: seconds to the first round, seconds a round, bytes of memory, of disk, of
+    journal and split.
+    """
     import torch
 
     from fedstill import Experiment, run
@@ -93,14 +102,17 @@ def run_case(case: Case) -> dict[str, float]:
         began = time.perf_counter()
         run(experiment, Path(folder) / "run", data=data)
         took = time.perf_counter() - began
-        events = [e for e in read_journal(Path(folder) / "run/journal.jsonl") if e["event"] == "round"]
+        events = [
+            e for e in read_journal(Path(folder) / "run/journal.jsonl") if e["event"] == "round"
+        ]
         sizes = {p: p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()}
         journal, split = (sizes[Path(folder) / "run" / name] for name in ("journal.jsonl", SPLIT))
     seconds = [e["seconds"] for e in events]
     return {
         "start": took - sum(seconds),
         "round": statistics.median(seconds),
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
         "disk": float(sum(sizes.values())),
         "journal": float(journal),
         "split": float(split),
@@ -118,7 +130,9 @@ def rows(names: list[str], rounds: int) -> Iterator[tuple[str, Case, dict[str, f
 
 
 def plot(kept: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Seconds a round and memory over each thing that was varied; what was stacked stands beside what was not."""
+    """Seconds a round and memory over each thing that was varied; what was stacked stands beside
+    what was not.
+    """
     import matplotlib
 
     matplotlib.use("svg")
@@ -161,13 +175,27 @@ def main() -> None:
     options.add_argument("--plot", type=Path)
     given = options.parse_args()
     table = Table(title=f"{given.rounds} rounds each; everything but the varied thing as in Case")
-    for head in ("varied", "run", "start-up, s", "round, s", "memory, MB", "disk, MB", "journal, MB", "split, MB"):
+    for head in (
+        "varied",
+        "run",
+        "start-up, s",
+        "round, s",
+        "memory, MB",
+        "disk, MB",
+        "journal, MB",
+        "split, MB",
+    ):
         table.add_column(head, justify="left" if head in ("varied", "run") else "right")
     kept = []
     for name, case, got in rows(given.only, given.rounds):
-        said = f"{case.clients:,} clients, {case.sampled:,} a round, width {case.width}, {case.teachers} teachers"
+        said = (
+            f"{case.clients:,} clients, {case.sampled:,} a round, width {case.width}, "
+            f"{case.teachers} teachers"
+        )
         bytes_ = [f"{got[k] / 1e6:.1f}" for k in ("memory", "disk", "journal", "split")]
-        table.add_row(name, f"{case.method}, {said}", f"{got['start']:.2f}", f"{got['round']:.3f}", *bytes_)
+        table.add_row(
+            name, f"{case.method}, {said}", f"{got['start']:.2f}", f"{got['round']:.3f}", *bytes_
+        )
         kept.append({"varied": name, **asdict(case), **got})
     Console(width=160).print(table)
     if given.json:

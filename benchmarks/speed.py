@@ -1,7 +1,9 @@
-"""Seconds a round beside a plain loop's, as ratios: ``python -m benchmarks.speed [--workloads W1,W4] [--pairs 3]``.
+"""Seconds a round beside a plain loop's, as ratios:
+``python -m benchmarks.speed [--workloads W1,W4] [--pairs 3]``.
 
-Every contestant lives in a process of its own, and they take turns, one round each, so that whatever else the machine
-does meets all of them. Times are of training alone; evaluation and a checkpoint have rows of their own.
+Every contestant lives in a process of its own, and they take turns, one round each, so that
+whatever else the machine does meets all of them. Times are of training alone; evaluation and a
+checkpoint have rows of their own.
 """
 
 from __future__ import annotations
@@ -35,13 +37,19 @@ from fedstill.report import terminal
 PLAIN = "plain PyTorch"
 
 
-def contest(line: Connection, workload: str, method: str, changes: dict[str, Any], rounds: int) -> None:
+def contest(
+    line: Connection, workload: str, method: str, changes: dict[str, Any], rounds: int
+) -> None:
     """A contestant's process: does what it is told, and answers; at most so many rounds."""
     made = WORKLOADS[workload]
     ready = prepare(settle(made.experiment(method, **changes)), made.dataset())
     torch.set_num_threads(cores())
     plain = changes == {}
-    one = PlainLoop(task_of(ready, rounds), contract.build(ready.world.model(SERVER))) if plain else Ours(ready)
+    one = (
+        PlainLoop(task_of(ready, rounds), contract.build(ready.world.model(SERVER)))
+        if plain
+        else Ours(ready)
+    )
     answers = {"parameters": one.parameters, "memory": _memory, "flops": lambda: flops(made, ready)}
     while (asked := line.recv()) != "end":
         if asked == "round":
@@ -72,7 +80,9 @@ class Contestant:
         context = multiprocessing.get_context("spawn")
         self.line, other = context.Pipe()
         self.process = context.Process(
-            target=contest, args=(other, self.workload, self.method, self.changes, self.rounds), daemon=True
+            target=contest,
+            args=(other, self.workload, self.method, self.changes, self.rounds),
+            daemon=True,
         )
         self.process.start()
         other.close()
@@ -89,13 +99,18 @@ class Contestant:
 
 
 def turns(contestants: Sequence[Contestant], pairs: int) -> float:
-    """Let each do one round to warm up, then ``pairs`` in turn; how far the plain loop's model is from ours.
+    """Let each do one round to warm up, then ``pairs`` in turn; how far the plain loop's model is
+    from ours.
 
-    The distance is relative to how far training moved it, and of the first round: the same work, in other bits.
+    The distance is relative to how far training moved it, and of the first round: the same work, in
+    other bits.
     """
     for one in contestants:
         one.ask("round")
-    plain, ours = (next(c for c in contestants if (c.name == PLAIN) == p).ask("parameters") for p in (True, False))
+    plain, ours = (
+        next(c for c in contestants if (c.name == PLAIN) == p).ask("parameters")
+        for p in (True, False)
+    )
     gap = max(float((plain[k] - ours[k]).abs().max()) for k in plain)
     size = max(float(v.abs().max()) for v in plain.values())
     for _ in range(pairs):
@@ -108,41 +123,69 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     """Measure one workload and print its table."""
     workload = WORKLOADS[name]
     base = workload.methods[0]
-    rows: list[tuple[str, str, dict[str, Any]]] = [(PLAIN, base, {}), ("serial", base, {"engine": "serial"})]
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        (PLAIN, base, {}),
+        ("serial", base, {"engine": "serial"}),
+    ]
     if stacked(workload):
         rows.append((f"vectorised, {base}", base, {"engine": "vectorised"}))
     if has_bfloat16("cpu"):
         rows.append((f"pooled, {base}, bfloat16", base, {"engine": "pooled", "precision": "bf16"}))
     rows += [(f"pooled, {m}", m, {"engine": "pooled"}) for m in workload.methods]
     if workload.augmented:
-        rows += [(f"pooled, {m}, mirrored", m, {"data": {"augment": ["flip"]}}) for m in workload.methods]
-    contestants = [Contestant(label, name, method, changes, 1 + pairs) for label, method, changes in rows]
+        rows += [
+            (f"pooled, {m}, mirrored", m, {"data": {"augment": ["flip"]}}) for m in workload.methods
+        ]
+    contestants = [
+        Contestant(label, name, method, changes, 1 + pairs) for label, method, changes in rows
+    ]
     gap = turns(contestants, pairs)
     work, reference = contestants[0].ask("flops"), contestants[0]
     limit, lower = (limits[f"matrix product, {kind}"] for kind in ("float32", "bfloat16"))
     screen = terminal.console()
     screen.print(f"\n{name}: {workload.about}")
     screen.print(
-        f"{work / 1e9:,.1f} GFLOP a round without teachers; at this machine's float32 limit {work / limit:.3g} s"
+        f"{work / 1e9:,.1f} GFLOP a round without teachers; at this machine's float32 limit "
+        f"{work / limit:.3g} s"
     )
     table = []
     for one in contestants:
         ratios = [p / s for p, s in zip(reference.seconds, one.seconds, strict=True)]
         own = lower if "precision" in one.changes else limit
-        share = f"{100 * work / statistics.median(one.seconds) / own:.0f} %" if one.method == base else ""
-        table.append((one.name, spread(one.seconds), spread(ratios), share, f"{one.ask('memory') / 1e6:,.0f} MB"))
+        share = (
+            f"{100 * work / statistics.median(one.seconds) / own:.0f} %"
+            if one.method == base
+            else ""
+        )
+        table.append(
+            (
+                one.name,
+                spread(one.seconds),
+                spread(ratios),
+                share,
+                f"{one.ask('memory') / 1e6:,.0f} MB",
+            )
+        )
     heads = ["", "seconds a round", "times plain's speed", "of the limit", "peak memory"]
     screen.print(terminal.table(heads, table))
     ours = contestants[-1]
-    screen.print(f"evaluating 10,000 images: {ours.ask('evaluate'):.3g} s; a checkpoint: {ours.ask('save'):.3g} s")
-    screen.print(f"largest difference to plain PyTorch's model after one round: {gap:.1e} of its largest weight")
+    screen.print(
+        f"evaluating 10,000 images: {ours.ask('evaluate'):.3g} s; a checkpoint: "
+        f"{ours.ask('save'):.3g} s"
+    )
+    screen.print(
+        f"largest difference to plain PyTorch's model after one round: {gap:.1e} of its largest "
+        "weight"
+    )
     for one in contestants:
         one.end()
 
 
 def stacked(workload: Workload) -> bool:
     """Whether ``engine = "auto"`` stacks the clients of a workload."""
-    ready = prepare(settle(workload.experiment(workload.methods[0], engine="auto")), workload.dataset())
+    ready = prepare(
+        settle(workload.experiment(workload.methods[0], engine="auto")), workload.dataset()
+    )
     return bool(ready.settings.engine == "vectorised")
 
 
@@ -153,14 +196,25 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     """Measure the limit, then each workload."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which, e.g. W1,W4")
-    parser.add_argument("--pairs", type=int, default=3, help="rounds of each, in turn, after one to warm up")
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="rounds of each, in turn, after one to warm up"
+    )
     asked = parser.parse_args()
     limits = peak.rates()
     screen = terminal.console()
-    screen.print(f"{cores()} cores, torch {torch.__version__}; median (min–max) over {asked.pairs} pairs of rounds")
-    screen.print(terminal.table(["limit, all cores", "GFLOP/s"], [(k, f"{v / 1e9:,.0f}") for k, v in limits.items()]))
+    screen.print(
+        f"{cores()} cores, torch {torch.__version__}; median (min–max) over {asked.pairs} pairs of "
+        "rounds"
+    )
+    screen.print(
+        terminal.table(
+            ["limit, all cores", "GFLOP/s"], [(k, f"{v / 1e9:,.0f}") for k, v in limits.items()]
+        )
+    )
     for name in asked.workloads.split(","):
         measure(name, asked.pairs, limits)
 

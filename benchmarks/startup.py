@@ -1,4 +1,6 @@
-"""Seconds until something happens: ``python -m benchmarks.startup``. Whole processes, the second call and on."""
+"""Seconds until something happens: ``python -m benchmarks.startup``. Whole processes, the second
+call and on.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,21 @@ def main() -> None:
             "python, doing nothing": [*python, "-c", ""],
             "import fedstill": [*python, "-c", "import fedstill"],
             "fedstill --help": [*python, "-m", "fedstill", "--help"],
-            "fedstill run, one round of the demo's setting": [*python, "-m", "fedstill", "run", "one.toml", "-q"],
+            "fedstill run, one round of the demo's setting": [
+                *python,
+                "-m",
+                "fedstill",
+                "run",
+                "one.toml",
+                "-q",
+            ],
         }
         rows = []
         for what, command in commands.items():
             runs = [seconds(command, folder) for _ in range(1 + TIMES)][1:]
-            rows.append((what, f"{statistics.median(runs):.2f}", f"{min(runs):.2f}–{max(runs):.2f}"))
+            rows.append(
+                (what, f"{statistics.median(runs):.2f}", f"{min(runs):.2f}–{max(runs):.2f}")
+            )
     terminal.console().print(terminal.table(["whole process", "seconds, median", "min–max"], rows))
 
 

@@ -1,10 +1,13 @@
-"""What teachers cost: seconds a round of FedSeq and of SFedKD with K teachers, their logits cached and not.
+"""What teachers cost: seconds a round of FedSeq and of SFedKD with K teachers, their logits cached
+and not.
 
-``python -m benchmarks.teachers [--images 500] [--epochs 5] [--repeats 3]``: workload W2, a chain of ten clients.
-Cached: inputs are not augmented, and a teacher's logits are computed once a client and round. Not cached: inputs are
-mirrored at random, and every teacher is run on every batch. The contestants take turns, one round each; the first
-round, which has no teachers, warms them up. Ratios are to FedSeq's round of the same turn; of seconds on the clock, and
-of the processor's seconds in all threads, which other work on the machine disturbs less.
+``python -m benchmarks.teachers [--images 500] [--epochs 5] [--repeats 3]``: workload W2, a chain of
+ten clients.
+Cached: inputs are not augmented, and a teacher's logits are computed once a client and round.
+Not cached: inputs are mirrored at random, and every teacher is run on every batch. The contestants
+take turns, one round each; the first round, which has no teachers, warms them up. Ratios are to
+FedSeq's round of the same turn; of seconds on the clock, and of the processor's seconds in all
+threads, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -25,13 +28,18 @@ from fedstill.report import terminal
 def workload(clients: int, images: int, epochs: int) -> Workload:
     """Workload W2, or, for a quick look, one of another size."""
     full = WORKLOADS["W2"]
-    about = f"a chain of {clients} clients, {images} images of 3 x 32 x 32 each, {epochs} epochs of batches of 50"
+    about = (
+        f"a chain of {clients} clients, {images} images of 3 x 32 x 32 each, {epochs} epochs of "
+        "batches of 50"
+    )
     plan = {**full.plan, "epochs": epochs}
     return replace(full, about=about, clients=clients, sampled=clients, images=images, plan=plan)
 
 
 def measure(made: Workload, ks: list[int], repeats: int, cached: bool) -> list[tuple[str, ...]]:
-    """Rows of one table: the setting, seconds a round, times FedSeq's seconds, times FedSeq's processor seconds."""
+    """Rows of one table: the setting, seconds a round, times FedSeq's seconds, times FedSeq's
+    processor seconds.
+    """
     changes = {"data": {"augment": [] if cached else ["flip"]}}
     data = made.dataset()
     methods = {"FedSeq": {"name": "fedseq"}, **{f"K = {k}": {"name": "sfedkd", "k": k} for k in ks}}
@@ -48,7 +56,10 @@ def measure(made: Workload, ks: list[int], repeats: int, cached: bool) -> list[t
             one.run_round()
             clock[label].append(time.perf_counter() - began)
             busy[label].append(time.process_time() - used)
-    return [(n, spread(clock[n]), *(spread(_ratios(t[n], t["FedSeq"])) for t in (clock, busy))) for n in running]
+    return [
+        (n, spread(clock[n]), *(spread(_ratios(t[n], t["FedSeq"])) for t in (clock, busy)))
+        for n in running
+    ]
 
 
 def _ratios(one: list[float], base: list[float]) -> list[float]:
@@ -64,11 +75,22 @@ if __name__ == "__main__":
     given = parser.parse_args()
     ks = [int(k) for k in given.k.split(",")]
     if max(ks) > given.clients:
-        parser.error(f"--k {max(ks)}: a chain of {given.clients} clients leaves no more teachers than that")
+        parser.error(
+            f"--k {max(ks)}: a chain of {given.clients} clients leaves no more teachers than that"
+        )
     made = workload(given.clients, given.images, given.epochs)
     screen = terminal.console()
-    screen.print(f"{made.about}; {workers()} workers, {given.repeats} turns: median (smallest to largest)")
-    for cached in [c for c in (True, False) if given.tables in ("both", "cached" if c else "uncached")]:
+    screen.print(
+        f"{made.about}; {workers()} workers, {given.repeats} turns: median (smallest to largest)"
+    )
+    for cached in [
+        c for c in (True, False) if given.tables in ("both", "cached" if c else "uncached")
+    ]:
         rows = measure(made, ks, given.repeats, cached)
-        heads = ["cached" if cached else "not cached", "seconds a round", "times FedSeq's", "processor, times FedSeq's"]
+        heads = [
+            "cached" if cached else "not cached",
+            "seconds a round",
+            "times FedSeq's",
+            "processor, times FedSeq's",
+        ]
         screen.print(terminal.table(heads, rows))

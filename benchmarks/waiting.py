@@ -1,7 +1,9 @@
-"""What it is worth that torch's threads fall asleep soon: ``python -m benchmarks.waiting [--busy 0,1,2] [--pairs 3]``.
+"""What it is worth that torch's threads fall asleep soon:
+``python -m benchmarks.waiting [--busy 0,1,2] [--pairs 3]``.
 
-Rounds of a chain (W2, two clients, one epoch) and of stacked clients (W4), alone and beside processes that do nothing
-but take time, with GNU OpenMP's own waiting and with fedstill's. Every measurement is a process of its own.
+Rounds of a chain (W2, two clients, one epoch) and of stacked clients (W4), alone and beside
+processes that do nothing but take time, with GNU OpenMP's own waiting and with fedstill's. Every
+measurement is a process of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def beside(count: int) -> Iterator[None]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--busy", default="0,1,2", help="busy processes beside it")
     parser.add_argument("--pairs", type=int, default=3, help="turns")
     asked = parser.parse_args()

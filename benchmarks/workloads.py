@@ -19,12 +19,20 @@ from fedstill.records import SERVER
 Labelled = tuple[torch.Tensor, torch.Tensor]
 """Images (N, C, H, W) uint8 and their labels (N,)."""
 
-PAPER = {"epochs": 5, "batch": 50, "lr": 0.01, "lr_decay": 0.99, "momentum": 0.9, "weight_decay": 1e-5}
+PAPER = {
+    "epochs": 5,
+    "batch": 50,
+    "lr": 0.01,
+    "lr_decay": 0.99,
+    "momentum": 0.9,
+    "weight_decay": 1e-5,
+}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A round that many people run: clients, images, network and plan; ``methods``: those it is measured with.
+    """A round that many people run: clients, images, network and plan; ``methods``: those it is
+    measured with.
 
     The first of them is the one that the plain loop does too, without mirroring.
     """
@@ -57,7 +65,9 @@ class Workload:
             for start in range(0, n, 5000):
                 part = labels[start : start + 5000]
                 noise = 45 * torch.randn(len(part), *self.shape, generator=draw)
-                images[start : start + 5000] = (128 + centres[part] + noise).clamp(0, 255).to(torch.uint8)
+                images[start : start + 5000] = (
+                    (128 + centres[part] + noise).clamp(0, 255).to(torch.uint8)
+                )
             return images, labels
 
         return some(self.clients * self.images), some(1000)
@@ -86,7 +96,8 @@ WORKLOADS = {
     for w in (
         Workload(
             "W1",
-            "FedNTD's setting: 10 of 100 clients, 500 images of 3 x 32 x 32 each, 5 epochs, the papers' network",
+            "FedNTD's setting: 10 of 100 clients, 500 images of 3 x 32 x 32 each, 5 epochs, the "
+            "papers' network",
             100,
             10,
             500,
@@ -98,7 +109,8 @@ WORKLOADS = {
         ),
         Workload(
             "W2",
-            "a chain: 10 clients one after another, 500 images of 3 x 32 x 32 each, 5 epochs, the papers' network",
+            "a chain: 10 clients one after another, 500 images of 3 x 32 x 32 each, 5 epochs, the "
+            "papers' network",
             10,
             10,
             500,
@@ -111,7 +123,8 @@ WORKLOADS = {
         ),
         Workload(
             "W3",
-            "ResNet-18 with group normalisation: 10 clients, 500 images each, one epoch of batches of 32",
+            "ResNet-18 with group normalisation: 10 clients, 500 images each, one epoch of batches "
+            "of 32",
             10,
             10,
             500,
@@ -121,7 +134,8 @@ WORKLOADS = {
         ),
         Workload(
             "W4",
-            "many small clients: 100, 20 images of 1 x 8 x 8 each, one epoch of batches of 10, a tiny CNN",
+            "many small clients: 100, 20 images of 1 x 8 x 8 each, one epoch of batches of 10, a "
+            "tiny CNN",
             100,
             100,
             20,
@@ -144,9 +158,14 @@ WORKLOADS = {
 
 
 def flops(workload: Workload, ready: Prepared) -> float:
-    """Floating-point operations of a round's training steps without teachers, from one step of a full batch."""
+    """Floating-point operations of a round's training steps without teachers, from one step of a
+    full batch.
+    """
     spec, batch = ready.world.model(SERVER), workload.plan["batch"]
-    params = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in contract.initial(spec, 0).items()}
+    params = {
+        k: v.clone().requires_grad_(v.is_floating_point())
+        for k, v in contract.initial(spec, 0).items()
+    }
     x = torch.zeros(batch, *workload.shape)
     counter = FlopCounterMode(display=False)
     with counter:

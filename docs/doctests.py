@@ -14,5 +14,7 @@ class Fenced(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite one docstring."""
         if obj.docstring:
-            text = EXAMPLE.sub(lambda m: f"```pycon\n{m.group(0).rstrip()}\n```\n", obj.docstring.value)
+            text = EXAMPLE.sub(
+                lambda m: f"```pycon\n{m.group(0).rstrip()}\n```\n", obj.docstring.value
+            )
             obj.docstring.value = text

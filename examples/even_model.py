@@ -2,9 +2,9 @@
 
     python examples/even_model.py [classes]
 
-A class c has a best model w_c. A client with label shares p moves to w_p = sum_c p_c w_c. The global model is such a
-mean, too. How far does local training take it in the worst case? Least far if it stands for all classes alike, and
-if a client could as well have had any other classes.
+A class c has a best model w_c. A client with label shares p moves to w_p = sum_c p_c w_c. The
+global model is such a mean, too. How far does local training take it in the worst case? Least far
+if it stands for all classes alike, and if a client could as well have had any other classes.
 """
 
 import sys
@@ -28,7 +28,9 @@ def farthest(best: np.ndarray, p: np.ndarray, shares: np.ndarray) -> tuple[float
 
 
 def search(best: np.ndarray, shares: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """The p from which the worst client moves least: step by step towards that client, a little less each time."""
+    """The p from which the worst client moves least: step by step towards that client, a little
+    less each time.
+    """
     p = start
     for step in range(1, STEPS):
         p = p + (shares[farthest(best, p, shares)[1]] - p) / (step + 1)
@@ -37,22 +39,30 @@ def search(best: np.ndarray, shares: np.ndarray, start: np.ndarray) -> np.ndarra
 
 def say(name: str, best: np.ndarray, p: np.ndarray, shares: np.ndarray) -> None:
     """One line: the worst client's way from p."""
-    print(f"  {name:<34} {farthest(best, p, shares)[0]:.3f}   shares {p.min():.3f} to {p.max():.3f}")
+    print(
+        f"  {name:<34} {farthest(best, p, shares)[0]:.3f}   shares {p.min():.3f} to {p.max():.3f}"
+    )
 
 
 even = np.full(CLASSES, 1 / CLASSES)
 uneven = np.arange(1, CLASSES + 1) / np.arange(1, CLASSES + 1).sum()
 lone = np.eye(CLASSES)[0]
-apart, halves = np.eye(CLASSES), clients(CLASSES)  # the classes' best models at right angles, one unit from the origin
+# the classes' best models at right angles, one unit from the origin
+apart, halves = np.eye(CLASSES), clients(CLASSES)
 
 print(
-    f"{len(halves)} clients of two classes out of {CLASSES}. The worst one moves this far from a model that stands for"
+    f"{len(halves)} clients of two classes out of {CLASSES}. The worst one moves this far from a "
+    "model that stands for"
 )
 for name, p in (("all classes alike", even), ("later classes more", uneven), ("one class", lone)):
     say(name, apart, p, halves)
 say("the best, searched from one class", apart, search(apart, halves, lone), halves)
 
-line, alone = np.array([[0.0], [0.0], [1.0]]), np.eye(3)  # two classes want the same model, the third another one
-print("Three clients of one class each, where two classes have the same best model: the proposition needs them apart.")
+# two classes want the same model, the third another one
+line, alone = np.array([[0.0], [0.0], [1.0]]), np.eye(3)
+print(
+    "Three clients of one class each, where two classes have the same best model: the proposition "
+    "needs them apart."
+)
 say("all classes alike", line, np.full(3, 1 / 3), alone)
 say("the best, searched", line, search(line, alone, np.full(3, 1 / 3)), alone)

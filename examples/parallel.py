@@ -2,7 +2,8 @@
 
     python examples/parallel.py
 
-Two methods on the same clients, seed and schedule; then what the global model forgets, class by class.
+Two methods on the same clients, seed and schedule; then what the global model forgets, class by
+class.
 """
 
 import sys
@@ -29,9 +30,13 @@ def show(name: str, result: fedstill.Result) -> None:
     """Accuracy by round, and how far each class is below its best round."""
     curve = " ".join(f"{100 * event['accuracy']:3.0f}" for event in result.history)
     print(f"{name}\n  accuracy by round [%]: {curve}\n  forgetting F: {result.forgetting:.3f}")
-    best = [max(classes) for classes in zip(*(e["class_accuracy"] for e in result.history), strict=True)]
+    best = [
+        max(classes) for classes in zip(*(e["class_accuracy"] for e in result.history), strict=True)
+    ]
     last = result.history[-1]["class_accuracy"]
-    lost = "  ".join(f"{c}: {100 * (b - a):3.0f}" for c, (a, b) in enumerate(zip(last, best, strict=True)))
+    lost = "  ".join(
+        f"{c}: {100 * (b - a):3.0f}" for c, (a, b) in enumerate(zip(last, best, strict=True))
+    )
     print(f"  points lost since the best round, by digit: {lost}\n")
 
 

@@ -1,8 +1,10 @@
-"""Four clients with four different networks learn from each other's logits on public images; no weights are sent.
+"""Four clients with four different networks learn from each other's logits on public images; no
+weights are sent.
 
     python examples/public_logits.py
 
-Each client keeps its own network and its own digits; the server's is a fifth. Then what each knew before and after.
+Each client keeps its own network and its own digits; the server's is a fifth. Then what each knew
+before and after.
 """
 
 import sys
@@ -18,9 +20,11 @@ experiment = Experiment(
     seed=5,
     rounds=ROUNDS,
     threads=1,
-    measure=("private_public",),  # each client's accuracy on its own held-out data, and on the public images
+    # each client's accuracy on its own held-out data, and on the public images
+    measure=("private_public",),
     measure_every=1,
-    data={"name": "digits", "public": 300},  # 300 images that all see; their labels are used to measure only
+    # 300 images that all see; their labels are used to measure only
+    data={"name": "digits", "public": 300},
     partition={"kind": "dirichlet", "alpha": 1.0},
     topology={"clients": 4},
     model="digits_cnn",  # the server's network
@@ -48,11 +52,17 @@ with tempfile.TemporaryDirectory() as folder:
 print(f"server, digits_cnn: {percent(result.accuracy)} of the test digits after {ROUNDS} rounds\n")
 print("client  network                    public, before → after    private")
 last = result.history[-1]
-for client, network in enumerate(["mlp, 64 hidden", "mlp, 200 and 100 hidden", "logistic regression", "digits_cnn"]):
+for client, network in enumerate(
+    ["mlp, 64 hidden", "mlp, 200 and 100 hidden", "logistic regression", "digits_cnn"]
+):
     before, after, own = (
-        percent(last[key][str(client)]) for key in ("public_before_by_client", "public_by_client", "private_by_client")
+        percent(last[key][str(client)])
+        for key in ("public_before_by_client", "public_by_client", "private_by_client")
     )
     print(f"{client:>6}  {network:25}  {before:>14} → {after:<8} {own:>9}")
 
 sent = sum(e["bytes_up"] + e["bytes_down"] for e in result.history)
-print(f"\nsent: {sent / 1e6:.2f} MB, weights: {sum(e['bytes_as_weights'] for e in result.history) / 1e6:.2f} MB")
+print(
+    f"\nsent: {sent / 1e6:.2f} MB, weights: "
+    f"{sum(e['bytes_as_weights'] for e in result.history) / 1e6:.2f} MB"
+)

@@ -1,10 +1,11 @@
-"""One after another: any objective also runs on a chain, in which each client goes on from the model before it.
+"""One after another: any objective also runs on a chain, in which each client goes on from the
+model before it.
 
     python examples/sequential.py
 
-FedSeq is plain training along a chain; FedNTD on a chain distils from the model that was handed over, SFedKD from
-models of the last round that together know all classes. Then a run is stopped after some stages and resumed, to the
-same bits.
+FedSeq is plain training along a chain; FedNTD on a chain distils from the model that was handed
+over, SFedKD from models of the last round that together know all classes. Then a run is stopped
+after some stages and resumed, to the same bits.
 """
 
 import sys
@@ -24,7 +25,12 @@ COMMON = {
     "seed": 5,
     "rounds": ROUNDS,
     "threads": 1,
-    "partition": {"kind": "extended_dirichlet", "classes_per_client": 3, "alpha": 10.0, "min_size": 5},
+    "partition": {
+        "kind": "extended_dirichlet",
+        "classes_per_client": 3,
+        "alpha": 10.0,
+        "min_size": 5,
+    },
     "topology": {"kind": "sequential", "clients": 20, "sampled": 5},
     "plan": {"epochs": 2, "batch": 20, "lr": 0.05},
 }
@@ -45,7 +51,9 @@ class StopAfter(Quiet):
 with tempfile.TemporaryDirectory() as folder:
     for method in ("fedseq", "fedntd", "sfedkd"):
         whole = fedstill.run(Experiment(method=method, **COMMON), out=Path(folder) / method)
-        print(f"{method} on a chain: accuracy {whole.accuracy:.3f}, forgetting {whole.forgetting:.3f}")
+        print(
+            f"{method} on a chain: accuracy {whole.accuracy:.3f}, forgetting {whole.forgetting:.3f}"
+        )
     stopped = Path(folder) / "stopped"
     try:
         fedstill.run(Experiment(method="sfedkd", **COMMON), out=stopped, watch=StopAfter(7))

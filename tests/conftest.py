@@ -1,7 +1,9 @@
-"""What holds for the whole suite: one torch thread, clients side by side, no network, a cache of its own.
+"""What holds for the whole suite: one torch thread, clients side by side, no network, a cache of
+its own.
 
-``FEDSTILL_TEST_THREADS`` in the environment is another number of torch threads (``make grid``). Temporary folders are
-in memory where there is room: every checkpoint waits for its disk several times.
+``FEDSTILL_TEST_THREADS`` in the environment is another number of torch threads (``make grid``).
+Temporary folders are in memory where there is room: every checkpoint waits for its disk several
+times.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from pathlib import Path
 import pytest
 
 MEMORY, ROOM = Path("/dev/shm"), 2 << 30
-"""A file system in memory, and the bytes that it must have to spare: the suite writes a fifth of that."""
+"""A file system in memory, and the bytes that it must have to spare: the suite writes a fifth of
+that.
+"""
 
 WHOLE_RUNS = ("methods", "experiment", "engines", "docs", "cli", "report", "benchmarks", "deploy")
 """Folders of tests that train, after all that check a formula or a file."""
@@ -43,7 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
 
     def rank(item: pytest.Item) -> tuple[bool, int]:
-        runs = item.path.is_relative_to(tests) and item.path.relative_to(tests).parts[0] in WHOLE_RUNS
+        runs = (
+            item.path.is_relative_to(tests) and item.path.relative_to(tests).parts[0] in WHOLE_RUNS
+        )
         name = item.path.name
         return runs, LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
@@ -71,7 +77,9 @@ def _whatever_was_set_before() -> None:
 
 @pytest.fixture
 def with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pooled engine's threads, however small the networks of the tests are: they take half as long again."""
+    """The pooled engine's threads, however small the networks of the tests are: they take half as
+    long again.
+    """
     monkeypatch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
 
 

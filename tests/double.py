@@ -1,4 +1,6 @@
-"""Runs in float64: what two ways of computing give is then the same to nine digits, whoever's kernels summed."""
+"""Runs in float64: what two ways of computing give is then the same to nine digits, whoever's
+kernels summed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Wide(Inputs):
         if images.dtype != torch.uint8:  # inputs already: numbers, or token ids
             return images.double() if images.is_floating_point() else images
         shift, scale = (
-            torch.tensor(v, dtype=torch.float64, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std)
+            torch.tensor(v, dtype=torch.float64, device=images.device).view(-1, 1, 1)
+            for v in (self.mean, self.std)
         )
         return (images.double() / 255 - shift) / scale
 
@@ -40,7 +43,10 @@ class Wide(Inputs):
 
 def in_double(ready: Prepared) -> Prepared:
     """The same run with inputs and initial parameters in float64."""
-    world, inputs = ready.world, Wide(ready.sites.inputs.mean, ready.sites.inputs.std, ready.sites.inputs.steps)
+    world, inputs = (
+        ready.world,
+        Wide(ready.sites.inputs.mean, ready.sites.inputs.std, ready.sites.inputs.steps),
+    )
     for client in (SERVER, *range(world.clients)):
         world._initial[world.model(client)] = widened(world.initial(client))
     sites = replace(ready.sites, inputs=inputs, passes=lambda spec: ModelPasses(spec, inputs))

@@ -1,4 +1,6 @@
-"""What tests of the Flower engine share: a mark for machines without Flower, and grids on which things go wrong."""
+"""What tests of the Flower engine share: a mark for machines without Flower, and grids on which
+things go wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,30 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.carried import trial_app
 
 needs_flower = pytest.mark.skipif(
-    find_spec("flwr") is None, reason="Flower is not installed: pip install 'fedstill[flower]', as make test does"
+    find_spec("flwr") is None,
+    reason="Flower is not installed: pip install 'fedstill[flower]', as make test does",
 )
 
 Trouble = Callable[["TroubledGrid", int, int, int, bytes], bytes | None]
-"""(grid, client, round, how often it was asked for that stage before, message) to reply; None: no reply."""
+"""(grid, client, round, how often it was asked for that stage before, message) to reply; None: no
+reply.
+"""
 
 
 def over_flower(experiment: Experiment, **flower: Any) -> Experiment:
-    """The experiment on the Flower engine, with little patience; clients may fail, as machines do."""
+    """The experiment on the Flower engine, with little patience; clients may fail, as machines
+    do.
+    """
     clients = {**toys.TOLERANT, **experiment.clients}
-    return replace(experiment, engine="flower", clients=clients, flower={"deadline": 30, "poll": 1, **flower})
+    return replace(
+        experiment, engine="flower", clients=clients, flower={"deadline": 30, "poll": 1, **flower}
+    )
 
 
 class TroubledGrid(LoopbackGrid):
-    """A loopback grid on which a test may do anything to the messages of a stage, and take nodes away."""
+    """A loopback grid on which a test may do anything to the messages of a stage, and take nodes
+    away.
+    """
 
     def __init__(self, experiment: Experiment, sites: Path, trouble: Trouble | None = None) -> None:
         settings = settle(experiment.with_values({"data.name": "blobs"}, "test"))

@@ -1,4 +1,6 @@
-"""Entries of the ranking, changed as a forger would change them: journals, summaries and digests alike."""
+"""Entries of the ranking, changed as a forger would change them: journals, summaries and digests
+alike.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def sealed(entry: Entered) -> None:
 def shipped_copy(suite: str, row: str, folder: Path) -> Entered:
     """A copy of an entry that ships."""
     places = entries_below(SHIPPING / f"{suite}.runs.tar.xz")
-    return read_entry(Path(shutil.copytree(next(p for p in places if read_entry(p).row == row), folder)))
+    return read_entry(
+        Path(shutil.copytree(next(p for p in places if read_entry(p).row == row), folder))
+    )
 
 
 def forged(entry: Entered, change: Callable[[Events], Events | None]) -> None:
@@ -59,7 +63,9 @@ def forged(entry: Entered, change: Callable[[Events], Events | None]) -> None:
         events = change(events) or events
         path.write_text("".join(json.dumps(e, separators=(",", ":")) + "\n" for e in events))
         if (summary := path.with_name("summary.json")).is_file():
-            summary.write_text(json.dumps(json.loads(summary.read_text()) | following(events), indent=1))
+            summary.write_text(
+                json.dumps(json.loads(summary.read_text()) | following(events), indent=1)
+            )
     sealed(entry)
 
 

@@ -1,10 +1,14 @@
-"""A process that has only imported things, and forks a child for every run, so that a kill costs a run and no imports.
+"""A process that has only imported things, and forks a child for every run, so that a kill costs a
+run and no imports.
 
-pytest's own process cannot be forked for this: torch has run there, and a child would inherit locks of thread pools
-whose threads it does not have. Run as a program it reads one JSON task a line and answers with one line:
+pytest's own process cannot be forked for this: torch has run there, and a child would inherit locks
+of thread pools whose threads it does not have. Run as a program it reads one JSON task a line and
+answers with one line:
 
-folder: run there, or go on where a run was begun. setting: a name in SETTINGS. after: kill -9 after so many seconds.
-fault: [kind, nth, when], kill -9 before or after the nth call of that kind; "torn": an fsync whose file is cut in half.
+folder: run there, or go on where a run was begun. setting: a name in SETTINGS. after: kill -9 after
+so many seconds.
+fault: [kind, nth, when], kill -9 before or after the nth call of that kind; "torn": an fsync whose
+file is cut in half.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from fedstill.experiment.running import runner
 from fedstill.work import Census
 
 SETTINGS = {
-    "parallel": toys.toy(model="toy_batchnorm", plan={"epochs": 2, "batch": 10, "lr": 0.1, "clip_norm": 1.0}),
+    "parallel": toys.toy(
+        model="toy_batchnorm", plan={"epochs": 2, "batch": 10, "lr": 0.1, "clip_norm": 1.0}
+    ),
     "sequential": toys.toy("toy_chain", rounds=2),
     "public_logits": toys.toy(
         "toy_logits",
@@ -51,10 +57,16 @@ class Helper:
         here = Path(__file__)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
         self._process = subprocess.Popen(
-            [sys.executable, str(here)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+            [sys.executable, str(here)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
         )
 
-    def go(self, setting: str, folder: Path, after: float | None = None, fault: Any = None) -> dict[str, Any]:
+    def go(
+        self, setting: str, folder: Path, after: float | None = None, fault: Any = None
+    ) -> dict[str, Any]:
         """One child: its exit status (-9: killed), seconds, calls of each kind, and error."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -74,7 +86,8 @@ class Faults(Quiet):
     """Counts calls by kind, and kills this process at one of them."""
 
     def __init__(self, fault: Any) -> None:
-        self.fault, self.counts, self.counting = fault, dict.fromkeys(KINDS, 0), Lock()  # fsyncs come from threads
+        # fsyncs come from threads
+        self.fault, self.counts, self.counting = fault, dict.fromkeys(KINDS, 0), Lock()
         for name in ("fsync", "replace", "unlink"):
             setattr(os, name, self.around(name, getattr(os, name)))
         Census.end = self.around("census", Census.end)  # type: ignore[method-assign]
@@ -127,9 +140,12 @@ def serve(task: dict[str, Any]) -> dict[str, Any]:
         child(task, report)
     if task["after"] is not None:
         time.sleep(max(0.0, began + task["after"] - time.perf_counter()))
-        os.kill(pid, signal.SIGKILL)  # a child that has ended already is a zombie until it is waited for
+        # a child that has ended already is a zombie until it is waited for
+        os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    told = json.loads(report.read_text()) if status != -signal.SIGKILL else {"counts": {}, "error": ""}
+    told = (
+        json.loads(report.read_text()) if status != -signal.SIGKILL else {"counts": {}, "error": ""}
+    )
     return {"status": status, "seconds": time.perf_counter() - began, **told}
 
 

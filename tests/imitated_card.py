@@ -1,4 +1,6 @@
-"""A card's recordings of steps, imitated on the CPU: operations are noted below autograd, and done again in place."""
+"""A card's recordings of steps, imitated on the CPU: operations are noted below autograd, and done
+again in place.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def places(values: Any) -> dict[int, Tensor]:
 
 
 class Noting(TorchDispatchMode):
-    """Notes operations with their tensors, and what was in memory that they write into and did not make."""
+    """Notes operations with their tensors, and what was in memory that they write into and did not
+    make.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +40,22 @@ class Noting(TorchDispatchMode):
         self.made: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        said = [(a.name, i) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        said = [
+            (a.name, i)
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info and a.alias_info.is_write
+        ]
         written = [args[i] if i < len(args) else kwargs.get(name) for name, i in said]
-        for place, tensor in places([*written, *(args[i] for i in UNSAID.get(func.overloadpacket, ()))]).items():
+        for place, tensor in places(
+            [*written, *(args[i] for i in UNSAID.get(func.overloadpacket, ()))]
+        ).items():
             if place not in self.made and place not in self.before:
                 self.before[place] = tensor, tensor.untyped_storage().clone()
         given = func(*args, **kwargs)
@@ -51,7 +65,9 @@ class Noting(TorchDispatchMode):
 
 
 class Graph:
-    """While it records, memory is as before; a replay reads and writes the memory that was recorded."""
+    """While it records, memory is as before; a replay reads and writes the memory that was
+    recorded.
+    """
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         self.noting, self.drawn = Noting(), torch.get_rng_state()
@@ -73,7 +89,9 @@ class Graph:
 
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have steps on the CPU recorded and replayed as on a card, if the environment does not say otherwise."""
+    """Have steps on the CPU recorded and replayed as on a card, if the environment does not say
+    otherwise.
+    """
     card = SimpleNamespace(
         CUDAGraph=Graph,
         graph_pool_handle=lambda: (0, 0),

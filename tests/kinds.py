@@ -1,4 +1,6 @@
-"""Small data of every kind but images: a table, series and texts, made of tensors; and a network for each."""
+"""Small data of every kind but images: a table, series and texts, made of tensors; and a network
+for each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ NETWORKS: dict[str, dict[str, object]] = {
 
 
 def small_data(kind: str, size: int = 72) -> Dataset:
-    """Four classes of a kind: numbers around a centre of their class, or texts of words that their class prefers."""
+    """Four classes of a kind: numbers around a centre of their class, or texts of words that their
+    class prefers.
+    """
     draw = torch.Generator().manual_seed(0)
 
     def some(n: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +41,9 @@ def _numbers(kind: str, labels: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _texts(labels: Tensor, draw: torch.Generator) -> Tensor:
-    """Half of the words are of the class, each text has another length, and the first has none at all."""
+    """Half of the words are of the class, each text has another length, and the first has none at
+    all.
+    """
     length = SHAPES["text"][0]
     own = 1 + 7 * labels.unsqueeze(1) + torch.randint(7, (len(labels), length), generator=draw)
     any_ = torch.randint(1, VOCABULARY, (len(labels), length), generator=draw)

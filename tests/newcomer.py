@@ -40,10 +40,14 @@ class LocalTraining(ClientWork):
 '''
 
 
-def mine(folder: Path, client: str = "", server: str = "", **changes: Any) -> tuple[Experiment, int]:
+def mine(
+    folder: Path, client: str = "", server: str = "", **changes: Any
+) -> tuple[Experiment, int]:
     """An experiment with that method, and the line of its file that ends with ``# HERE``."""
     bodies = {"client": client, "server": server}
-    text = MINE.format(**{k: textwrap.indent(textwrap.dedent(v), "    ") for k, v in bodies.items()})
+    text = MINE.format(
+        **{k: textwrap.indent(textwrap.dedent(v), "    ") for k, v in bodies.items()}
+    )
     (folder / "mine.py").write_text(text)
     marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# HERE")]
     experiment = toys.toy("mine.py", **{"topology": {"clients": 4}, "measure": (), **changes})
@@ -76,4 +80,8 @@ def at_the_server(part: str, line: str) -> str:
 
 
 def refusals(folder: Path) -> list[dict[str, Any]]:
-    return [e for e in journals.read_journal(folder / "journal.jsonl") if "refused" in e and e["event"] == "client"]
+    return [
+        e
+        for e in journals.read_journal(folder / "journal.jsonl")
+        if "refused" in e and e["event"] == "client"
+    ]

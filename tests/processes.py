@@ -1,4 +1,6 @@
-"""Real processes of a federation on loopback addresses: started, watched, bounded in time, and ended."""
+"""Real processes of a federation on loopback addresses: started, watched, bounded in time, and
+ended.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LIMIT = 1800.0
 
 
 class Deployment:
-    """A federation in a folder, its server and clients as processes of ``fedstill deploy``, each with a log."""
+    """A federation in a folder, its server and clients as processes of ``fedstill deploy``, each
+    with a log.
+    """
 
     def __init__(self, place: Path, clients: int) -> None:
         self.federation: Federation = folder.init(
@@ -38,10 +42,16 @@ class Deployment:
         self.place, self.processes = place, dict[str, subprocess.Popen[bytes]]()
         for client in range(clients):
             path = self.federation.client(client) / "client.toml"
-            path.write_text(path.read_text().replace(f"port = {folder.NODE_PORT + client}", f"port = {free_port()}"))
+            path.write_text(
+                path.read_text().replace(
+                    f"port = {folder.NODE_PORT + client}", f"port = {free_port()}"
+                )
+            )
 
     def start(self, name: str, *arguments: str) -> None:
-        """Start ``fedstill`` with some arguments, its output in NAME.log; what had that name has to end first."""
+        """Start ``fedstill`` with some arguments, its output in NAME.log; what had that name has to
+        end first.
+        """
         if name in self.processes:
             self.processes.pop(name).wait(60)
         with (self.place / f"{name}.log").open("ab") as log:
@@ -55,7 +65,9 @@ class Deployment:
         self.until(lambda: "the server listens" in self.log("server"), "the server to listen")
 
     def client(self, client: int, *more: str) -> None:
-        self.start(f"client{client}", "deploy", "client", str(self.federation.client(client)), *more)
+        self.start(
+            f"client{client}", "deploy", "client", str(self.federation.client(client)), *more
+        )
 
     def log(self, name: str) -> str:
         path = self.place / f"{name}.log"
@@ -97,7 +109,9 @@ def fedstill_command(*arguments: str) -> list[str]:
 def fedstill_(*arguments: str) -> subprocess.CompletedProcess[str]:
     """``fedstill`` with some arguments, run to its end."""
     command = fedstill_command(*arguments)
-    return subprocess.run(command, env=beside_us(), capture_output=True, text=True, timeout=LIMIT, check=False)
+    return subprocess.run(
+        command, env=beside_us(), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
 
 
 @contextmanager
@@ -136,11 +150,23 @@ def experiment(method: str, topology: str, /, **changes: Any) -> Experiment:
     return Experiment(**{**values, **changes})
 
 
-def _submission(deployment: Deployment, what: Experiment, out: Path, flower: Mapping[str, Any]) -> list[str]:
+def _submission(
+    deployment: Deployment, what: Experiment, out: Path, flower: Mapping[str, Any]
+) -> list[str]:
     tree = settle(_in_process(what)).tree
     config = out.with_suffix(".toml")
-    config.write_text(as_toml({**tree, "engine": "flower", "flower": {"deadline": 900.0, **flower}}))
-    return ["run", str(config), "--federation", str(deployment.federation.folder), "--out", str(out), "-q"]
+    config.write_text(
+        as_toml({**tree, "engine": "flower", "flower": {"deadline": 900.0, **flower}})
+    )
+    return [
+        "run",
+        str(config),
+        "--federation",
+        str(deployment.federation.folder),
+        "--out",
+        str(out),
+        "-q",
+    ]
 
 
 def _in_process(what: Experiment) -> Experiment:
@@ -148,7 +174,9 @@ def _in_process(what: Experiment) -> Experiment:
     return replace(what, engine="serial", clients={**what.clients, "failures": "tolerate"})
 
 
-def over(deployment: Deployment, what: Experiment, out: Path, **flower: Any) -> subprocess.CompletedProcess[str]:
+def over(
+    deployment: Deployment, what: Experiment, out: Path, **flower: Any
+) -> subprocess.CompletedProcess[str]:
     """``fedstill run`` with the Flower engine over a deployment, to its end."""
     return fedstill_(*_submission(deployment, what, out, flower))
 
@@ -177,10 +205,14 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def kill_all_with(setting: str) -> None:
-    """Kill the processes in whose environment a ``NAME=value`` stands: what a program left running behind it."""
+    """Kill the processes in whose environment a ``NAME=value`` stands: what a program left running
+    behind it.
+    """
     for place in Path("/proc").iterdir():
         try:
-            if place.name.isdecimal() and setting.encode() in (place / "environ").read_bytes().split(b"\0"):
+            if place.name.isdecimal() and setting.encode() in (
+                place / "environ"
+            ).read_bytes().split(b"\0"):
                 os.kill(int(place.name), signal.SIGKILL)
         except OSError:  # it has ended, or is somebody else's
             continue

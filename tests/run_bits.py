@@ -1,4 +1,6 @@
-"""A run directory as bits: all that must be the same after a resume, and nothing that may differ (times)."""
+"""A run directory as bits: all that must be the same after a resume, and nothing that may differ
+(times).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Whole = Callable[[str], dict[str, Any]]
 
 
 def bits(folder: Path) -> dict[str, Any]:
-    """Every file of a finished run by its path: its SHA-256, or, where times stand in it, its content without them."""
+    """Every file of a finished run by its path: its SHA-256, or, where times stand in it, its
+    content without them.
+    """
     out: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "lock"):
         name = path.relative_to(folder).as_posix()
@@ -71,7 +75,9 @@ class StopAfter(Quiet):
 
 
 def before_round_1(folder: Path) -> Path:
-    """The directory as of a run that was killed before round 1: without a checkpoint, its journal cut to that."""
+    """The directory as of a run that was killed before round 1: without a checkpoint, its journal
+    cut to that.
+    """
     journal = folder / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(line for line in lines if not json.loads(line).get("round")))
@@ -84,7 +90,9 @@ def resealed(folder: Path, config: str) -> Path:
     """The directory as of a finished run that began with another text of config.toml."""
     (folder / "config.toml").write_text(config)
     journal, seal = folder / "journal.jsonl", digest(config.encode())
-    journal.write_text(re.sub(r'(?<="config_sha256":")[0-9a-f]{64}', seal, journal.read_text(), count=1))
+    journal.write_text(
+        re.sub(r'(?<="config_sha256":")[0-9a-f]{64}', seal, journal.read_text(), count=1)
+    )
     return folder
 
 

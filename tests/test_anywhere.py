@@ -1,4 +1,6 @@
-"""Stages that any method may have: where the stage ``fit`` means something, and what it leaves as it is."""
+"""Stages that any method may have: where the stage ``fit`` means something, and what it leaves as
+it is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def ready(method: str, **changes: Any) -> Prepared:
 
 @pytest.mark.parametrize("where", ["before", "after", "task_end", "last"])
 def test_models_are_trained_alone_at_the_beginning_or_not_at_all(where: str) -> None:
-    with pytest.raises(IncompatibleMethod, match=r"trains? nothing in stage 'fit'.*topology\.first = 'fit'"):
+    with pytest.raises(
+        IncompatibleMethod, match=r"trains? nothing in stage 'fit'.*topology\.first = 'fit'"
+    ):
         ready("scaffold", topology={"clients": 6, where: "fit"})
 
 
@@ -66,16 +70,28 @@ def test_among_peers_a_client_goes_on_from_the_model_it_ended_the_last_task_with
     monkeypatch.setattr(Fit, "end", ending)
     stream = {"kind": "classes", "tasks": 3}
     method: Any = {"name": name, "gamma": (1.0,), "variance": (1.0, 0.1), "prior_variance": (1.0,)}
-    run = ready(method if name == "pfnm" else name, rounds=3, topology={"clients": 4}, stream=stream, partition="iid")
+    run = ready(
+        method if name == "pfnm" else name,
+        rounds=3,
+        topology={"clients": 4},
+        stream=stream,
+        partition="iid",
+    )
     engine = run.engine()
-    state = run_census(run.settings.method.setup(run.world), run.world, engine, Unwatched(), run.settings.rules)
+    state = run_census(
+        run.settings.method.setup(run.world), run.world, engine, Unwatched(), run.settings.rules
+    )
     while state.round <= 3:
         now[0] = state.round
         stages = run.settings.topology(state.round, run.world)
-        state = run_round(run.settings.method, state, stages, run.world, engine, Unwatched(), run.settings.rules)
+        state = run_round(
+            run.settings.method, state, stages, run.world, engine, Unwatched(), run.settings.rules
+        )
     engine.close()
     for client in range(4):
         first = run.world.initial(client)
         assert all(torch.equal(began[1, client][k], first[k]) for k in first)
         for task in (2, 3):
-            assert all(torch.equal(began[task, client][k], ended[task - 1, client][k]) for k in first)
+            assert all(
+                torch.equal(began[task, client][k], ended[task - 1, client][k]) for k in first
+            )

@@ -59,7 +59,10 @@ class Reworded(Derived):
 
 
 def test_a_class_has_its_own_sentences_and_those_of_its_bases() -> None:
-    assert docstrings.sentences(Base) == {"kept": "Of the base.", "changed": "Of the base, in two lines."}
+    assert docstrings.sentences(Base) == {
+        "kept": "Of the base.",
+        "changed": "Of the base, in two lines.",
+    }
     assert docstrings.sentences(Derived) == {**docstrings.sentences(Base), "own": "Its own."}
     assert docstrings.sentences(Reworded)["changed"] == "Of the class itself."
 
@@ -92,10 +95,15 @@ def test_a_plain_class_has_those_of_its_constructor() -> None:
         width: Units of the hidden layer.
         """
 
-        def __init__(self, input_shape: object, classes: int, width: int = 8, depth: int = 1) -> None:
+        def __init__(
+            self, input_shape: object, classes: int, width: int = 8, depth: int = 1
+        ) -> None:
             """depth: How many there are."""
 
-    assert docstrings.sentences(Network) == {"width": "Units of the hidden layer.", "depth": "How many there are."}
+    assert docstrings.sentences(Network) == {
+        "width": "Units of the hidden layer.",
+        "depth": "How many there are.",
+    }
 
 
 def test_a_users_file_is_read_and_a_class_without_source_has_none(tmp_path: Path) -> None:
@@ -109,7 +117,10 @@ def test_a_users_file_is_read_and_a_class_without_source_has_none(tmp_path: Path
     )
     entry = registry.lookup("method", "mine.py:Mine", tmp_path)
     assert entry.sentences["beta"] == "Weight of mine."
-    assert entry.sentences["aggregation"] == registry.lookup("method", "fedavg").sentences["aggregation"]
+    assert (
+        entry.sentences["aggregation"]
+        == registry.lookup("method", "fedavg").sentences["aggregation"]
+    )
     assert docstrings.sentences(type("Bare", (), {})) == {}
 
 

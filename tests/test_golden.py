@@ -64,7 +64,9 @@ def test_times_are_no_difference() -> None:
         ({("a", "model"): "the sum has another order", ("a", "config.seed"): "nothing"}, 1),
     ],
 )
-def test_only_listed_differences_pass_and_only_lines_that_match(reasons: dict[tuple[str, str], str], code: int) -> None:
+def test_only_listed_differences_pass_and_only_lines_that_match(
+    reasons: dict[tuple[str, str], str], code: int
+) -> None:
     results = changed("a", "model", value="cd")
     differences = list(golden.compared({"a": CELL}, results))
     assert golden.report(results, differences, reasons, quick=False) == code

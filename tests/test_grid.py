@@ -1,4 +1,6 @@
-"""The grid's rows: how they are chosen, what the table says of one, and that a failing test is named."""
+"""The grid's rows: how they are chosen, what the table says of one, and that a failing test is
+named.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ import grid
 
 def test_rows_are_chosen_by_how_their_names_begin() -> None:
     assert grid.chosen("") == list(grid.ROWS)
-    assert [row.name for row in grid.chosen("threads,avx2")] == ["avx2", "threads-1", "threads-2", "threads-4"]
+    assert [row.name for row in grid.chosen("threads,avx2")] == [
+        "avx2",
+        "threads-1",
+        "threads-2",
+        "threads-4",
+    ]
     with pytest.raises(SystemExit, match="no row begins with 'sse'; there are as-it-is, default"):
         grid.chosen("avx2,sse")
 
@@ -33,10 +40,21 @@ def test_what_a_row_needs_and_this_machine_has_not_is_said() -> None:
 
 @pytest.mark.slow
 def test_a_failing_test_is_named_and_the_table_kept(tmp_path: Path) -> None:
-    (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): raise ValueError('no good')\n")
-    command = [sys.executable, grid.__file__, "--rows", "as-it-is,python-9", "--folder", str(tmp_path), str(tmp_path)]
+    (tmp_path / "test_two.py").write_text(
+        "def test_good(): pass\ndef test_bad(): raise ValueError('no good')\n"
+    )
+    command = [
+        sys.executable,
+        grid.__file__,
+        "--rows",
+        "as-it-is,python-9",
+        "--folder",
+        str(tmp_path),
+        str(tmp_path),
+    ]
     assert (
-        "no row begins with 'python-9'" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        "no row begins with 'python-9'"
+        in subprocess.run(command, capture_output=True, text=True, check=False).stderr
     )
     command[3] = "as-it-is,default"
     done = subprocess.run(command, capture_output=True, text=True, check=False)

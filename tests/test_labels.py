@@ -1,4 +1,6 @@
-"""Label statistics: formulas against NumPy, identities, and the temperatures that a paper's notebook printed."""
+"""Label statistics: formulas against NumPy, identities, and the temperatures that a paper's
+notebook printed.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def test_floating_tensors_keep_their_dtype_and_all_else_is_float64() -> None:
     p = [[0.1, 0.9], [0.5, 0.5]]
     for dtype in (torch.float32, torch.float64):
         t = torch.tensor(p, dtype=dtype)
-        found = [labels.gini_index(t), labels.distance(t, t[0], "kl"), *labels.discrepancy_weights(t, t[0])]
+        found = [
+            labels.gini_index(t),
+            labels.distance(t, t[0], "kl"),
+            *labels.discrepancy_weights(t, t[0]),
+        ]
         assert {x.dtype for x in [*found, labels.adaptive_weights(t[0], 1.0)]} == {dtype}
     assert labels.gini_index(p).dtype == torch.float64
     assert float(labels.gini_index(p)[0]) == 1 - (0.1**2 + 0.9**2)
@@ -71,15 +77,22 @@ def test_floating_tensors_keep_their_dtype_and_all_else_is_float64() -> None:
 
 def test_gini_is_its_formula_and_within_its_bounds() -> None:
     p = shares(0, 20, 10)
-    np.testing.assert_allclose(labels.gini_index(p), [1 - sum(x * x for x in row) for row in p], rtol=1e-12)
+    np.testing.assert_allclose(
+        labels.gini_index(p), [1 - sum(x * x for x in row) for row in p], rtol=1e-12
+    )
     assert float(labels.gini_index(np.eye(10)[3])) == 0
     assert float(labels.gini_index(np.full(10, 0.1))) == pytest.approx(0.9)
 
 
 # papers.md 13.3
 @settings(max_examples=50, deadline=None)
-@given(gini=st.lists(st.just(0.0) | st.floats(1e-6, 1), min_size=1, max_size=20), delta=st.floats(1e-3, 100))
-def test_adaptive_weights_have_mean_one_and_give_single_class_clients_none(gini: list[float], delta: float) -> None:
+@given(
+    gini=st.lists(st.just(0.0) | st.floats(1e-6, 1), min_size=1, max_size=20),
+    delta=st.floats(1e-3, 100),
+)
+def test_adaptive_weights_have_mean_one_and_give_single_class_clients_none(
+    gini: list[float], delta: float
+) -> None:
     phi = labels.adaptive_weights(gini, delta).numpy()
     f = np.log1p(delta * np.array(gini))
     if f.sum() == 0:
@@ -161,7 +174,8 @@ def test_discrepancy_weights_at_their_guards(metric: labels.Metric) -> None:
 
 
 def notebook_shares(alpha: float) -> np.ndarray:
-    """Label shares (4, 10) of HiPer-FedKD's clients: one Dirichlet draw a class from NumPy's old generator, seed 42.
+    """Label shares (4, 10) of HiPer-FedKD's clients: one Dirichlet draw a class from NumPy's old
+    generator, seed 42.
 
     Each class has 4,500 images, cut at whole ones: a share below 1/4500 is none.
     """
@@ -174,11 +188,18 @@ def notebook_shares(alpha: float) -> np.ndarray:
 # papers.md 13.9
 @pytest.mark.parametrize(
     ("schedule", "printed"),
-    [("linear", [0.2892, 0.3038, 0.3477, 0.3424]), ("exponential", [0.1159, 0.1212, 0.1386, 0.1364])],
+    [
+        ("linear", [0.2892, 0.3038, 0.3477, 0.3424]),
+        ("exponential", [0.1159, 0.1212, 0.1386, 0.1364]),
+    ],
 )
-def test_temperatures_are_those_that_hiper_fedkd_printed(schedule: labels.Schedule, printed: list[float]) -> None:
+def test_temperatures_are_those_that_hiper_fedkd_printed(
+    schedule: labels.Schedule, printed: list[float]
+) -> None:
     p = notebook_shares(1.0)
-    found = [labels.client_temperature(labels.heterogeneity_score(x, p.mean(0)), schedule) for x in p]
+    found = [
+        labels.client_temperature(labels.heterogeneity_score(x, p.mean(0)), schedule) for x in p
+    ]
     np.testing.assert_allclose(found, printed, atol=1e-3)
 
 

@@ -1,4 +1,6 @@
-"""No file that fedstill reads can run code: none is a pickle, by the source and by watching a run made and resumed."""
+"""No file that fedstill reads can run code: none is a pickle, by the source and by watching a run
+made and resumed.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ RISING: dict[str, Any] = {"lr": 0.2, "lr_schedule": "cosine", "lr_warmup": 1, "l
 
 def theirs(plan: Plan, rounds: int) -> list[float]:
     """The rates that torch's own schedulers give, one step a round."""
-    optimiser = torch.optim.SGD([torch.zeros(1, dtype=torch.float64, requires_grad=True)], lr=plan.lr)
+    optimiser = torch.optim.SGD(
+        [torch.zeros(1, dtype=torch.float64, requires_grad=True)], lr=plan.lr
+    )
     later: lr_scheduler.LRScheduler = {
         "constant": lambda: lr_scheduler.ExponentialLR(optimiser, plan.lr_decay),
         "step": lambda: lr_scheduler.StepLR(optimiser, plan.lr_step, plan.lr_decay),
@@ -32,7 +34,9 @@ def theirs(plan: Plan, rounds: int) -> list[float]:
         ),
     }[plan.lr_schedule]()
     if plan.lr_warmup:
-        warm = lr_scheduler.LinearLR(optimiser, 1 / (plan.lr_warmup + 1), total_iters=plan.lr_warmup)
+        warm = lr_scheduler.LinearLR(
+            optimiser, 1 / (plan.lr_warmup + 1), total_iters=plan.lr_warmup
+        )
         later = lr_scheduler.SequentialLR(optimiser, [warm, later], [plan.lr_warmup])
     out = []
     for _ in range(rounds):
@@ -79,10 +83,16 @@ def test_every_engine_trains_at_these_rates_and_a_resumed_run_too(tmp_path: Path
         run(toys.toy("scaffold", plan=plan, engine=engine), tmp_path / engine, toys.blobs())
         same = [(tmp_path / e / "model.safetensors").read_bytes() for e in ("serial", engine)]
         assert same[0] == same[1], engine
-    stacked = run(toys.toy("scaffold", plan=plan, engine="vectorised"), tmp_path / "stacked", toys.blobs())
+    stacked = run(
+        toys.toy("scaffold", plan=plan, engine="vectorised"), tmp_path / "stacked", toys.blobs()
+    )
     for name, value in whole.model.items():
         torch.testing.assert_close(stacked.model[name], value, rtol=1e-4, atol=1e-5)
-    flat = run(toys.toy("scaffold", plan={**plan, "lr_schedule": "constant"}), tmp_path / "flat", toys.blobs())
+    flat = run(
+        toys.toy("scaffold", plan={**plan, "lr_schedule": "constant"}),
+        tmp_path / "flat",
+        toys.blobs(),
+    )
     assert any(not torch.equal(flat.model[k], v) for k, v in whole.model.items())
     halfway = stopped(toys.toy("scaffold", plan=plan, engine="serial"), tmp_path / "stopped", 2)
     resume(halfway, toys.blobs())
@@ -94,18 +104,30 @@ def test_the_config_records_the_rounds_of_a_cosine_and_nothing_where_it_is_the_d
     assert 'lr_schedule = "cosine"\nlr_end = 0.1\nlr_warmup = 1\nlr_rounds = 3\n' in cosine.toml
     assert "lr_schedule" not in settle(toys.toy()).toml
     assert settle(toys.toy()).tree["plan"]["train"]["lr_schedule"] == "constant", "explain shows it"
-    assert arithmetic(prepare(cosine, toys.blobs())).rates == "train 0.1 in round 1, 0.2 in round 2, 0.11 in round 3"
+    assert (
+        arithmetic(prepare(cosine, toys.blobs())).rates
+        == "train 0.1 in round 1, 0.2 in round 2, 0.11 in round 3"
+    )
 
 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"lr_schedule": "linear"}, r"plan\.train\.lr_schedule = 'linear'.*'constant', 'step' or 'cosine'"),
+        (
+            {"lr_schedule": "linear"},
+            r"plan\.train\.lr_schedule = 'linear'.*'constant', 'step' or 'cosine'",
+        ),
         ({"lr_step": 0}, r"plan\.train\.lr_step = 0"),
         ({"lr_end": 2.0}, r"plan\.train\.lr_end = 2\.0"),
-        ({"lr_schedule": "step", "lr_decay": 1.0}, r"plan\.train\.lr_schedule = 'step' needs lr_decay below 1"),
+        (
+            {"lr_schedule": "step", "lr_decay": 1.0},
+            r"plan\.train\.lr_schedule = 'step' needs lr_decay below 1",
+        ),
         ({"lr_warmup": 3}, r"plan\.train\.lr_warmup = 3 must be below the rounds of the run, 3"),
-        ({"lr_schedule": "cosine", "lr_rounds": 1, "lr_warmup": 1}, r"lr_rounds = 1 must be above lr_warmup = 1"),
+        (
+            {"lr_schedule": "cosine", "lr_rounds": 1, "lr_warmup": 1},
+            r"lr_rounds = 1 must be above lr_warmup = 1",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(plan: dict[str, Any], words: str) -> None:

@@ -1,4 +1,6 @@
-"""``dir(fedstill)`` shows what there is: all public names, each of which can be had, without being imported before."""
+"""``dir(fedstill)`` shows what there is: all public names, each of which can be had, without being
+imported before.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import pytest
 import fedstill
 
 ROOT = Path(__file__).parents[1]
-REFERENCE = re.findall(r"^::: fedstill\.(\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+REFERENCE = re.findall(
+    r"^::: fedstill\.(\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE
+)
 
 
 def thing(path: str) -> object:
@@ -45,13 +49,23 @@ def test_every_name_in_dir_can_be_had_and_tells_what_it_is() -> None:
 
 def test_dir_costs_nothing() -> None:
     """Neither the import nor ``dir`` loads anything heavy: a shell completes names with it."""
-    program = "import sys, fedstill; dir(fedstill); print({'torch', 'pandas', 'numpy', 'rich'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, fedstill; dir(fedstill); print({'torch', 'pandas', 'numpy', 'rich'} & "
+        "set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"
 
 
 def test_a_run_loads_nothing_that_few_runs_need() -> None:
     """Each would make every start longer by half a second."""
-    program = "import sys, fedstill; fedstill.Result, fedstill.run; print({'pandas', 'scipy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, fedstill; fedstill.Result, fedstill.run; print({'pandas', 'scipy'} & "
+        "set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"

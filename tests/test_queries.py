@@ -1,4 +1,6 @@
-"""Queries: drawn by a fixed seed and shared by all methods; what nobody can answer is refused in one line."""
+"""Queries: drawn by a fixed seed and shared by all methods; what nobody can answer is refused in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,26 @@ from fedstill.experiment.config.overrides import parse_overrides
 from fedstill.experiment.config.query_table import read_query
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.queries import Asking, Standing, because, check_queries, check_unseen, drawn, offers, picked, reasons
+from fedstill.queries import (
+    Asking,
+    Standing,
+    because,
+    check_queries,
+    check_unseen,
+    drawn,
+    offers,
+    picked,
+    reasons,
+)
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])
 
 
 def test_single_queries_are_one_class_that_the_client_lacks_and_another_has() -> None:
     found = [drawn(Asking("single", seed), COUNTS) for seed in range(200)]
-    assert {q for f in found for q in [f[0]]} == {(1,), (2,), (3,)}, "fewer than 50 are few, and nobody has class 4"
+    assert {q for f in found for q in [f[0]]} == {(1,), (2,), (3,)}, (
+        "fewer than 50 are few, and nobody has class 4"
+    )
     assert {f[1] for f in found} == {(0,), (3,)}
     assert all(2 not in f for f in found), "client 2 lacks nothing that another has"
     shares = [sum(f[0] == (c,) for f in found) / 200 for c in (1, 2, 3)]
@@ -43,7 +57,12 @@ def test_a_draw_is_a_function_of_its_seed_and_of_the_client_alone() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "by"),
-    [("lack", ("lack",)), ("lack,need", ("lack", "need")), ("[lack, need]", ("lack", "need")), ('"lack"', ("lack",))],
+    [
+        ("lack", ("lack",)),
+        ("lack,need", ("lack", "need")),
+        ("[lack, need]", ("lack", "need")),
+        ('"lack"', ("lack",)),
+    ],
 )
 def test_reasons_to_ask_may_be_typed_with_commas(typed: str, by: tuple[str, ...]) -> None:
     needs = {"needs": {"3": [1]}} if "need" in by else {}
@@ -53,7 +72,10 @@ def test_reasons_to_ask_may_be_typed_with_commas(typed: str, by: tuple[str, ...]
 
 def test_all_methods_of_a_run_share_the_queries() -> None:
     split = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "multi", "fewer_than": 8}}
-    asked = [prepare(settle(toys.toy(m, **split)), toys.blobs()).world.queries for m in ("local_only", "qkt")]
+    asked = [
+        prepare(settle(toys.toy(m, **split)), toys.blobs()).world.queries
+        for m in ("local_only", "qkt")
+    ]
     fed = toys.toy("fedavg", **{**split, "rounds": 3})
     assert asked[0] == asked[1] == prepare(settle(fed), toys.blobs()).world.queries != {}
     other = toys.toy("qkt", **{**split, "query": {"draw": "multi", "fewer_than": 8, "seed": 4}})
@@ -70,7 +92,9 @@ def test_all_methods_of_a_run_share_the_queries() -> None:
         ({1: (4,)}, "no other client has an example of class 4"),
     ],
 )
-def test_a_query_that_nobody_can_answer_is_refused(queries: dict[int, tuple[int, ...]], said: str) -> None:
+def test_a_query_that_nobody_can_answer_is_refused(
+    queries: dict[int, tuple[int, ...]], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         check_queries(queries, COUNTS)
     assert "\n" not in str(caught.value)
@@ -99,10 +123,16 @@ def test_written_queries_are_kept_sorted_and_once() -> None:
         ({"draw": "all", "by": "accuracy"}, "set query.accuracy_under, e.g. 0.6"),
         ({"draw": "all", "by": "accuracy", "accuracy_under": 1.5}, "query.accuracy_under = 1.5"),
         ({"draw": "all", "by": "accuracy", "accuracy_under": 0.0}, "query.accuracy_under = 0.0"),
-        ({"draw": "all", "accuracy_under": 0.5}, "query.accuracy_under is read where query.by names 'accuracy'"),
+        (
+            {"draw": "all", "accuracy_under": 0.5},
+            "query.accuracy_under is read where query.by names 'accuracy'",
+        ),
         ({"draw": "all", "by": "need"}, "write which classes each client will need"),
         ({"draw": "all", "needs": {"0": [1]}}, "query.needs is read where query.by names 'need'"),
-        ({"draw": "all", "by": "need", "needs": {"one": [1]}}, "query.needs.one: a client is a whole number"),
+        (
+            {"draw": "all", "by": "need", "needs": {"one": [1]}},
+            "query.needs.one: a client is a whole number",
+        ),
         ({"draw": "all", "by": "need", "needs": {"0": ["a"]}}, "query.needs"),
         ({"again": "mixed"}, "query.again: nobody asks"),
         ({"draw": "all", "again": "yes"}, "query.again = 'yes'"),
@@ -128,27 +158,43 @@ def test_more_least_than_most_is_refused() -> None:
 
 
 COUNTED = torch.tensor([90, 0, 49, 50, 0])
-MEASURED = Standing(COUNTED, right=torch.tensor([6, 0, 7, 7, 0]), held=torch.tensor([10, 0, 10, 10, 0]))
+MEASURED = Standing(
+    COUNTED, right=torch.tensor([6, 0, 7, 7, 0]), held=torch.tensor([10, 0, 10, 10, 0])
+)
 
 
 def test_a_client_lacks_a_class_of_which_it_has_fewer_examples() -> None:
-    assert reasons(Asking("all", 0), 0, Standing(COUNTED)) == {1: {"lack": 0}, 2: {"lack": 49}, 4: {"lack": 0}}
-    assert reasons(Asking("all", 0, fewer_than=1), 0, Standing(COUNTED)) == {1: {"lack": 0}, 4: {"lack": 0}}
+    assert reasons(Asking("all", 0), 0, Standing(COUNTED)) == {
+        1: {"lack": 0},
+        2: {"lack": 49},
+        4: {"lack": 0},
+    }
+    assert reasons(Asking("all", 0, fewer_than=1), 0, Standing(COUNTED)) == {
+        1: {"lack": 0},
+        4: {"lack": 0},
+    }
 
 
 @pytest.mark.parametrize(
-    ("under", "asked"), [(0.6, set()), (0.61, {0}), (0.7, {0}), (0.700001, {0, 2, 3}), (1, {0, 2, 3})]
+    ("under", "asked"),
+    [(0.6, set()), (0.61, {0}), (0.7, {0}), (0.700001, {0, 2, 3}), (1, {0, 2, 3})],
 )
-def test_by_accuracy_it_asks_for_what_its_model_is_wrong_on_too_often(under: float, asked: set[int]) -> None:
+def test_by_accuracy_it_asks_for_what_its_model_is_wrong_on_too_often(
+    under: float, asked: set[int]
+) -> None:
     why = reasons(Asking("all", 0, by=("accuracy",), accuracy_under=under), 0, MEASURED)
     assert set(why) == asked, "a class of which none is held out is not asked for"
-    assert all(w == {"accuracy": float(MEASURED.right[c]) / 10, "held_out": 10} for c, w in why.items())  # type: ignore[index]
+    assert all(
+        w == {"accuracy": float(MEASURED.right[c]) / 10, "held_out": 10} for c, w in why.items()
+    )  # type: ignore[index]
 
 
 def test_shares_that_no_float_has_are_compared_as_they_are_written() -> None:
     for right, held in ((7, 100), (57, 100), (29, 100), (1, 3)):
         standing = Standing(torch.tensor([held]), torch.tensor([right]), torch.tensor([held]))
-        assert not reasons(Asking("all", 0, by=("accuracy",), accuracy_under=right / held), 0, standing)
+        assert not reasons(
+            Asking("all", 0, by=("accuracy",), accuracy_under=right / held), 0, standing
+        )
 
 
 def test_by_need_it_asks_for_what_it_says_whatever_it_has() -> None:
@@ -160,12 +206,19 @@ def test_by_need_it_asks_for_what_it_says_whatever_it_has() -> None:
 def test_several_reasons_stand_side_by_side() -> None:
     rule = Asking("all", 0, by=("lack", "accuracy", "need"), accuracy_under=0.9, needs={3: (2,)})
     assert reasons(rule, 3, MEASURED)[2] == {"lack": 49, "accuracy": 0.7, "held_out": 10, "need": 1}
-    assert because(reasons(rule, 3, MEASURED)[2]) == "has 49 examples; right on 70 % of 10 held out; will need it"
+    assert (
+        because(reasons(rule, 3, MEASURED)[2])
+        == "has 49 examples; right on 70 % of 10 held out; will need it"
+    )
 
 
-@pytest.mark.parametrize("nothing", [Standing(COUNTED), Standing(COUNTED, torch.zeros(5), torch.zeros(5))])
+@pytest.mark.parametrize(
+    "nothing", [Standing(COUNTED), Standing(COUNTED, torch.zeros(5), torch.zeros(5))]
+)
 def test_without_held_out_examples_no_accuracy(nothing: Standing) -> None:
-    with pytest.raises(ConfigError, match=r"client 2 holds out no example .*; set plan.fit.validation"):
+    with pytest.raises(
+        ConfigError, match=r"client 2 holds out no example .*; set plan.fit.validation"
+    ):
         reasons(Asking("all", 0, by=("accuracy",), accuracy_under=0.5), 2, nothing)
 
 
@@ -185,7 +238,9 @@ def test_a_later_query_is_another_draw_of_the_same_seed() -> None:
     assert picked(rule, 0, wanted, 3) == picked(rule, 0, wanted[::-1], 3)
 
 
-def test_what_is_needed_may_be_a_class_that_the_client_has_but_not_one_that_nobody_else_has() -> None:
+def test_what_is_needed_may_be_a_class_that_the_client_has_but_not_one_that_nobody_else_has() -> (
+    None
+):
     assert check_queries({0: (0,)}, COUNTS, None) == {0: (0,)}
     with pytest.raises(ConfigError, match="no other client has an example of class 4"):
         check_queries({0: (4,)}, COUNTS, None)
@@ -193,5 +248,7 @@ def test_what_is_needed_may_be_a_class_that_the_client_has_but_not_one_that_nobo
 
 def test_of_sites_whose_labels_nobody_sees_the_classes_are_checked() -> None:
     assert check_unseen({1: (3, 0, 3)}, 4) == {1: (0, 3)}
-    with pytest.raises(ConfigError, match="query of client 1: there is no class 4; classes are 0 to 3"):
+    with pytest.raises(
+        ConfigError, match="query of client 1: there is no class 4; classes are 0 to 3"
+    ):
         check_unseen({1: (4,)}, 4)

@@ -17,7 +17,11 @@ from fedstill.robust import ROBUST, clipped_mean, krum, robust_mean, trimmed_mea
 def trees_of(values: np.ndarray) -> list[dict[str, torch.Tensor]]:
     """Each row as a tree of two entries and a counter."""
     return [
-        {"a": torch.from_numpy(v[:3].copy()), "b": torch.from_numpy(v[3:].reshape(2, 2).copy()), "n": torch.tensor(i)}
+        {
+            "a": torch.from_numpy(v[:3].copy()),
+            "b": torch.from_numpy(v[3:].reshape(2, 2).copy()),
+            "n": torch.tensor(i),
+        }
         for i, v in enumerate(values)
     ]
 
@@ -36,12 +40,16 @@ def test_the_trimmed_mean_leaves_out_the_ends_of_each_entry(values: np.ndarray) 
     got = trimmed_mean(trees_of(values), 1)
     np.testing.assert_allclose(flat(got), want, rtol=NEAR)
     assert got["n"] == 0
-    np.testing.assert_allclose(flat(trimmed_mean(trees_of(values), 0)), values.mean(0), rtol=NEAR, atol=NEAR)
+    np.testing.assert_allclose(
+        flat(trimmed_mean(trees_of(values), 0)), values.mean(0), rtol=NEAR, atol=NEAR
+    )
 
 
 def test_the_median_is_that_of_each_entry(values: np.ndarray) -> None:
     np.testing.assert_allclose(
-        flat(robust_mean(trees_of(values), "median", None, 0.1)), np.median(values, axis=0), rtol=NEAR
+        flat(robust_mean(trees_of(values), "median", None, 0.1)),
+        np.median(values, axis=0),
+        rtol=NEAR,
     )
 
 
@@ -49,8 +57,12 @@ def test_norm_clipping_cuts_changes_to_the_median_norm(values: np.ndarray) -> No
     start = np.random.default_rng(0).normal(size=7)
     changes = values - start
     norms = np.sqrt((changes**2).sum(1))
-    want = start + np.mean([c * min(1, np.median(norms) / n) for c, n in zip(changes, norms, strict=True)], axis=0)
-    np.testing.assert_allclose(flat(clipped_mean(trees_of(values), trees_of(start[None])[0])), want, rtol=1e-9)
+    want = start + np.mean(
+        [c * min(1, np.median(norms) / n) for c, n in zip(changes, norms, strict=True)], axis=0
+    )
+    np.testing.assert_allclose(
+        flat(clipped_mean(trees_of(values), trees_of(start[None])[0])), want, rtol=1e-9
+    )
     assert flat(clipped_mean(trees_of(np.zeros_like(values)), None)).any() == False  # noqa: E712
 
 
@@ -69,11 +81,15 @@ def test_krum_takes_the_tree_nearest_to_its_neighbours(values: np.ndarray) -> No
 
 @pytest.mark.parametrize("how", sorted(ROBUST))
 def test_no_client_alone_moves_it_beyond_the_others(how: str) -> None:
-    """Any one of five, sent anywhere, whatever number of examples it claims; the plain mean goes there with it."""
+    """Any one of five, sent anywhere, whatever number of examples it claims; the plain mean goes
+    there with it.
+    """
     honest = np.random.default_rng(1).normal(size=(4, 7))
     for far, at in itertools.product((1e6, -1e6), range(5)):
         sent = trees_of(np.insert(honest, at, far, axis=0))
-        replies = [Reply(i, Payload(params=t), 10**7 if i == at else 10) for i, t in enumerate(sent)]
+        replies = [
+            Reply(i, Payload(params=t), 10**7 if i == at else 10) for i, t in enumerate(sent)
+        ]
         start = trees_of(np.zeros((1, 7)))[0]
         got = weighted_mean(replies, weighting=how, start=start, suspected=0.25)
         assert np.abs(flat(got)).max() < np.abs(honest).sum()

@@ -1,4 +1,6 @@
-"""One round loop hosts all four topologies; what a bad client sends changes nothing for the others."""
+"""One round loop hosts all four topologies; what a bad client sends changes nothing for the
+others.
+"""
 
 from __future__ import annotations
 
@@ -67,16 +69,24 @@ def test_a_census_fills_the_labels_once(tmp_path: Path) -> None:
     labels = last_state(tmp_path / "run").state.extra.tensor("labels")
     assert labels.shape == (6, toys.CLASSES)
     assert labels.sum() == 300 - toys.PUBLIC
-    census = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e.get("name") == "census"]
+    census = [
+        e
+        for e in journals.read_journal(tmp_path / "run" / "journal.jsonl")
+        if e.get("name") == "census"
+    ]
     assert len(census) == 6
 
 
-@pytest.mark.parametrize("how", ["raise", "nan", "shape", "type", "huge", "extra", "missing", "sparse"])
+@pytest.mark.parametrize(
+    "how", ["raise", "nan", "shape", "type", "huge", "extra", "missing", "sparse"]
+)
 def test_a_bad_reply_is_named_and_changes_nothing_else(how: str, tmp_path: Path) -> None:
     """State and memory are those of the same run in which that client was not asked at all."""
     who = 1
     topology = {"clients": 6, "sampled": 6}
-    failing = toys.toy({"name": "toy_failing", "who": who, "how": how}, topology=topology, clients=toys.TOLERANT)
+    failing = toys.toy(
+        {"name": "toy_failing", "who": who, "how": how}, topology=topology, clients=toys.TOLERANT
+    )
     bad = run(failing, tmp_path / "bad", toys.blobs())
     good_config = toys.toy({"name": "toy_failing", "who": who, "how": "absent"}, topology=topology)
     good = run(good_config, tmp_path / "good", data=toys.blobs())
@@ -98,9 +108,15 @@ def test_below_the_quorum_the_run_stops_with_the_last_good_state(tmp_path: Path)
     method = {"name": "toy_failing", "who": 1, "how": "raise"}
     clients = {"quorum": 1.0, **toys.TOLERANT}
     experiment = toys.toy(method, topology={"clients": 6, "sampled": 6}, clients=clients)
-    with pytest.raises(TooFewReplies, match=r"round 2.*client 1 failed.*the disk of this site is gone"):
+    with pytest.raises(
+        TooFewReplies, match=r"round 2.*client 1 failed.*the disk of this site is gone"
+    ):
         run(experiment, tmp_path / "run", data=toys.blobs())
-    short = run(toys.toy(method, topology={"clients": 6, "sampled": 6}, rounds=1), tmp_path / "one", data=toys.blobs())
+    short = run(
+        toys.toy(method, topology={"clients": 6, "sampled": 6}, rounds=1),
+        tmp_path / "one",
+        data=toys.blobs(),
+    )
     state = last_state(tmp_path / "run").state
     assert (state.round, state.stage) == (1, 1)
     assert all(torch.equal(state.params[k], short.model[k]) for k in short.model)
@@ -118,7 +134,11 @@ def test_a_failed_link_of_a_chain_is_skipped(tmp_path: Path) -> None:
 
 def test_divergence_is_named_before_it_replaces_the_last_good_state(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="round 1"):
-        run(toys.toy(plan={"epochs": 2, "batch": 10, "lr": 1e4}), tmp_path / "run", data=toys.blobs())
+        run(
+            toys.toy(plan={"epochs": 2, "batch": 10, "lr": 1e4}),
+            tmp_path / "run",
+            data=toys.blobs(),
+        )
     assert last_state(tmp_path / "run").state.round == 1
 
 
@@ -127,10 +147,15 @@ def test_divergence_is_named_before_it_replaces_the_last_good_state(tmp_path: Pa
     [
         (toys.toy("toy_logits"), "needs public data"),
         (toys.toy("fedavg", clients={"models": ["mlp", "logistic"]}), "averages weights"),
-        (toys.toy("toy_peers", topology={"kind": "parallel", "clients": 6}), "does not know stage 'train'"),
+        (
+            toys.toy("toy_peers", topology={"kind": "parallel", "clients": 6}),
+            "does not know stage 'train'",
+        ),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(experiment: Experiment, words: str, tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused_by_name(
+    experiment: Experiment, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(IncompatibleMethod, match=words):
         run(experiment, tmp_path / "run", data=toys.blobs())
     assert not (tmp_path / "run").exists()
@@ -139,13 +164,36 @@ def test_what_cannot_run_is_refused_by_name(experiment: Experiment, words: str, 
 def test_the_run_directory_holds_what_the_design_names(tmp_path: Path) -> None:
     result = run(toys.toy(), tmp_path / "run", data=toys.blobs())
     names = {p.name for p in (tmp_path / "run").iterdir()}
-    assert {"config.toml", "journal.jsonl", "checkpoints", "model.safetensors", "summary.json"} <= names
+    assert {
+        "config.toml",
+        "journal.jsonl",
+        "checkpoints",
+        "model.safetensors",
+        "summary.json",
+    } <= names
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    wanted = {"method", "dataset", "rounds", "accuracy", "best_accuracy", "forgetting", "seconds", "seed"}
+    wanted = {
+        "method",
+        "dataset",
+        "rounds",
+        "accuracy",
+        "best_accuracy",
+        "forgetting",
+        "seconds",
+        "seed",
+    }
     assert wanted <= set(summary)
-    rounds = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "round"]
+    rounds = [
+        e
+        for e in journals.read_journal(tmp_path / "run" / "journal.jsonl")
+        if e["event"] == "round"
+    ]
     assert [e["round"] for e in rounds] == [1, 2, 3]
     assert {"accuracy", "class_accuracy", "seconds", "bytes_up", "bytes_down"} <= set(rounds[0])
     assert "in_local_accuracy" in rounds[1]
     assert "in_local_accuracy" not in rounds[0], "local models are measured every second round here"
-    assert rounds[0]["bytes_up"] == rounds[0]["bytes_down"] == 4 * sum(v.nbytes for v in result.model.values())
+    assert (
+        rounds[0]["bytes_up"]
+        == rounds[0]["bytes_down"]
+        == 4 * sum(v.nbytes for v in result.model.values())
+    )

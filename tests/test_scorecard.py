@@ -66,14 +66,18 @@ def test_rows_that_say_what_they_measured_pass_here() -> None:
     assert "ccvr: counts, sums, products made from labels" in sent.says
 
 
-def test_a_module_that_reads_pickles_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_module_that_reads_pickles_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "reads.py").write_text("import numpy as np\n\nnp.load(file, allow_pickle=True)\n")
     monkeypatch.setattr(what_runs.fedstill, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setattr(what_runs, "WATCHED", "print('met: []')")
     assert what_runs.unpickled(9) == Trials(2, 1, ("reads.py: line 3",))
 
 
-def test_a_gate_that_is_open_and_an_app_that_is_taken_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_that_is_open_and_an_app_that_is_taken_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def opened(self: Any, scope: Any, receive: Any, send: Any) -> None:
         await self.app(scope, receive, send)
 
@@ -86,7 +90,9 @@ def test_a_gate_that_is_open_and_an_app_that_is_taken_are_noticed(monkeypatch: p
 def test_memory_that_grows_and_files_left_open_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     told = "[[1000, 5], [1009, 5], [1011, 5], [1000, 6]]"
     monkeypatch.setattr(
-        everyday, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0, stdout=told))
+        everyday,
+        "subprocess",
+        SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0, stdout=told)),
     )
     assert everyday.lasting(3).says == (
         "parallel, after 300 rounds: 1,011 bytes, and 1,000 after 100 rounds",
@@ -106,7 +112,9 @@ def test_a_screen_that_lets_all_pass_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert any("NaN: it ended the round: Diverged" in line for line in says)
 
 
-def test_masks_that_hide_nothing_and_sums_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_hide_nothing_and_sums_that_are_wrong_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def nothing(secret: bytes, length: int, purpose: bytes):
         return np.zeros(length, dtype=np.uint64)
 
@@ -118,7 +126,9 @@ def test_masks_that_hide_nothing_and_sums_that_are_wrong_are_noticed(monkeypatch
     assert "the mean is off by" in secret_sums(1).says[0]
 
 
-def test_a_mechanism_with_a_quarter_of_its_noise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mechanism_with_a_quarter_of_its_noise_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn = torch.randn
     assert canary(1.0)[1] < canary(1.0)[0]
     monkeypatch.setattr("fedstill.wire.privacy.torch.randn", lambda *a, **k: drawn(*a, **k) / 4)
@@ -153,7 +163,9 @@ def test_rows_are_chosen_by_id() -> None:
 
 
 def test_the_page_and_the_numbers_say_the_same(tmp_path: Path) -> None:
-    row = PromiseRow("R4", "a <promise>", "a trial", lambda n: Trials(n, n - 1, ("one & only",)), 2, 9)
+    row = PromiseRow(
+        "R4", "a <promise>", "a trial", lambda n: Trials(n, n - 1, ("one & only",)), 2, 9
+    )
     told = measure_rows([row], True, lambda _: None)
     assert not all_passed(told)
     page = write_scorecard(told, tmp_path / "card").read_text()
@@ -164,7 +176,9 @@ def test_the_page_and_the_numbers_say_the_same(tmp_path: Path) -> None:
     assert "one &amp; only" in page
 
 
-def test_the_command_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["S4", "--quick", "--out", str(tmp_path / "card")]) == 0
     out = capsys.readouterr().out
     assert 'make scorecard ARGS="S4 --quick"' in out

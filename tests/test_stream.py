@@ -1,4 +1,6 @@
-"""The clock of a stream: which task, who is there, which outputs take part, and the round that a schedule counts."""
+"""The clock of a stream: which task, who is there, which outputs take part, and the round that a
+schedule counts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_the_clock() -> None:
     assert [over_the_run.within(r) for r in (1, 2, 3, 4)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("head", "on"), [("all", [None] * 3), ("seen", [[0, 3], [0, 1, 3], None]), ("task", None)])
+@pytest.mark.parametrize(
+    ("head", "on"), [("all", [None] * 3), ("seen", [[0, 3], [0, 1, 3], None]), ("task", None)]
+)
 def test_outputs_that_take_part(head: str, on: list[list[int] | None] | None) -> None:
     stream = Stream(SIX.starts, 8, SIX.by_task, head, clients=10)  # type: ignore[arg-type]
     masks = [stream.mask(r, 0, 5) for r in (1, 3, 6)]
@@ -37,7 +41,8 @@ def test_outputs_that_take_part(head: str, on: list[list[int] | None] | None) ->
 def test_a_late_client_sees_what_it_saw_so_many_rounds_before_without_lag() -> None:
     late = Stream(SIX.starts, 8, SIX.by_task, clients=10, lag=2, seed=5)
     lags = [
-        next(by for by in range(3) if all(late.task(r, c) == SIX.task(r - by) for r in range(1, 9))) for c in range(10)
+        next(by for by in range(3) if all(late.task(r, c) == SIX.task(r - by) for r in range(1, 9)))
+        for c in range(10)
     ]
     assert set(lags) == {0, 1, 2}
     assert [r for r in range(1, 9) if late.changes(r)] == [3, 4, 5, 6, 7, 8]
@@ -61,7 +66,9 @@ def test_the_share_that_stays_is_in_its_old_task_until_the_next_change() -> None
 
 
 def test_the_tasks_that_a_client_has_been_in() -> None:
-    """Counted round by round; who stays for a change may pass over a task, and who joins late has none of before."""
+    """Counted round by round; who stays for a change may pass over a task, and who joins late has
+    none of before.
+    """
     moving = Stream(SIX.starts, 8, SIX.by_task, clients=30, lag=2, join=0.6, stay=0.4, seed=5)
     for client in range(30):
         by_round = [moving.task(r, client) for r in range(9)]

@@ -50,20 +50,26 @@ def draw(seed: int, clients: int = 10, classes: int = 10) -> np.ndarray:
 @pytest.mark.parametrize("metric", METRICS)
 def test_complementary_is_the_greedy_algorithm(metric: labels.Metric) -> None:
     for seed in range(10):
-        assert teachers.complementary(draw(seed), 5, metric) == greedy(draw(seed), 5, metric, normalise=True)
+        assert teachers.complementary(draw(seed), 5, metric) == greedy(
+            draw(seed), 5, metric, normalise=True
+        )
 
 
 # papers.md 13.7
 @pytest.mark.parametrize("metric", ["kl", "l2"])
 def test_for_kl_and_l2_normalising_changes_nothing(metric: labels.Metric) -> None:
     for seed in range(10):
-        assert teachers.complementary(draw(seed), 5, metric) == greedy(draw(seed), 5, metric, normalise=False)
+        assert teachers.complementary(draw(seed), 5, metric) == greedy(
+            draw(seed), 5, metric, normalise=False
+        )
 
 
 @pytest.mark.parametrize("metric", METRICS)
 @settings(max_examples=20, deadline=None)
 @given(order=st.lists(st.integers(0, 3), min_size=4, max_size=12))
-def test_one_class_clients_cover_all_classes_before_any_twice(metric: labels.Metric, order: list[int]) -> None:
+def test_one_class_clients_cover_all_classes_before_any_twice(
+    metric: labels.Metric, order: list[int]
+) -> None:
     there = len(set(order))
     picks = teachers.complementary(np.eye(4)[order], there, metric)
     assert len({order[i] for i in picks}) == there
@@ -72,7 +78,9 @@ def test_one_class_clients_cover_all_classes_before_any_twice(metric: labels.Met
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_ties_go_to_the_lower_position_even_when_sums_round_differently(metric: labels.Metric) -> None:
+def test_ties_go_to_the_lower_position_even_when_sums_round_differently(
+    metric: labels.Metric,
+) -> None:
     row = np.array([0.1, 0.2, 0.3, 0.4, 0.0])
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -81,14 +89,17 @@ def test_ties_go_to_the_lower_position_even_when_sums_round_differently(metric: 
 
 
 def optimum(shares: np.ndarray, k: int, metric: labels.Metric) -> tuple[float, list[float]]:
-    """The least distance to uniform that any k candidates reach, and that of every choice, by trying all."""
+    """The least distance to uniform that any k candidates reach, and that of every choice, by
+    trying all.
+    """
     every = [list(c) for c in combinations(range(len(shares)), k)]
     uniform = np.full(shares.shape[1], 1 / shares.shape[1])
     far = [float(labels.distance(shares[c].mean(0), uniform, metric, smoothing=0.0)) for c in every]
     return min(far), far
 
 
-# The greedy algorithm is an approximation: never better than the optimum, often equal, far better than chance.
+# The greedy algorithm is an approximation: never better than the optimum, often equal, far better
+# than chance.
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_greedy_against_the_exact_optimum(metric: labels.Metric, k: int) -> None:
@@ -117,7 +128,9 @@ def test_greedy_is_not_always_optimal() -> None:
 def test_where_one_class_clients_cover_everything_greedy_is_optimal(metric: labels.Metric) -> None:
     shares = np.eye(4)[[0, 0, 1, 2, 2, 3]]
     chosen = shares[teachers.complementary(shares, 4, metric)].mean(0)
-    assert float(labels.distance(chosen, np.full(4, 0.25), metric, smoothing=0.0)) == pytest.approx(0)
+    assert float(labels.distance(chosen, np.full(4, 0.25), metric, smoothing=0.0)) == pytest.approx(
+        0
+    )
     assert optimum(shares, 4, metric)[0] == pytest.approx(0)
 
 

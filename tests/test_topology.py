@@ -29,7 +29,9 @@ def test_sampling_is_a_function_of_seed_and_round_alone() -> None:
     assert drawn == [sample(world, r, 7) for r in (1, 2, 3)]
     assert len({tuple(d) for d in drawn}) == 3
     assert all(len(set(d)) == 7 and set(d) <= set(range(20)) for d in drawn)
-    assert drawn != [sample(Small(seed=4), r, 7) for r in (1, 2, 3)], "another run seed gives another schedule"
+    assert drawn != [sample(Small(seed=4), r, 7) for r in (1, 2, 3)], (
+        "another run seed gives another schedule"
+    )
 
 
 def test_sampling_is_uniform() -> None:
@@ -39,7 +41,9 @@ def test_sampling_is_uniform() -> None:
         for client in sample(world, r, 5):
             counts[client] += 1
     expected = rounds * 5 / 20
-    assert sum((c - expected) ** 2 / expected for c in counts) < 45, "chi-square, 19 degrees of freedom"
+    assert sum((c - expected) ** 2 / expected for c in counts) < 45, (
+        "chi-square, 19 degrees of freedom"
+    )
 
 
 def test_the_official_cohorts_are_those_of_fedntds_code_whatever_the_seed() -> None:
@@ -92,7 +96,12 @@ def test_the_closing_stage_is_the_servers_and_the_very_last() -> None:
     schedule = Parallel(sampled=2, server="distil", last="finetune", closing="calibrate")
     assert "calibrate" not in [s.name for s in schedule(1, Small())]
     end = schedule(Small().rounds, Small())
-    assert [(s.name, s.index) for s in end] == [("train", 0), ("distil", 1), ("finetune", 2), ("calibrate", 3)]
+    assert [(s.name, s.index) for s in end] == [
+        ("train", 0),
+        ("distil", 1),
+        ("finetune", 2),
+        ("calibrate", 3),
+    ]
     assert end[-1].clients == (SERVER,)
 
 
@@ -105,20 +114,28 @@ def test_sequential_is_a_chain_in_the_order_drawn() -> None:
 
 def test_a_chain_in_fixed_order_is_of_all_clients_by_id() -> None:
     assert [s.clients[0] for s in Sequential(order="fixed")(4, Small())] == list(range(20))
-    assert [s.clients[0] for s in Sequential(order="fixed", sampled=3)(4, Small())] == sorted(sample(Small(), 4, 3))
+    assert [s.clients[0] for s in Sequential(order="fixed", sampled=3)(4, Small())] == sorted(
+        sample(Small(), 4, 3)
+    )
 
 
 def test_a_chain_takes_stages_before_and_after() -> None:
     schedule = Sequential(sampled=2, first="warm", last="alone")
     first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
-    assert [(s.name, s.index, s.hop) for s in first] == [("warm", 0, False), ("train", 1, True), ("train", 2, True)]
+    assert [(s.name, s.index, s.hop) for s in first] == [
+        ("warm", 0, False),
+        ("train", 1, True),
+        ("train", 2, True),
+    ]
     assert [s.name for s in middle] == ["train", "train"]
     assert [(s.name, s.hop) for s in last] == [("train", True), ("train", True), ("alone", False)]
     assert first[0].clients == last[2].clients == tuple(range(20))
 
 
 def test_a_stage_after_every_rounds_training_is_for_the_rounds_clients() -> None:
-    stages = Parallel(sampled=2, before="head", after="own", server="distil", last="finetune")(5, Small())
+    stages = Parallel(sampled=2, before="head", after="own", server="distil", last="finetune")(
+        5, Small()
+    )
     assert [s.name for s in stages] == ["head", "train", "own", "distil", "finetune"]
     assert stages[0].clients == stages[1].clients == stages[2].clients
 
@@ -153,7 +170,10 @@ def test_peer_to_peer_fits_once() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
-    [(Parallel(sampled=21), "more than the 20 clients"), (PeerToPeer(students=(0, -3)), "names -3")],
+    [
+        (Parallel(sampled=21), "more than the 20 clients"),
+        (PeerToPeer(students=(0, -3)), "names -3"),
+    ],
 )
 def test_what_cannot_be_scheduled_is_refused(schedule: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -161,12 +181,16 @@ def test_what_cannot_be_scheduled_is_refused(schedule: object, words: str) -> No
 
 
 def test_clients_that_are_not_there_are_passed_over_and_the_others_keep_their_order() -> None:
-    stream = Stream((1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((1, c) for c in range(12)))
+    stream = Stream(
+        (1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((1, c) for c in range(12))
+    )
     later = sample(Small(stream=stream), 4, 7)
     everyone = sample(Small(), 4, 20)
     assert later == [c for c in everyone if c >= 12][:7]
     assert sample(Small(stream=stream), 2, 7) == sample(Small(), 2, 7)
-    assert [s.clients for s in Parallel(sampled=7, last="tune")(5, Small(stream=stream))][1] == tuple(range(12, 20))
+    assert [s.clients for s in Parallel(sampled=7, last="tune")(5, Small(stream=stream))][
+        1
+    ] == tuple(range(12, 20))
 
 
 TWO_TASKS = Stream(starts=(1, 3), rounds=5, by_task=((0,), (1,)), clients=20, join=0.5)
@@ -178,7 +202,10 @@ def test_a_stage_follows_the_last_round_of_every_task(kind: type[Parallel]) -> N
     names = [[s.name for s in schedule(r, Small(stream=TWO_TASKS))] for r in range(1, 6)]
     assert ["remember" in of_round for of_round in names] == [False, True, False, False, True]
     assert names[4][-2:] == ["remember", "finetune"]
-    ends = [next(s for s in schedule(r, Small(stream=TWO_TASKS)) if s.name == "remember") for r in (2, 5)]
+    ends = [
+        next(s for s in schedule(r, Small(stream=TWO_TASKS)) if s.name == "remember")
+        for r in (2, 5)
+    ]
     assert [s.clients for s in ends] == [tuple(TWO_TASKS.present(r)) for r in (2, 5)]
     assert len(ends[0].clients) == 10
     assert len(ends[1].clients) == 20, "all that are there, whoever was sampled"
@@ -187,14 +214,24 @@ def test_a_stage_follows_the_last_round_of_every_task(kind: type[Parallel]) -> N
 
 def test_of_one_task_the_end_is_the_runs() -> None:
     schedule = Parallel(sampled=2, task_end="remember")
-    assert [[s.name for s in schedule(r, Small())] for r in (1, 5)] == [["train"], ["train", "remember"]]
+    assert [[s.name for s in schedule(r, Small())] for r in (1, 5)] == [
+        ["train"],
+        ["train", "remember"],
+    ]
 
 
 @pytest.mark.parametrize("students", [(2, 15), (15, 16)])
-def test_students_who_are_not_there_in_a_task_learn_when_they_are(students: tuple[int, ...]) -> None:
-    stream = Stream((1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((0, c) for c in range(12, 20)))
+def test_students_who_are_not_there_in_a_task_learn_when_they_are(
+    students: tuple[int, ...],
+) -> None:
+    stream = Stream(
+        (1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((0, c) for c in range(12, 20))
+    )
     peers, world = PeerToPeer(students=students), Small(stream=stream)
     now = {s.name: s.clients for s in peers(1, world)}
     there = tuple(c for c in students if c < 12)
-    assert now == {"fit": tuple(range(12)), **({"transfer": there, "refine": there} if there else {})}
+    assert now == {
+        "fit": tuple(range(12)),
+        **({"transfer": there, "refine": there} if there else {}),
+    }
     assert [s.clients for s in peers(4, world)][1:] == [students, students]

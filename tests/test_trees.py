@@ -37,7 +37,9 @@ def test_the_mean_keeps_the_first_integers_and_needs_weights() -> None:
 
 
 def reply(client: int, value: float, examples: int) -> Reply:
-    return Reply(client, Payload(params={"w": torch.tensor([value], dtype=torch.float64)}), examples)
+    return Reply(
+        client, Payload(params={"w": torch.tensor([value], dtype=torch.float64)}), examples
+    )
 
 
 def test_replies_are_averaged_by_size_in_the_order_of_ids() -> None:
@@ -47,7 +49,9 @@ def test_replies_are_averaged_by_size_in_the_order_of_ids() -> None:
     assert torch.equal(there["w"], back["w"]), "the order of arrival cannot matter"
     exact = sum(v * (c + 1) for c, v in enumerate(values)) / sum(range(1, 51))
     assert there["w"].item() == pytest.approx(exact, rel=1e-12)
-    assert weighted_mean(replies[:2], weighting="uniform")["w"].item() == pytest.approx(sum(values[:2]) / 2, rel=1e-12)
+    assert weighted_mean(replies[:2], weighting="uniform")["w"].item() == pytest.approx(
+        sum(values[:2]) / 2, rel=1e-12
+    )
 
 
 def test_clients_without_examples_weigh_nothing_unless_none_has_any() -> None:

@@ -1,4 +1,6 @@
-"""What is there under a name that a person gives: written over where it is of the same kind, refused elsewhere."""
+"""What is there under a name that a person gives: written over where it is of the same kind,
+refused elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
         ("export RUN --parquet .", "rounds.parquet", "a run's table"),
         ("export RUN --onnx FILE", "data.csv", "an ONNX model"),
         ("export RUN --pt2 FILE", "data.csv", "a program of torch.export"),
-        ("query RUN --client 1 --classes 1 --out FILE", "weights.safetensors", "a model that `fedstill query` wrote"),
+        (
+            "query RUN --client 1 --classes 1 --out FILE",
+            "weights.safetensors",
+            "a model that `fedstill query` wrote",
+        ),
     ],
 )
 def test_a_file_of_another_kind_stays_as_it_is(
@@ -53,17 +59,30 @@ def test_a_file_of_another_kind_stays_as_it_is(
     Path(name).write_bytes(CONFIG)
     assert call([w.replace("RUN", str(done)).replace("FILE", name) for w in words.split()]) == 2
     error = capsys.readouterr().err
-    assert f"{name} is there and is not {said}, so it is not written over; name another file\n" in error
+    assert (
+        f"{name} is there and is not {said}, so it is not written over; name another file\n"
+        in error
+    )
     assert Path(name).read_bytes() == CONFIG
     assert not {"clients.parquet", "rounds.csv", "differences.csv"} & set(files_of(tmp_path))
 
 
-def test_what_was_written_before_is_written_again(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_before_is_written_again(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("m.pt2").touch()
-    page, tables = f"report {done} --out page.html --tables tables", f"export {done} --csv csv --parquet parquet"
+    page, tables = (
+        f"report {done} --out page.html --tables tables",
+        f"export {done} --csv csv --parquet parquet",
+    )
     for _ in range(2):
-        assert call(page.split()) == call(tables.split()) == call(f"export {done} --pt2 m.pt2".split()) == 0
+        assert (
+            call(page.split())
+            == call(tables.split())
+            == call(f"export {done} --pt2 m.pt2".split())
+            == 0
+        )
 
 
 BYTES: dict[str, Callable[[Path], object]] = {

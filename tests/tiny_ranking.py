@@ -1,4 +1,6 @@
-"""A suite that runs in seconds, in the place of one that ships: small data, two rounds, FedAvg and FedNTD."""
+"""A suite that runs in seconds, in the place of one that ships: small data, two rounds, FedAvg and
+FedNTD.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ plan = { epochs = 1, batch = 20, optimiser = "sgd", lr = 0.05, momentum = 0.9, v
 [tries]
 "FedAvg" = [{}, { "plan.lr" = 0.1 }]
 "FedNTD" = [{}, { beta = 3.0 }]
-"""
+"""  # noqa: E501
 
 SCORES = {
     "FedAvg": Choice(((0.5, 0.6, 0.4), (0.7, 0.6, 0.5)), (10, 10)),
@@ -56,7 +58,9 @@ SCORES = {
 def install(patch: pytest.MonkeyPatch) -> suites.Suite:
     """Put the tiny suite in the place of digits-space, with what was chosen for its rows."""
     whole = suites.recipe_text
-    patch.setattr(suites, "recipe_text", lambda name: TINY if name == f"rank/{NAME}" else whole(name))
+    patch.setattr(
+        suites, "recipe_text", lambda name: TINY if name == f"rank/{NAME}" else whole(name)
+    )
     patch.setattr(suites, "chosen_from", lambda *_: dict(SCORES))
     return suites.load_suite(NAME)
 

@@ -1,4 +1,6 @@
-"""Small data, and a toy method for each topology: enough to prove that one round loop hosts them all."""
+"""Small data, and a toy method for each topology: enough to prove that one round loop hosts them
+all.
+"""
 
 from __future__ import annotations
 
@@ -76,11 +78,15 @@ def blobs_of(side: int, seed: int = 0, size: int = 300) -> Dataset:
         values = centres[labels] + 0.7 * torch.randn(n, side * side, generator=draw)
         return (128 + 45 * values).clamp(0, 255).to(torch.uint8).reshape(n, 1, side, side), labels
 
-    return from_tensors("blobs", some(size), some(100), classes=[f"class {c}" for c in range(CLASSES)])
+    return from_tensors(
+        "blobs", some(size), some(100), classes=[f"class {c}" for c in range(CLASSES)]
+    )
 
 
 SMALLER: dict[str, object] = {"fedgen": {"name": "fedgen", "samples": 320}}
-"""By name, methods whose defaults train for longer than a toy may, with the fields that a toy gives them."""
+"""By name, methods whose defaults train for longer than a toy may, with the fields that a toy gives
+them.
+"""
 
 
 def toy(method: object = "fedavg", **changes: object) -> Experiment:
@@ -102,7 +108,9 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
 
 
 def asking_again(**changes: object) -> Experiment:
-    """QKT with queries that clients raise in the run, twice, the second time with more of their data."""
+    """QKT with queries that clients raise in the run, twice, the second time with more of their
+    data.
+    """
     by = {"by": ["lack", "accuracy"], "fewer_than": 3, "accuracy_under": 0.9}
     values: dict[str, object] = {
         "rounds": 2,
@@ -114,7 +122,9 @@ def asking_again(**changes: object) -> Experiment:
 
 
 TOLERANT = {"failures": "tolerate"}
-"""The table ``[clients]`` of a run that leaves out clients that fail, as a federation of machines does."""
+"""The table ``[clients]`` of a run that leaves out clients that fail, as a federation of machines
+does.
+"""
 
 
 def on_simplex(of: str = "mlp", **arguments: object) -> dict[str, object]:
@@ -125,12 +135,19 @@ def on_simplex(of: str = "mlp", **arguments: object) -> dict[str, object]:
 def two_networks(own: str = "mlp", **arguments: object) -> dict[str, object]:
     """A client's own network and a shared one."""
     own_arguments = arguments or ({"hidden": (6,)} if own == "mlp" else {})
-    both = {"own": own, "own_arguments": own_arguments, "shared": "mlp", "shared_arguments": {"hidden": (8,)}}
+    both = {
+        "own": own,
+        "own_arguments": own_arguments,
+        "shared": "mlp",
+        "shared_arguments": {"hidden": (8,)},
+    }
     return {"name": "pair", **both}
 
 
 def suited(name: str) -> dict[str, object]:
-    """What a toy experiment with a method needs: one round among peers, public data, queries, a network of its kind."""
+    """What a toy experiment with a method needs: one round among peers, public data, queries, a
+    network of its kind.
+    """
     built = lookup("method", name).build()
     peers = built.topology == "peer_to_peer"
     return {
@@ -139,14 +156,17 @@ def suited(name: str) -> dict[str, object]:
         "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
         "query": {"draw": "single", "fewer_than": 5} if peers else {},
         **({"model": on_simplex()} if "etf" in built.requires() else {}),
-        **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),  # it protects layers below the head
+        # it protects layers below the head
+        **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),
         **({"model": two_networks()} if "pair" in built.requires() else {}),
     }
 
 
 @register("model", "toy_batchnorm")
 class BatchNormed(nn.Module):
-    """A body with batch normalisation, whose running statistics must survive averaging, saving and resuming."""
+    """A body with batch normalisation, whose running statistics must survive averaging, saving and
+    resuming.
+    """
 
     def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -162,7 +182,9 @@ class BatchNormed(nn.Module):
 @method("toy_chain")
 @dataclass(frozen=True)
 class Chain(Method):
-    """Sequential: importance gathered by ``settle`` travels with the model; clients remember how often they acted."""
+    """Sequential: importance gathered by ``settle`` travels with the model; clients remember how
+    often they acted.
+    """
 
     topology: ClassVar[str] = "sequential"
     plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
@@ -188,10 +210,16 @@ class Chain(Method):
 class ChainWork(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         visits = int(memory.number("visits")) if memory else 0
-        return Carry(down.params, trace=down.tensors("importance"), constants={"anchor": down.params, "visits": visits})
+        return Carry(
+            down.params,
+            trace=down.tensors("importance"),
+            constants={"anchor": down.params, "visits": visits},
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        pull = sum((carry.trace[k] * (step.params[k] - carry["anchor"][k]) ** 2).sum() for k in carry.trace)
+        pull = sum(
+            (carry.trace[k] * (step.params[k] - carry["anchor"][k]) ** 2).sum() for k in carry.trace
+        )
         return {"ce": cross_entropy(step.logits(), step.y), "pull": 0.1 * torch.as_tensor(pull)}
 
     def settle(
@@ -200,7 +228,9 @@ class ChainWork(ClientWork):
         moved = sub(after, before)
         return after, {k: trace[k] + (grads[k] * moved[k]).abs() for k in trace}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         visits = carry["visits"] + 1
         return Payload(params=params, importance=ran.trace, visits=visits), Payload(visits=visits)
 
@@ -208,7 +238,9 @@ class ChainWork(ClientWork):
 @method("toy_logits")
 @dataclass(frozen=True)
 class Logits(Method):
-    """Public logits: clients of any architecture keep their models; the server learns from mean logits."""
+    """Public logits: clients of any architecture keep their models; the server learns from mean
+    logits.
+    """
 
     topology: ClassVar[str] = "public_logits"
     stages: ClassVar[frozenset[str]] = frozenset({"local", "teach_server", "distil"})
@@ -229,7 +261,9 @@ class Logits(Method):
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == "local":
-            return Payload(logits=torch.zeros(PUBLIC, world.classes, dtype=dtype_of(world.initial(client))))
+            return Payload(
+                logits=torch.zeros(PUBLIC, world.classes, dtype=dtype_of(world.initial(client)))
+            )
         return Payload(params=world.initial(SERVER)) if client == SERVER else Payload()
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
@@ -255,7 +289,9 @@ class LogitsWork(ClientWork):
             return super().terms(step, carry)
         return {"kd": kd(step.logits(), carry["mean"][step.index])}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         if self.stage == "teach_server":
             return Payload(params=params), NOTHING
         up = Payload(logits=view.logits(params, "public")) if self.stage == "local" else Payload()
@@ -340,7 +376,9 @@ class FailingWork(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(down.params, constants={"seen": int(memory.number("seen")) if memory else 0})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         seen = carry["seen"] + 1
         up = Payload(params=params, seen=seen)
         if view.client == self.who:
@@ -373,7 +411,9 @@ class FailingWork(ClientWork):
 @method("toy_troubled")
 @dataclass(frozen=True)
 class Troubled(Method):
-    """Averaging among three clients of which two make trouble in rounds 1 and 2, each in another way each time."""
+    """Averaging among three clients of which two make trouble in rounds 1 and 2, each in another
+    way each time.
+    """
 
     plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
     gate: str = ""
@@ -384,12 +424,16 @@ class Troubled(Method):
 
 @dataclass(frozen=True)
 class TroubledWork(ClientWork):
-    """Client 1 raises, then sends NaN; client 2 is slow, until there is a file ``gate``, then sends far too much."""
+    """Client 1 raises, then sends NaN; client 2 is slow, until there is a file ``gate``, then sends
+    far too much.
+    """
 
     round: int
     gate: str
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         match self.round, view.client:
             case 1, 1:
                 raise RuntimeError("the disk of this site is gone")

@@ -1,7 +1,8 @@
-"""The table of docs/papers.md on what goes together: every method on every topology, engine, with networks that differ.
+"""The table of docs/papers.md on what goes together: every method on every topology, engine, with
+networks that differ.
 
-``python -m tools.combinations`` writes it anew, between its two marks. Each cell is what preparing such a run says: it
-can be done, or it is refused by name, and the refusal stands below the table.
+``python -m tools.combinations`` writes it anew, between its two marks. Each cell is what preparing
+such a run says: it can be done, or it is refused by name, and the refusal stands below the table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from tools.fitting_runs import fitting_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
 MARKS = ("<!-- combinations -->\n", "<!-- end of combinations -->\n")
-TOPOLOGIES = {"parallel": "parallel", "sequential": "chain", "public_logits": "public logits", "peer_to_peer": "peers"}
+TOPOLOGIES = {
+    "parallel": "parallel",
+    "sequential": "chain",
+    "public_logits": "public logits",
+    "peer_to_peer": "peers",
+}
 SEVERAL = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [8, 8]}]
 
 
@@ -29,7 +35,9 @@ def examples() -> Dataset:
     """Sixty pictures of noise, enough for every method to be prepared."""
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (90, 1, 4, 4), generator=draw, dtype=torch.uint8)
-    return from_tensors("noise", (pixels[:60], torch.arange(60) % 3), (pixels[60:], torch.arange(30) % 3))
+    return from_tensors(
+        "noise", (pixels[:60], torch.arange(60) % 3), (pixels[60:], torch.arange(30) % 3)
+    )
 
 
 def refusal(method: str, data: Dataset, **changes: Any) -> str:
@@ -44,17 +52,27 @@ def refusal(method: str, data: Dataset, **changes: Any) -> str:
 def plain(text: str, method: str) -> str:
     """A refusal without the names of the method and the topology, so that equal reasons are one."""
     text = re.sub(rf"^method {re.escape(method)}(:| on topology \w+:)? ?", "", text)
-    text = re.sub(rf"(method )?\b{re.escape(method)}\b", "it", text, count=1) if "uploads none" in text else text
+    text = (
+        re.sub(rf"(method )?\b{re.escape(method)}\b", "it", text, count=1)
+        if "uploads none" in text
+        else text
+    )
     return re.sub(r"; leave topology.kind out to get its own, \w+", "", text).strip()
 
 
 def columns(method: str, data: Dataset) -> dict[str, str]:
     """The refusal of each column, empty where it goes."""
     own = registry.lookup("method", method).build().topology
-    told = {title: refusal(method, data, topology={"kind": kind}) for kind, title in TOPOLOGIES.items()}
+    told = {
+        title: refusal(method, data, topology={"kind": kind}) for kind, title in TOPOLOGIES.items()
+    }
     told["vectorised"] = refusal(method, data, topology={"kind": own}, engine="vectorised")
-    told["networks that differ"] = refusal(method, data, topology={"kind": own}, clients={"models": SEVERAL})
-    told["noise on logits"] = refusal(method, data, topology={"kind": own}, privacy={"noise": 0.5, "clip": 5.0})
+    told["networks that differ"] = refusal(
+        method, data, topology={"kind": own}, clients={"models": SEVERAL}
+    )
+    told["noise on logits"] = refusal(
+        method, data, topology={"kind": own}, privacy={"noise": 0.5, "clip": 5.0}
+    )
     return told
 
 
@@ -74,7 +92,9 @@ def table() -> str:
             cells.append(str(number) if number else "yes")
         lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
     said = [f"{number}. {why[:1].upper()}{why[1:]}." for why, number in reasons.items()]
-    return "\n".join([f"| {' | '.join(head)} |", f"|---|{'---|' * (len(head) - 1)}", *lines, "", *said, ""])
+    return "\n".join(
+        [f"| {' | '.join(head)} |", f"|---|{'---|' * (len(head) - 1)}", *lines, "", *said, ""]
+    )
 
 
 def written(text: str) -> str:

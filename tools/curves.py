@@ -1,6 +1,8 @@
-"""Accuracies of a comparison with hostile clients as a table: a row for each attack and share, a column for each mean.
+"""Accuracies of a comparison with hostile clients as a table: a row for each attack and share, a
+column for each mean.
 
-``python -m tools.curves results/attacks-none results/attacks`` prints the table of docs/results.md, from summaries.
+``python -m tools.curves results/attacks-none results/attacks`` prints the table of docs/results.md,
+from summaries.
 """
 
 from __future__ import annotations
@@ -17,18 +19,32 @@ MEANS = ("examples", "trimmed_mean", "median", "norm_clipping", "krum")
 
 
 def attack_table(folders: list[Path]) -> str:
-    """The last accuracies, mean and spread over seeds, of all runs under some folders or packs of them, in Markdown."""
+    """The last accuracies, mean and spread over seeds, of all runs under some folders or packs of
+    them, in Markdown.
+    """
     cells = dict[tuple[str, str], list[float]]()
-    for summary in sorted(path for folder in folders for path in readable(folder).rglob("summary.json")):
+    for summary in sorted(
+        path for folder in folders for path in readable(folder).rglob("summary.json")
+    ):
         config = tomllib.loads((summary.parent / "config.toml").read_text(encoding="utf-8"))
         kind = config["clients"].get("attack", "none")
-        row = f"`{kind}`, {config['clients'].get('attackers', 0.1):.0%}" if kind != "none" else "none"
+        row = (
+            f"`{kind}`, {config['clients'].get('attackers', 0.1):.0%}" if kind != "none" else "none"
+        )
         accuracy = json.loads(summary.read_text(encoding="utf-8"))["accuracy"]
         cells.setdefault((row, config["method"]["aggregation"]), []).append(100 * accuracy)
     order = {"none": 0, "`sign_": 1, "`scale": 2, "`label": 3}
-    rows = sorted({row for row, _ in cells}, key=lambda row: (order.get(row[:6], order.get(row, 9)), row))
-    lines = [f"| {row} | {' | '.join(spread_of(cells.get((row, mean), [])) for mean in MEANS)} |" for row in rows]
-    head = [f"| hostile | {' | '.join(f'`{mean}`' for mean in MEANS)} |", f"|---|{'---|' * len(MEANS)}"]
+    rows = sorted(
+        {row for row, _ in cells}, key=lambda row: (order.get(row[:6], order.get(row, 9)), row)
+    )
+    lines = [
+        f"| {row} | {' | '.join(spread_of(cells.get((row, mean), [])) for mean in MEANS)} |"
+        for row in rows
+    ]
+    head = [
+        f"| hostile | {' | '.join(f'`{mean}`' for mean in MEANS)} |",
+        f"|---|{'---|' * len(MEANS)}",
+    ]
     return "\n".join([*head, *lines])
 
 

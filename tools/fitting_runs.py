@@ -1,4 +1,6 @@
-"""A small run of any method of the package, with whatever it needs: a network, public data, questions to peers."""
+"""A small run of any method of the package, with whatever it needs: a network, public data,
+questions to peers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ def fitting_run(method: str, **changes: Any) -> Experiment:
     if "slim" in needs:
         network = {"name": "resnet56"}
     if "pair" in needs:
-        network = {"name": "pair", "own": "mlp", "own_arguments": {"hidden": [8]}, "shared": "logistic"}
+        network = {
+            "name": "pair",
+            "own": "mlp",
+            "own_arguments": {"hidden": [8]},
+            "shared": "logistic",
+        }
         if "clients" in changes:
             others = [{**network, "own_arguments": {"hidden": [8] * depth}} for depth in (1, 2)]
             changes["clients"] = {"models": others}
@@ -44,5 +51,7 @@ def fitting_run(method: str, **changes: Any) -> Experiment:
 def own_methods() -> list[str]:
     """The names of the methods of the package."""
     return [
-        m for m in registry.names("method") if registry.lookup("method", m).target.__module__.startswith("fedstill.")
+        m
+        for m in registry.names("method")
+        if registry.lookup("method", m).target.__module__.startswith("fedstill.")
     ]

@@ -1,8 +1,9 @@
-"""The pictures of docs/gallery.md: runs the page's commands in a folder, and takes each section of their reports.
+"""The pictures of docs/gallery.md: runs the page's commands in a folder, and takes each section of
+their reports.
 
-``python tools/gallery.py`` needs Chromium with its driver, and selenium. ``--runs DIR``: keep the runs there, and go on
-with those that are there. ``--only NAME``: one section, of such runs. A picture is made once for light and once for
-dark pages, with few enough colours to be small.
+``python tools/gallery.py`` needs Chromium with its driver, and selenium. ``--runs DIR``: keep the
+runs there, and go on with those that are there. ``--only NAME``: one section, of such runs. A
+picture is made once for light and once for dark pages, with few enough colours to be small.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ PARTS = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```|gallery/(\w+)-light
 
 
 def scenes(text: str) -> Iterator[tuple[str, str, str]]:
-    """What the page has: ("file", name, text), ("command", words, folder), ("picture", name, folder of its runs)."""
+    """What the page has: ("file", name, text), ("command", words, folder), ("picture", name, folder
+    of its runs).
+    """
     folder = ""
     for kind, title, body, picture in PARTS.findall(text):
         if picture:
@@ -49,7 +52,9 @@ def scenes(text: str) -> Iterator[tuple[str, str, str]]:
 
 def report_of(folder: Path) -> Path:
     """The page that a command wrote."""
-    return next(path for name in ("report.html", "tuning.html") if (path := folder / name).is_file())
+    return next(
+        path for name in ("report.html", "tuning.html") if (path := folder / name).is_file()
+    )
 
 
 def draw(runs: Path, only: str) -> None:
@@ -79,7 +84,10 @@ def _open(window: Any, page: Path, theme: str) -> None:
     window.set_window_size(WIDTH, 1000)
     window.get(page.as_uri())
     until = time.monotonic() + 120
-    drawn = "return document.body.dataset.drawn || document.querySelector('.plotly-graph-div .main-svg')"
+    drawn = (
+        "return document.body.dataset.drawn || document.querySelector('.plotly-graph-div "
+        ".main-svg')"
+    )
     while not window.execute_script(drawn):
         if time.monotonic() > until:
             raise SystemExit(f"{page}: the figures were not drawn within two minutes")
@@ -95,17 +103,24 @@ def _taken(window: Any, section: str) -> bytes:
         section,
     )
     clip = {"x": 0, "y": top, "width": WIDTH, "height": min(TALLEST, bottom - top), "scale": 1}
-    shot = window.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+    shot = window.execute_cdp_cmd(
+        "Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True}
+    )
     picture = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
     out = io.BytesIO()
-    picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        out, "PNG", optimize=True
+    )
     return out.getvalue()
 
 
 def _browser() -> Any:
     from selenium import webdriver
 
-    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    chromium, driver = (
+        shutil.which("chromium") or shutil.which("google-chrome"),
+        shutil.which("chromedriver"),
+    )
     if not chromium or not driver:
         raise SystemExit("there is no Chromium with a chromedriver on the path")
     options = webdriver.ChromeOptions()

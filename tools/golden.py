@@ -69,7 +69,9 @@ def main(arguments: Sequence[str]) -> int:
     expected = read(reference)
     results = read(current)
     differences = list(compared(expected, results))
-    return report(results, differences, intended(ROOT / "tools" / "golden_differences.toml"), options.quick)
+    return report(
+        results, differences, intended(ROOT / "tools" / "golden_differences.toml"), options.quick
+    )
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -91,7 +93,9 @@ def checkout(revision: str) -> Path:
     folder = CACHE / f"source-{revision[:12]}"
     if not (folder / "src").is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, check=True, capture_output=True)
+        archive = subprocess.run(
+            ["git", "archive", revision, "src"], cwd=ROOT, check=True, capture_output=True
+        )
         subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return folder / "src"
 
@@ -104,7 +108,9 @@ def fingerprint(quick: bool) -> str:
         check=True,
         capture_output=True,
     )
-    machine = f"{sys.version} {platform.machine()} {processor()} {os.environ.get('ATEN_CPU_CAPABILITY')}"
+    machine = (
+        f"{sys.version} {platform.machine()} {processor()} {os.environ.get('ATEN_CPU_CAPABILITY')}"
+    )
     parts = [*sources, packages.stdout, machine.encode(), str(quick).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
@@ -146,7 +152,9 @@ def compared(expected: Results, results: Results) -> Iterator[Difference]:
             yield from compared_cells(cell, expected[cell], results[cell])
 
 
-def compared_cells(cell: str, expected: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[Difference]:
+def compared_cells(
+    cell: str, expected: Mapping[str, Any], result: Mapping[str, Any]
+) -> Iterator[Difference]:
     """The fields of one cell that differ."""
     for field in sorted((expected.keys() | result.keys()) - {"seconds"}):
         old, new = expected.get(field), result.get(field)
@@ -177,7 +185,9 @@ def compared_journals(
             field = f"journal.{old['event']}.{key}"
             if old.get(key) != new.get(key) and field not in fields:
                 fields.add(field)
-                yield Difference(cell, field, f"line {number + 1}: {change(old.get(key), new.get(key))}")
+                yield Difference(
+                    cell, field, f"line {number + 1}: {change(old.get(key), new.get(key))}"
+                )
 
 
 def change(old: Any, new: Any) -> str:
@@ -210,7 +220,9 @@ def report(
     """Print the number of cells and what differs; return 1 if something is not as intended."""
     unexpected = [d for d in differences if d.key not in reasons]
     matched = {d.key for d in differences} & reasons.keys()
-    cells = {cell for cell, _ in reasons} & results.keys() if quick else {cell for cell, _ in reasons}
+    cells = (
+        {cell for cell, _ in reasons} & results.keys() if quick else {cell for cell, _ in reasons}
+    )
     unmatched = sorted(key for key in reasons.keys() - matched if key[0] in cells)
     accepted = [r for r in results.values() if "journal" in r]
     seconds = sum(r.get("seconds", 0.0) for r in results.values())

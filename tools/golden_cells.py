@@ -313,7 +313,9 @@ def query_cells() -> Iterator[Cell]:
         config = changed(method_config(method, "peer_to_peer"), query=several)
         yield from on_engines(f"query several {method}", config, ("serial", "flower"), stop_after=1)
     for method in ("qkt", "naive_kd"):
-        config = changed(method_config(method, "peer_to_peer"), query=again, rounds=2, plan=held_out)
+        config = changed(
+            method_config(method, "peer_to_peer"), query=again, rounds=2, plan=held_out
+        )
         yield from on_engines(f"query again {method}", config, ("serial", "flower"))
     written = {"classes": {"1": [0], "3": [2, 4]}}
     config = changed(method_config("qkt", "peer_to_peer"), query=written)
@@ -337,7 +339,9 @@ def plan_cells() -> Iterator[Cell]:
         yield from on_engines(f"augmented {method}", config, ENGINES, data="pictures")
     bf16 = changed(base_config("fedntd"), precision="bf16", model={"name": "tiny_cnn"})
     yield from on_engines("bf16 fedntd", bf16, ("serial", "pooled"), data="pictures")
-    batch_norm = changed(base_config("fedavg"), model={"name": "resnet10", "norm": "batch"}, rounds=2)
+    batch_norm = changed(
+        base_config("fedavg"), model={"name": "resnet10", "norm": "batch"}, rounds=2
+    )
     yield from on_engines("batch norm", batch_norm, ("serial", "pooled"), data="larger pictures")
 
 
@@ -368,9 +372,13 @@ def measure_cells() -> Iterator[Cell]:
     }.items():
         config = changed(base_config(method), measure=measures, measure_every=2)
         yield from on_engines(f"measures {method}", config, ("serial", "pooled", "flower"))
-    public = changed(method_config("hiper_fedkd", "public_logits"), measure=("local", "private_public"))
+    public = changed(
+        method_config("hiper_fedkd", "public_logits"), measure=("local", "private_public")
+    )
     yield from on_engines("measures hiper_fedkd", public, ("serial", "flower"))
-    asking = changed(method_config("qkt", "peer_to_peer"), measure=("local", "boundaries", "contributions"))
+    asking = changed(
+        method_config("qkt", "peer_to_peer"), measure=("local", "boundaries", "contributions")
+    )
     yield from on_engines("measures qkt", asking, ("serial",), stop_after=1)
 
 

@@ -97,7 +97,8 @@ def drawn_aggregate(self: Any, state: Any, replies: Any, stage: Any, world: Any)
     return following.next(params=noisy(following.params, 0.01))
 
 
-# ---- a chain that hands on a trace and counts visits ----------------------------------------------
+# ---- a chain that hands on a trace and counts visits
+# ----------------------------------------------
 
 
 def chain_initial_state(self: Any, world: Any) -> Any:
@@ -130,7 +131,9 @@ def chain_begin(self: Any, payload: Any, memory: Any, view: Any, world: Any) -> 
     return training_start(payload.params, trace=trace, constants={"visits": visits})
 
 
-def chain_after_step(self: Any, before: Any, gradients: Any, after: Any, trace: Any, start: Any) -> Any:
+def chain_after_step(
+    self: Any, before: Any, gradients: Any, after: Any, trace: Any, start: Any
+) -> Any:
     """Adds each step's work to the trace."""
     moved = {k: (gradients[k] * (after[k] - before[k])).abs() for k in gradients}
     return after, {k: trace[k] + moved[k] if k in moved else trace[k] for k in trace}
@@ -143,7 +146,8 @@ def chain_end(self: Any, params: Any, start: Any, result: Any, view: Any, world:
     return content, fedstill.Payload(visits=visits)
 
 
-# ---- clients without work -------------------------------------------------------------------------
+# ---- clients without work
+# -------------------------------------------------------------------------
 
 
 def idle_payload(self: Any, state: Any, client: int, stage: Any, world: Any) -> Any:
@@ -153,7 +157,8 @@ def idle_payload(self: Any, state: Any, client: int, stage: Any, world: Any) -> 
     return server_default("payload_for_client")(self, state, client, stage, world)
 
 
-# ---- clients that fail ----------------------------------------------------------------------------
+# ---- clients that fail
+# ----------------------------------------------------------------------------
 
 
 def failing_end(self: Any, params: Any, start: Any, result: Any, view: Any, world: Any) -> Any:
@@ -168,7 +173,8 @@ def failing_end(self: Any, params: Any, start: Any, result: Any, view: Any, worl
     return content, fedstill.Payload()
 
 
-# ---- entries that disappear -----------------------------------------------------------------------
+# ---- entries that disappear
+# -----------------------------------------------------------------------
 
 
 def dropping_aggregate(self: Any, state: Any, replies: Any, stage: Any, world: Any) -> Any:

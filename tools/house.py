@@ -1,4 +1,5 @@
-"""Figures on how readable the package is, by package, and the limits that CONTRIBUTING.md sets for them.
+"""Figures on how readable the package is, by package, and the limits that CONTRIBUTING.md sets for
+them.
 
 ``python tools/house.py`` prints the table. It fails if a figure is above its ceiling in
 ``tools/house_ceilings.csv``, or if a text file is opened without an encoding. ``--lower`` lowers
@@ -63,7 +64,9 @@ TOTAL = "total"
 
 @dataclass(frozen=True)
 class Rate:
-    """A number of cases: per statement or per name if ``out_of`` counts those, a plain count if it is 0."""
+    """A number of cases: per statement or per name if ``out_of`` counts those, a plain count if it
+    is 0.
+    """
 
     cases: int
     out_of: int = 0
@@ -74,14 +77,16 @@ class Rate:
         return f"{self.cases:,}"
 
     def denser_than(self, other_rate: Rate) -> bool:
-        """Whether the share of cases is larger; products of integers, so that equal shares compare as equal."""
+        """Whether the share of cases is larger; products of integers, so that equal shares compare
+        as equal.
+        """
         return self.cases * other_rate.out_of > other_rate.cases * self.out_of
 
     def exceeds(self, ceiling: Rate) -> bool:
         """Whether there are more cases, and a larger share.
 
-        Code that has none of the cases can be added and deleted freely: one leaves the number as it is, the other one
-        the share.
+        Code that has none of the cases can be added and deleted freely: one leaves the number as it
+        is, the other one the share.
         """
         if not ceiling.out_of:
             return self.cases > ceiling.cases
@@ -103,7 +108,9 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A column of the table: what is counted, per what, and the gate that the whole package is to meet."""
+    """A column of the table: what is counted, per what, and the gate that the whole package is to
+    meet.
+    """
 
     key: str
     heading: str
@@ -163,7 +170,9 @@ FIGURES = (
     _per_thousand("conditional_expressions", "condit.\nexpr.", gate=15),
     _per_thousand("parallel_assignments", "parallel\nassign.", gate=3),
     _per_thousand("long_calls", f"calls of\n{MANY_POSITIONAL}+ pos.", gate=2),
-    Figure(key="function_words", heading="% func.\nwords", per="names", scale=100, decimals=1, gate=1.5),
+    Figure(
+        key="function_words", heading="% func.\nwords", per="names", scale=100, decimals=1, gate=1.5
+    ),
     Figure(key="single_importer", heading="one im-\nporter", gate=39),
     Figure(key="nodes", heading="nodes", per="statements", decimals=1),
     Figure(key="depth", heading="depth", per="statements", decimals=1),
@@ -177,12 +186,16 @@ FIGURES = (
 RUFF_RULES = (
     Figure(key="C901", heading="functions with a complexity over 10 (C901)", gate=0),
     Figure(key="PLR0913", heading="functions with more than 8 parameters (PLR0913)", gate=0),
-    Figure(key="PLR0917", heading="functions with more than 5 positional parameters (PLR0917)", gate=0),
+    Figure(
+        key="PLR0917", heading="functions with more than 5 positional parameters (PLR0917)", gate=0
+    ),
 )
 """Rules of ruff over the whole repository; the limits themselves are in ``pyproject.toml``."""
 
 PACKAGES_OF_FORMULAS = frozenset({"losses", "metrics", "methods"})
-"""Formulas are long statements and still read well: ceilings hold in these packages, and no gate."""
+"""Formulas are long statements and still read well: ceilings hold in these packages, and no
+gate.
+"""
 
 
 @dataclass(frozen=True)
@@ -287,7 +300,9 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 @dataclass(frozen=True)
 class Extent:
-    """How many nodes there are from a node down, itself included, and how many of them are above each other."""
+    """How many nodes there are from a node down, itself included, and how many of them are above
+    each other.
+    """
 
     nodes: int
     depth: int
@@ -308,13 +323,19 @@ def _expressions(node: ast.AST) -> Iterator[ast.AST]:
             continue
         value = getattr(node, field, None)
         if isinstance(value, list):
-            yield from (child for child in value if isinstance(child, ast.AST) and not isinstance(child, ast.stmt))
+            yield from (
+                child
+                for child in value
+                if isinstance(child, ast.AST) and not isinstance(child, ast.stmt)
+            )
         elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
             yield value
 
 
 def _comments(text: str) -> int:
-    """The number of comments for a reader, without those at the top of the file (a licence, for example)."""
+    """The number of comments for a reader, without those at the top of the file (a licence, for
+    example).
+    """
     if "#" not in text:
         return 0
     comments = 0
@@ -344,7 +365,9 @@ def _with_single_importer(modules: list[Module]) -> set[str]:
 
 
 def _imported(module: Module, names: set[str]) -> Iterator[str]:
-    """The modules that a module imports, anywhere in it; ``from a import b`` imports ``a.b`` if that is a module."""
+    """The modules that a module imports, anywhere in it; ``from a import b`` imports ``a.b`` if
+    that is a module.
+    """
     for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -401,7 +424,9 @@ def _opens_text(call: ast.Call) -> bool:
 
 
 def ruff_counts(folder: Path) -> Counter[str]:
-    """How often ruff finds each of ``RUFF_RULES`` in a folder, by the repository's configuration."""
+    """How often ruff finds each of ``RUFF_RULES`` in a folder, by the repository's
+    configuration.
+    """
     rules = ",".join(rule.key for rule in RUFF_RULES)
     configuration = REPOSITORY / "pyproject.toml"
     options = [
@@ -428,7 +453,9 @@ def read_ceilings(path: Path) -> Ceilings:
     if path.exists():
         with path.open("r", encoding="utf-8", newline="") as file:
             for line in csv.DictReader(file):
-                ceilings[line["package"]][line["figure"]] = Rate(int(line["cases"]), int(line["out_of"]))
+                ceilings[line["package"]][line["figure"]] = Rate(
+                    int(line["cases"]), int(line["out_of"])
+                )
     return ceilings
 
 
@@ -443,10 +470,14 @@ def write_ceilings(path: Path, ceilings: Ceilings) -> None:
 
 
 def current_rates(counts: dict[str, Counter[str]]) -> Ceilings:
-    """Today's figures, as far as they have ceilings: every gated figure in total, those per statement by package."""
+    """Today's figures, as far as they have ceilings: every gated figure in total, those per
+    statement by package.
+    """
     rates = {}
     for row, row_counts in counts.items():
-        figures = [figure for figure in FIGURES if figure.gate is not None and (figure.per or row == TOTAL)]
+        figures = [
+            figure for figure in FIGURES if figure.gate is not None and (figure.per or row == TOTAL)
+        ]
         if row == TOTAL:
             figures.extend(RUFF_RULES)
         rates[row] = {figure.key: figure.rate(row_counts) for figure in figures}
@@ -454,7 +485,9 @@ def current_rates(counts: dict[str, Counter[str]]) -> Ceilings:
 
 
 def lowered(ceilings: Ceilings, rates: Ceilings) -> Ceilings:
-    """The ceilings of the packages that there are, each lowered to today's figure if that is below it."""
+    """The ceilings of the packages that there are, each lowered to today's figure if that is below
+    it.
+    """
     return {
         row: {key: ceiling.lowered_to(rates[row][key]) for key, ceiling in row_ceilings.items()}
         for row, row_ceilings in ceilings.items()
@@ -463,16 +496,21 @@ def lowered(ceilings: Ceilings, rates: Ceilings) -> Ceilings:
 
 
 def adopted(ceilings: Ceilings, rates: Ceilings, packages: Iterable[str]) -> Ceilings:
-    """The ceilings of the packages that there are; today's figures for new packages and for those named."""
+    """The ceilings of the packages that there are; today's figures for new packages and for those
+    named.
+    """
     remaining = {row: row_ceilings for row, row_ceilings in ceilings.items() if row in rates}
     replaced = set(packages) | (rates.keys() - ceilings.keys())
     return remaining | {row: rates[row] for row in replaced}
 
 
-def obstacles_to_adopting(ceilings: Ceilings, rates: Ceilings, packages: Iterable[str]) -> list[str]:
+def obstacles_to_adopting(
+    ceilings: Ceilings, rates: Ceilings, packages: Iterable[str]
+) -> list[str]:
     """Why the figures of these packages cannot become ceilings; nothing if they can.
 
-    Code that moves between packages leaves the total as it is, so its ceilings hold throughout and are not adopted.
+    Code that moves between packages leaves the total as it is, so its ceilings hold throughout and
+    are not adopted.
     """
     unknown = set(packages) - (rates.keys() - {TOTAL})
     obstacles = [f"{name}: no such package" for name in sorted(unknown)]
@@ -492,7 +530,8 @@ def above_ceilings(ceilings: Ceilings, rates: Ceilings) -> list[str]:
                 ceiling = ceilings[row][key]
                 is_above = rate.exceeds(ceiling)
             else:
-                # A new package is held to the share of the whole; the number of cases there says nothing about it.
+                # A new package is held to the share of the whole; the number of cases there says
+                # nothing about it.
                 ceiling = ceilings[TOTAL][key]
                 is_above = rate.denser_than(ceiling)
             if is_above:
@@ -513,14 +552,21 @@ def above_gates(rates: Ceilings) -> list[str]:
             figure = _figure(key)
             applies = row == TOTAL or (figure.gate_by_package and row not in PACKAGES_OF_FORMULAS)
             if applies and not figure.meets_gate(rate):
-                lines.append(f"{row}: {key} is {figure.text(figure.value(rate))}, its gate is {figure.gate_text}")
+                lines.append(
+                    f"{row}: {key} is {figure.text(figure.value(rate))}, its gate is "
+                    f"{figure.gate_text}"
+                )
     return lines
 
 
 def figures_table(counts: dict[str, Counter[str]]) -> Table:
     """The table of all figures by package, with the total and the gates."""
-    caption = "condit. expr., parallel assign., calls, comments and imports are per 1,000 statements"
-    table = Table("package", box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
+    caption = (
+        "condit. expr., parallel assign., calls, comments and imports are per 1,000 statements"
+    )
+    table = Table(
+        "package", box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left"
+    )
     for figure in FIGURES:
         table.add_column(figure.heading, justify="right", no_wrap=True)
     for row in [*sorted(counts.keys() - {TOTAL}), TOTAL]:
@@ -543,18 +589,29 @@ def print_report(counts: dict[str, Counter[str]], problems: list[str]) -> None:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """The command line; ``--help`` prints this module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("package", nargs="?", type=Path, default=REPOSITORY / "src" / "fedstill")
-    parser.add_argument("--repository", type=Path, default=REPOSITORY, help="the folder in which ruff counts")
-    parser.add_argument("--ceilings", type=Path, default=REPOSITORY / "tools" / "house_ceilings.csv")
-    parser.add_argument("--gates", action="store_true", help="fail on a figure that does not meet its gate, too")
+    parser.add_argument(
+        "--repository", type=Path, default=REPOSITORY, help="the folder in which ruff counts"
+    )
+    parser.add_argument(
+        "--ceilings", type=Path, default=REPOSITORY / "tools" / "house_ceilings.csv"
+    )
+    parser.add_argument(
+        "--gates", action="store_true", help="fail on a figure that does not meet its gate, too"
+    )
     change = parser.add_mutually_exclusive_group()
-    change.add_argument("--lower", action="store_true", help="lower the ceilings to today's figures")
+    change.add_argument(
+        "--lower", action="store_true", help="lower the ceilings to today's figures"
+    )
     change.add_argument(
         "--adopt",
         nargs="*",
         metavar="PACKAGE",
-        help="record today's figures of new packages, and of those named: they received code from other packages. "
+        help="record today's figures of new packages, and of those named: they received code from "
+        "other packages. "
         "Refused while the total is above its ceilings.",
     )
     return parser.parse_args(arguments)

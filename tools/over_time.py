@@ -1,7 +1,8 @@
-"""The tables of docs/results.md on forgetting over time, made from entries: ``python tools/over_time.py``.
+"""The tables of docs/results.md on forgetting over time, made from entries:
+``python tools/over_time.py``.
 
-They stand between two marks, one for each suite: of digits from ``results/rank``, of the others from
-``results/over-time``, where the suites are, too.
+They stand between two marks, one for each suite: of digits from ``results/rank``, of the others
+from ``results/over-time``, where the suites are, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ NONE = "–"
 
 
 def compared() -> list[Standings]:
-    """The standings of suites over time that have entries; raises ValueError for one that is not as it should be."""
+    """The standings of suites over time that have entries; raises ValueError for one that is not as
+    it should be.
+    """
     own = [own_suite(file).name for file in sorted(OWN.glob("*.toml"))]
     shipped = [file for name in DIGITS for file in SHIPPED.glob(f"{name}.*")]
     rows, suites, left_out = rows_below([*shipped, OWN])
@@ -35,11 +38,16 @@ def compared() -> list[Standings]:
 
 
 def lines(one: Standings) -> Iterator[list[str]]:
-    """A line of each row: accuracy by column and its difference, then learned, kept and forgotten, over all columns."""
+    """A line of each row: accuracy by column and its difference, then learned, kept and forgotten,
+    over all columns.
+    """
     rows = [p.row for p in one.placed] + list(one.bounds)
     for row, line in zip(rows, cell_lines(one)[1], strict=True):
         columns = [c for c in one.columns if row.column(c)]
-        yield [*line, *(_over(row, number, columns) for number in ("learned", "kept", "average_forgetting"))]
+        yield [
+            *line,
+            *(_over(row, number, columns) for number in ("learned", "kept", "average_forgetting")),
+        ]
 
 
 def _over(row: RankedRow, number: str, columns: list[str]) -> str:
@@ -57,7 +65,8 @@ def tables() -> str:
         head = [*cell_lines(one)[0], "learned [%]", "kept [%]", "forgotten [points]"]
         diverged = any(row.diverged for row in one.rows)
         parts.append(
-            f"**{one.suite.title}.** {'† a run diverged. ' if diverged else ''}\n\n{markdown(head, list(lines(one)))}"
+            f"**{one.suite.title}.** {'† a run diverged. ' if diverged else ''}\n\n"
+            f"{markdown(head, list(lines(one)))}"
         )
     return "\n".join(parts)
 

@@ -52,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     listed = tomllib.loads(CHANGES.read_text(encoding="utf-8"))
     before = moved(snapshot, listed.get("modules", {}))
     changes = sorted(compared(before, now))
-    reasons = {(entry["name"], entry["kind"]): entry["reason"] for entry in listed.get("change", [])}
+    reasons = {
+        (entry["name"], entry["kind"]): entry["reason"] for entry in listed.get("change", [])
+    }
     return report(changes, reasons, len(now))
 
 
@@ -80,10 +82,16 @@ def packages(module: griffe.Module) -> Iterator[griffe.Module]:
 
 def listed_names(module: griffe.Module) -> list[str]:
     """The names that a package offers: its ``__all__``, or what it imports as itself."""
-    aliases = {name: m.target_path for name, m in module.members.items() if isinstance(m, griffe.Alias)}
-    public = {n for n, path in aliases.items() if path.startswith("fedstill.") and path.endswith(f".{n}")}
+    aliases = {
+        name: m.target_path for name, m in module.members.items() if isinstance(m, griffe.Alias)
+    }
+    public = {
+        n for n, path in aliases.items() if path.startswith("fedstill.") and path.endswith(f".{n}")
+    }
     exported = {str(name) for name in module.exports or ()}
-    return sorted((exported & set(module.members)) | public if module.path == "fedstill" else exported)
+    return sorted(
+        (exported & set(module.members)) | public if module.path == "fedstill" else exported
+    )
 
 
 def documented(item: griffe.Object | griffe.Alias) -> Surface:

@@ -1,6 +1,8 @@
-"""The table of docs/privacy.md on what clients send beside models: every method, from what its code expects and does.
+"""The table of docs/privacy.md on what clients send beside models: every method, from what its code
+expects and does.
 
-``python -m tools.sent`` writes it anew, between its two marks; row P4 of the scorecard looks in the same way.
+``python -m tools.sent`` writes it anew, between its two marks; row P4 of the scorecard looks in the
+same way.
 """
 
 from __future__ import annotations

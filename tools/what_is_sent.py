@@ -1,7 +1,7 @@
 """What clients send beside models, of every method: from what its code expects and does.
 
-A client works through the stages of a small run twice, untrained: with its labels, and with others. What differs is
-made from labels, and not by training.
+A client works through the stages of a small run twice, untrained: with its labels, and with others.
+What differs is made from labels, and not by training.
 """
 
 from __future__ import annotations
@@ -23,19 +23,36 @@ from fedstill.wire.screen import Refusal
 from tools.fitting_runs import fitting_run
 
 CLASSES, WIDTH, PUBLIC, CLIENTS = 7, 11, 13, 4
-LETTERS = {CLASSES: "C", WIDTH: "D", WIDTH + 1: "D + 1", PUBLIC: "P", WIDTH + CLASSES: "D + C", 16: "d", 1251: "M + 1"}
+LETTERS = {
+    CLASSES: "C",
+    WIDTH: "D",
+    WIDTH + 1: "D + 1",
+    PUBLIC: "P",
+    WIDTH + CLASSES: "D + C",
+    16: "d",
+    1251: "M + 1",
+}
 MODELS = ("params", "shared")
 NETWORK = {"name": "mlp", "hidden": [WIDTH]}
 TWO_TASKS = {"kind": "domains", "tasks": 2, "transform": "rotate90", "share": "all"}
-"""For methods that do something at a task's end; both tasks have all examples, whatever their labels are."""
+"""For methods that do something at a task's end; both tasks have all examples, whatever their
+labels are.
+"""
 
 
 def pictures(flip: bool) -> Dataset:
-    """Noise with seven classes, as many of each; or the first three classes called by the name of the first."""
+    """Noise with seven classes, as many of each; or the first three classes called by the name of
+    the first.
+    """
     draw = torch.Generator().manual_seed(0)
-    pixels, labels = torch.randint(256, (280, 1, 4, 4), generator=draw, dtype=torch.uint8), torch.arange(280) % CLASSES
+    pixels, labels = (
+        torch.randint(256, (280, 1, 4, 4), generator=draw, dtype=torch.uint8),
+        torch.arange(280) % CLASSES,
+    )
     told = torch.where(labels < 3, 0, labels) if flip else labels
-    return from_tensors("noise", (pixels[:210], told[:210]), (pixels[210:], labels[210:]), classes=list("abcdefg"))
+    return from_tensors(
+        "noise", (pixels[:210], told[:210]), (pixels[210:], labels[210:]), classes=list("abcdefg")
+    )
 
 
 @dataclass
@@ -45,7 +62,12 @@ class Collected:
     sent: dict[str, Payload] = field(default_factory=dict)
 
     def stage(
-        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: object, state: State
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: object,
+        state: State,
     ) -> None:
         """Keep the first reply of a client (``watch.Watch``)."""
         if refused:
@@ -61,11 +83,20 @@ class Collected:
 def collected(method: str, flip: bool) -> dict[str, Payload]:
     """What a client sends in each stage of a run in which nobody trains."""
     built = registry.lookup("method", method).build()
-    own: Mapping[str, object] = {} if built.requires() & {"etf", "slim", "pair"} else {"model": NETWORK}
+    own: Mapping[str, object] = (
+        {} if built.requires() & {"etf", "slim", "pair"} else {"model": NETWORK}
+    )
     rounds = 1 if built.topology == "peer_to_peer" else 2
     plan = {"epochs": 0, "steps": 0}
     own = {**own, **({"stream": TWO_TASKS} if "task_end" in built.schedule else {})}
-    run = fitting_run(method, rounds=rounds, data={"public": PUBLIC}, plan=plan, clients={"norm_limit": 1e9}, **own)
+    run = fitting_run(
+        method,
+        rounds=rounds,
+        data={"public": PUBLIC},
+        plan=plan,
+        clients={"norm_limit": 1e9},
+        **own,
+    )
     ready = prepare(settle(run), pictures(flip))
     return dict(_through(ready))
 
@@ -77,7 +108,9 @@ def _through(ready: Prepared) -> Iterator[tuple[str, Payload]]:
     if "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, watch, rules)
     for round in range(1, settings.rounds + 1):
-        state = run_round(settings.method, state, settings.topology(round, world), world, engine, watch, rules)
+        state = run_round(
+            settings.method, state, settings.topology(round, world), world, engine, watch, rules
+        )
     yield from watch.sent.items()
 
 
@@ -98,11 +131,19 @@ def shape_of(group: Group) -> str:
     """The shape of a tensor; that of a model for named ones; nothing for a number."""
     if isinstance(group, Mapping):
         return shape_of(*group.values()) if len(group) == 1 else ", as large as a model's part"
-    return f" ({', '.join(LETTERS.get(n, str(n)) for n in group.shape)})" if isinstance(group, Tensor) else ""
+    return (
+        f" ({', '.join(LETTERS.get(n, str(n)) for n in group.shape)})"
+        if isinstance(group, Tensor)
+        else ""
+    )
 
 
 def same(one: Group, other: Group) -> bool:
     """Whether two groups hold the same numbers."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return all(torch.equal(one[k], other[k]) for k in one)
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+    return (
+        torch.equal(one, other)
+        if isinstance(one, Tensor) and isinstance(other, Tensor)
+        else one == other
+    )

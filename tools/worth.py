@@ -1,7 +1,8 @@
-"""The table of docs/results.md on what each method is worth, made from finished runs: ``python tools/worth.py``.
+"""The table of docs/results.md on what each method is worth, made from finished runs:
+``python tools/worth.py``.
 
-It stands between two marks. Each method's difference to its base (FedAvg, of chains FedSeq) is paired by seed; beside
-it is what its paper claims, from ``results/worth-claims.toml``.
+It stands between two marks. Each method's difference to its base (FedAvg, of chains FedSeq) is
+paired by seed; beside it is what its paper claims, from ``results/worth-claims.toml``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ NONE = "–"
 
 
 def by_seed(group: Group, key: str) -> dict[int, float]:
-    """{seed: a number of a run}: of those that are reported, ``bytes`` (both ways) or ``cpu`` (seconds)."""
+    """{seed: a number of a run}: of those that are reported, ``bytes`` (both ways) or ``cpu``
+    (seconds).
+    """
     out: dict[int, float] = {}
     for run in group.started:
         told = reported(run)
@@ -49,12 +52,18 @@ def by_seed(group: Group, key: str) -> dict[int, float]:
     return out
 
 
-def rows(compared: Mapping[str, Group], claims: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
+def rows(
+    compared: Mapping[str, Group], claims: Mapping[str, Mapping[str, Any]]
+) -> Iterator[list[str]]:
     """A line of each method that was run, in the order of the claims."""
     for name, said in claims.items():
         if name in compared:
             group, base = compared[name], compared[said.get("against", "fedavg")]
-            cells = [cell(group, LAST_TEN, 100), cell(group, "forgetting", 100), cell(group, MIX, 100)]
+            cells = [
+                cell(group, LAST_TEN, 100),
+                cell(group, "forgetting", 100),
+                cell(group, MIX, 100),
+            ]
             cost = [ratio(group, compared["fedavg"], "cpu"), cell(group, "bytes", 1e-6, alone=True)]
             unfinished = "" if group.finished else " (stopped)"
             yield [
@@ -81,7 +90,9 @@ def ratio(group: Group, base: Group, key: str) -> str:
 
 
 def verdict(group: Group, base: Group, said: Mapping[str, Any]) -> list[str]:
-    """The difference with its interval, and whether it is what the paper claims; with why where it is not."""
+    """The difference with its interval, and whether it is what the paper claims; with why where it
+    is not.
+    """
     if group is base:
         return [NONE, NONE]
     if said["of"] == "bytes":

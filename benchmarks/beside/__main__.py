@@ -90,7 +90,8 @@ def show(results: Sequence[Timed]) -> None:
         screen.print(f"slower than {LIMIT} times REV's: {'; '.join(slower)}")
     if undecided := names[Verdict.UNDECIDED]:
         screen.print(
-            f"{len(undecided)} of {len(rows)} undecided: take more --pairs (at least 6), on a machine "
+            f"{len(undecided)} of {len(rows)} undecided: take more --pairs (at least 6), on a "
+            "machine "
             "that does nothing else"
         )
 
@@ -160,7 +161,9 @@ def main() -> int:
         sys.exit(str(error))
 
 
-def compare(revision: str, measurements: Sequence[Measurement], pairs: int, file: Path | None) -> int:
+def compare(
+    revision: str, measurements: Sequence[Measurement], pairs: int, file: Path | None
+) -> int:
     """Time the measurements in both trees; ``pairs`` 0 takes each measurement's own number."""
     began = time.monotonic()
     working = working_tree()

@@ -29,7 +29,9 @@ MOST_EPOCHS = 2
 """Enough that teachers' outputs are computed in one epoch and reused in another."""
 
 NOT_INHERITED = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "PYTHONDONTWRITEBYTECODE")
-"""The first two are what ``import fedstill`` decides; without bytecode, start-up is not a user's."""
+"""The first two are what ``import fedstill`` decides; without bytecode, start-up is not a
+user's.
+"""
 
 
 class Failed(Exception):

@@ -1,7 +1,9 @@
-"""fedstill beside its peers in one run: ``python -m benchmarks.peers [--workloads W1,W4] [--pairs 3] [--rounds 3]``.
+"""fedstill beside its peers in one run:
+``python -m benchmarks.peers [--workloads W1,W4] [--pairs 3] [--rounds 3]``.
 
-Every contestant has an environment of its own, and gets the same tensors, network, first weights, clients of each
-round, batch orders and learning rates, in float32. Runs alternate: whatever else the machine does meets all of them.
+Every contestant has an environment of its own, and gets the same tensors, network, first weights,
+clients of each round, batch orders and learning rates, in float32. Runs alternate: whatever else
+the machine does meets all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from benchmarks.speed import spread
 from fedstill.report import terminal
 
 NEAR, CLOSE = 0.05, 0.02
-"""The same training: weights within this share of how far training moved them, accuracy within this much."""
+"""The same training: weights within this share of how far training moved them, accuracy within this
+much.
+"""
 
 
 def installed(asked: argparse.Namespace) -> list[Entry]:
@@ -36,14 +40,18 @@ def installed(asked: argparse.Namespace) -> list[Entry]:
         _say(f"{one.name}: its environment")
         try:
             more, seconds = asked.pip_args.split(), 60 * asked.minutes
-            entries.append(Entry(one, environments.make(one, asked.cache, asked.fresh, more, seconds)))
+            entries.append(
+                Entry(one, environments.make(one, asked.cache, asked.fresh, more, seconds))
+            )
         except NotInstalled as error:
             entries.append(Entry(one, Path(), f"not installed: {error}"))
     return entries
 
 
 def measure(name: str, entries: Sequence[Entry], asked: argparse.Namespace) -> bool:
-    """Run a workload with every contestant in turn and print its table; whether all of them agree."""
+    """Run a workload with every contestant in turn and print its table; whether all of them
+    agree.
+    """
     workload = hand_out.resized(name, asked.clients, asked.epochs)
     with tempfile.TemporaryDirectory(prefix="task-") as made:
         folder = Path(made)
@@ -56,7 +64,10 @@ def measure(name: str, entries: Sequence[Entry], asked: argparse.Namespace) -> b
         screen = terminal.console()
         screen.print(f"\n{name}: {workload.about}")
         if asked.clients or asked.epochs:
-            screen.print(f"SMALLER than that: {workload.sampled} clients a round, {workload.plan['epochs']} epoch(s)")
+            screen.print(
+                f"SMALLER than that: {workload.sampled} clients a round, {workload.plan['epochs']} "
+                "epoch(s)"
+            )
         return show(task, entries)
 
 
@@ -70,7 +81,10 @@ def show(task: Task, entries: Sequence[Entry]) -> bool:
     for one in ran:
         ratios, far, right = [], 0.0, accuracy(task, one.final)
         if ours:
-            ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(one.runs, ours.runs, strict=True)]
+            ratios = [
+                statistics.median(a) / statistics.median(b)
+                for a, b in zip(one.runs, ours.runs, strict=True)
+            ]
             far = distance(task, one.final, ours.final)
         if far > NEAR or abs(right - reference) > CLOSE:
             apart.append(one.contestant.name)
@@ -85,17 +99,33 @@ def show(task: Task, entries: Sequence[Entry]) -> bool:
                 f"{far:.0e}" if ours else "",
             )
         )
-    heads = ["", "seconds a round", "times fedstill's", "start-up, s", "peak memory", "accuracy", "distance"]
+    heads = [
+        "",
+        "seconds a round",
+        "times fedstill's",
+        "start-up, s",
+        "peak memory",
+        "accuracy",
+        "distance",
+    ]
     screen.print(terminal.table(heads, rows))
     for one in entries:
-        how = one.failure or f"{one.said['how']}; torch {one.said['torch']}, Python {one.said['python']}"
+        how = (
+            one.failure
+            or f"{one.said['how']}; torch {one.said['torch']}, Python {one.said['python']}"
+        )
         screen.print(f"{one.contestant.name}: {how}", markup=False, soft_wrap=True)
     if apart or not ours:
         screen.print(
-            f"NOT THE SAME TRAINING: {', '.join(apart)}" if ours else "fedstill did not run: nothing is compared"
+            f"NOT THE SAME TRAINING: {', '.join(apart)}"
+            if ours
+            else "fedstill did not run: nothing is compared"
         )
         return False
-    screen.print(f"all that ran end with the same model: within {NEAR:g} of the way trained, {100 * CLOSE:g} points")
+    screen.print(
+        f"all that ran end with the same model: within {NEAR:g} of the way trained, "
+        f"{100 * CLOSE:g} points"
+    )
     return True
 
 
@@ -104,16 +134,33 @@ def _say(what: str) -> None:
 
 
 def main() -> None:
-    """Install, run in turn, print a table a workload; status 1 if what was trained is not the same."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Install, run in turn, print a table a workload; status 1 if what was trained is not the
+    same.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", default="W1,W4", help="which, e.g. W1,W4,W4-MLP")
-    parser.add_argument("--only", default="", help="some contestants: fedstill,plain,flower,pfl,fluke,blazefl")
+    parser.add_argument(
+        "--only", default="", help="some contestants: fedstill,plain,flower,pfl,fluke,blazefl"
+    )
     parser.add_argument("--pairs", type=int, default=3, help="runs of each, in turn")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of a run, after one to warm up")
-    parser.add_argument("--clients", type=int, default=0, help="fewer clients a round, for a quick look")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds of a run, after one to warm up"
+    )
+    parser.add_argument(
+        "--clients", type=int, default=0, help="fewer clients a round, for a quick look"
+    )
     parser.add_argument("--epochs", type=int, default=0, help="other epochs, for a quick look")
-    parser.add_argument("--minutes", type=float, default=20, help="the longest that an installation or a run may take")
-    parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("fedstill") / "peers")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=20,
+        help="the longest that an installation or a run may take",
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=platformdirs.user_cache_path("fedstill") / "peers"
+    )
     parser.add_argument("--fresh", action="store_true", help="make the environments anew")
     parser.add_argument("--pip-args", default="", help="for uv, e.g. an index of torch's builds")
     asked = parser.parse_args()
@@ -121,7 +168,8 @@ def main() -> None:
     processes.adopt()
     entries = installed(asked)
     terminal.console().print(
-        f"{cores()} cores; {asked.pairs} runs of each in turn, {asked.rounds} rounds a run after one to warm up; "
+        f"{cores()} cores; {asked.pairs} runs of each in turn, {asked.rounds} rounds a run after "
+        "one to warm up; "
         "median (min–max)"
     )
     agree = [

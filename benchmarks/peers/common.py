@@ -1,4 +1,6 @@
-"""What every contestant is given and gives back. It needs torch and safetensors alone: peers' environments load it."""
+"""What every contestant is given and gives back. It needs torch and safetensors alone: peers'
+environments load it.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-LAYERS = {"Conv2d": nn.Conv2d, "MaxPool2d": nn.MaxPool2d, "ReLU": nn.ReLU, "Flatten": nn.Flatten, "Linear": nn.Linear}
+LAYERS = {
+    "Conv2d": nn.Conv2d,
+    "MaxPool2d": nn.MaxPool2d,
+    "ReLU": nn.ReLU,
+    "Flatten": nn.Flatten,
+    "Linear": nn.Linear,
+}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The rounds to run: examples, weights to start from, and for every round its clients and their batch orders.
+    """The rounds to run: examples, weights to start from, and for every round its clients and their
+    batch orders.
 
-    ``examples``: images (N, C, H, W) float32 and labels (N,), client after client, ``starts`` (clients + 1,) says from
-    where, and the same to test on. ``initial``: a state dict. ``orders``: (epochs, n) positions among a client's own
-    examples for every "round.client". ``about``: the plan, the cohorts, the rates and the layers.
+    ``examples``: images (N, C, H, W) float32 and labels (N,), client after client, ``starts``
+    (clients + 1,) says from where, and the same to test on. ``initial``: a state dict. ``orders``:
+    (epochs, n) positions among a client's own examples for every "round.client". ``about``: the
+    plan, the cohorts, the rates and the layers.
     """
 
     about: Mapping[str, Any]
@@ -37,7 +47,9 @@ class Task:
     @classmethod
     def load(cls, folder: Path) -> Task:
         """Read a task; its tensors are mapped from the files, so that processes share them."""
-        parts = (load_file(folder / f"{name}.safetensors") for name in ("examples", "initial", "orders"))
+        parts = (
+            load_file(folder / f"{name}.safetensors") for name in ("examples", "initial", "orders")
+        )
         return cls(json.loads((folder / "task.json").read_text(encoding="utf-8")), *parts)
 
     def save(self, folder: Path) -> None:
@@ -83,7 +95,9 @@ class Task:
     def optimiser(self, parameters: Any, lr: float) -> torch.optim.SGD:
         """The optimiser of a client."""
         about = self.about
-        return torch.optim.SGD(parameters, lr=lr, momentum=about["momentum"], weight_decay=about["weight_decay"])
+        return torch.optim.SGD(
+            parameters, lr=lr, momentum=about["momentum"], weight_decay=about["weight_decay"]
+        )
 
 
 class Network(nn.Module):
@@ -112,7 +126,9 @@ class InOrder(Sampler[int]):
 
 
 def train(task: Task, round: int, client: int, model: nn.Module) -> nn.Module:
-    """Train a model as most people write it: a DataLoader over tensors, torch.optim, the loss summed up."""
+    """Train a model as most people write it: a DataLoader over tensors, torch.optim, the loss
+    summed up.
+    """
     order = InOrder(task.order(round, client))
     loader = DataLoader(TensorDataset(*task.client(client)), task.about["batch"], sampler=order)
     sgd = task.optimiser(model.train().parameters(), task.rate(round))
@@ -134,7 +150,9 @@ def kept(folder: str) -> Task:
 
 
 class Rounds:
-    """The clock of a contestant: ``begin`` and ``end`` around each round, ``report`` after the last."""
+    """The clock of a contestant: ``begin`` and ``end`` around each round, ``report`` after the
+    last.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -151,7 +169,9 @@ class Rounds:
 
     def report(self, folder: Path, model: Mapping[str, Tensor], how: str) -> None:
         """Write the times, the final global model and how it was run into a folder."""
-        save_file({k: v.detach().contiguous() for k, v in model.items()}, folder / "final.safetensors")
+        save_file(
+            {k: v.detach().contiguous() for k, v in model.items()}, folder / "final.safetensors"
+        )
         python = ".".join(map(str, sys.version_info[:3]))
         said = {"seconds": self.seconds, "first_ended": self.first_ended, "how": how}
         (folder / "result.json").write_text(
@@ -165,6 +185,8 @@ def cores() -> int:
 
 
 def given() -> tuple[Task, Path, Path]:
-    """A runner's task, the folder it came from, and the folder for its report: its two arguments."""
+    """A runner's task, the folder it came from, and the folder for its report: its two
+    arguments.
+    """
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     return Task.load(source), source, out

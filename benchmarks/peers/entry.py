@@ -29,7 +29,8 @@ class Entry:
     contestant: Contestant
     python: Path
     failure: str = ""
-    runs: list[list[float]] = field(default_factory=list)  # of each run, the seconds of each round but the first
+    # of each run, the seconds of each round but the first
+    runs: list[list[float]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     said: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +42,9 @@ class Entry:
         return self.contestant.module == "run_fedstill" and not self.contestant.arguments
 
     def run(self, folder: Path, seconds: float) -> None:
-        """One run of the task in a folder, within a time; one that fails is tried again. Its files are gone then."""
+        """One run of the task in a folder, within a time; one that fails is tried again. Its files
+        are gone then.
+        """
         self._try(folder, seconds)
         if self.failure and "not done within" not in self.failure:
             self._try(folder, seconds)
@@ -50,7 +53,9 @@ class Entry:
         with tempfile.TemporaryDirectory(prefix="peer-") as name:
             out = Path(name)
             ran = processes.run(self._command(folder, out), self._settings(out), out, seconds)
-            self.failure = ran.failure or ("" if (out / "result.json").exists() else "it ended without a result")
+            self.failure = ran.failure or (
+                "" if (out / "result.json").exists() else "it ended without a result"
+            )
             if self.failure:
                 return
             self.said = json.loads((out / "result.json").read_text(encoding="utf-8"))
@@ -62,15 +67,30 @@ class Entry:
 
     def _command(self, folder: Path, out: Path) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cores())]
-        module = ["-m", f"benchmarks.peers.{self.contestant.module}", str(folder), str(out), *self.contestant.arguments]
+        module = [
+            "-m",
+            f"benchmarks.peers.{self.contestant.module}",
+            str(folder),
+            str(out),
+            *self.contestant.arguments,
+        ]
         return [str(self.python), *(launcher if self.contestant.torchrun else []), *module]
 
     def _settings(self, out: Path) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "") if self.contestant.module == "run_fedstill" else ""]
+        path = [
+            str(REPOSITORY),
+            os.environ.get("PYTHONPATH", "") if self.contestant.module == "run_fedstill" else "",
+        ]
         places = dict.fromkeys(["RAY_TMPDIR", "FLWR_HOME", "TMPDIR"], str(out))
         own = self.contestant.settings
-        return {**inherited, **places, "HF_HUB_OFFLINE": "1", **own, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        return {
+            **inherited,
+            **places,
+            "HF_HUB_OFFLINE": "1",
+            **own,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        }
 
 
 def accuracy(task: Task, params: Mapping[str, Tensor]) -> float:
@@ -83,7 +103,9 @@ def accuracy(task: Task, params: Mapping[str, Tensor]) -> float:
 
 
 def distance(task: Task, params: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-    """How far weights are from others, as a share of how far training moved those from the first ones."""
+    """How far weights are from others, as a share of how far training moved those from the first
+    ones.
+    """
     gap = sum(float((params[k] - others[k]).double().square().sum()) for k in others)
     moved = sum(float((others[k] - task.initial[k]).double().square().sum()) for k in others)
     return (gap / moved) ** 0.5

@@ -1,4 +1,6 @@
-"""Throw-away environments: one a peer, pinned, kept between calls in a cache folder outside the repository."""
+"""Throw-away environments: one a peer, pinned, kept between calls in a cache folder outside the
+repository.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SHARED = ("safetensors==0.8.0", "numpy", "packaging")
 
 @dataclass(frozen=True)
 class Contestant:
-    """A name, the module that runs it, its pinned packages (none: plain PyTorch), and what its own docs say to set."""
+    """A name, the module that runs it, its pinned packages (none: plain PyTorch), and what its own
+    docs say to set.
+    """
 
     name: str
     module: str
@@ -40,13 +44,24 @@ CONTESTANTS = (
         settings={
             "FLWR_TELEMETRY_ENABLED": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "300",  # Ray gives up after 60, which a busy machine can need
+            # Ray gives up after 60, which a busy machine can need
+            "RAY_raylet_start_wait_time_s": "300",
             "RAY_worker_register_timeout_seconds": "300",
         },
     ),
-    Contestant("pfl-research 0.6.0", "run_pfl", ("pfl==0.6.0",), torchrun=True, settings={"OMP_NUM_THREADS": "1"}),
-    Contestant("fluke 0.8.1", "run_fluke", ("fluke-fl==0.8.1",), settings={"WANDB_MODE": "disabled"}),
-    Contestant("blazefl 2.0.1", "run_blazefl", ("blazefl[contrib,reproducibility]==2.0.1",), python="3.12"),
+    Contestant(
+        "pfl-research 0.6.0",
+        "run_pfl",
+        ("pfl==0.6.0",),
+        torchrun=True,
+        settings={"OMP_NUM_THREADS": "1"},
+    ),
+    Contestant(
+        "fluke 0.8.1", "run_fluke", ("fluke-fl==0.8.1",), settings={"WANDB_MODE": "disabled"}
+    ),
+    Contestant(
+        "blazefl 2.0.1", "run_blazefl", ("blazefl[contrib,reproducibility]==2.0.1",), python="3.12"
+    ),
 )
 
 
@@ -55,10 +70,11 @@ class NotInstalled(Exception):
 
 
 def make(one: Contestant, cache: Path, fresh: bool, more: Sequence[str], seconds: float) -> Path:
-    """The interpreter of a contestant's environment, made now if it is not there; raises NotInstalled.
+    """The interpreter of a contestant's environment, made now if it is not there; raises
+    NotInstalled.
 
-    ``more``: further arguments for uv, such as an index of torch's builds. The same torch as fedstill's, if the
-    peer's packages allow that, else the one they resolve to.
+    ``more``: further arguments for uv, such as an index of torch's builds. The same torch as
+    fedstill's, if the peer's packages allow that, else the one they resolve to.
     """
     if one.module == "run_fedstill":
         return Path(sys.executable)
@@ -66,7 +82,12 @@ def make(one: Contestant, cache: Path, fresh: bool, more: Sequence[str], seconds
     same = "torch==" + torch.__version__.partition("+")[0]
     asked = "\n".join([*one.packages, *SHARED, same, one.python, *more])
     ready, python = folder / "ready", folder / "bin" / "python"
-    if not fresh and ready.is_file() and ready.read_text(encoding="utf-8") == asked and python.exists():
+    if (
+        not fresh
+        and ready.is_file()
+        and ready.read_text(encoding="utf-8") == asked
+        and python.exists()
+    ):
         return python
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +115,9 @@ def uv(arguments: list[str], seconds: float) -> None:
         settings.pop("UV_FIND_LINKS", None)
     try:
         command = [program, "-q", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=settings)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, env=settings
+        )
     except subprocess.TimeoutExpired:
         raise NotInstalled(f"not installed within {seconds:.0f} s") from None
     if done.returncode:
@@ -103,13 +126,20 @@ def uv(arguments: list[str], seconds: float) -> None:
 
 
 def interpreter(version: str) -> str:
-    """An interpreter of a version: ours if none is asked for, one on the path, or one that pyenv keeps."""
+    """An interpreter of a version: ours if none is asked for, one on the path, or one that pyenv
+    keeps.
+    """
     if not version:
         return sys.executable
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [shutil.which(f"python{version}"), *map(str, sorted(kept.glob(f"{version}*/bin/python")))]
+    found = [
+        shutil.which(f"python{version}"),
+        *map(str, sorted(kept.glob(f"{version}*/bin/python"))),
+    ]
     for python in filter(None, found):
-        tried = subprocess.run([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True)
+        tried = subprocess.run(
+            [python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True
+        )
         if tried.returncode == 0 and tried.stdout.decode().strip() == version:
             return str(python)
     raise NotInstalled(f"needs Python {version}, which is not here")

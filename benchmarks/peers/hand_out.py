@@ -1,4 +1,6 @@
-"""A workload as a task for all: the very clients, starts, orders and rates that fedstill draws, written as tensors."""
+"""A workload as a task for all: the very clients, starts, orders and rates that fedstill draws,
+written as tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ from fedstill.records import SERVER
 
 
 def resized(name: str, clients: int = 0, epochs: int = 0) -> Workload:
-    """A workload, or, for a quick look, one with fewer clients a round or other epochs; 0 leaves what it has."""
+    """A workload, or, for a quick look, one with fewer clients a round or other epochs; 0 leaves
+    what it has.
+    """
     full = WORKLOADS[name]
     plan = {**full.plan, **({"epochs": epochs} if epochs else {})}
     return replace(full, sampled=min(clients, full.sampled) if clients else full.sampled, plan=plan)
 
 
 def task_of(ready: Prepared, rounds: int) -> Task:
-    """The first rounds of a run of FedAvg or FedSeq; ``layers`` are there if the model is a row of plain ones."""
+    """The first rounds of a run of FedAvg or FedSeq; ``layers`` are there if the model is a row of
+    plain ones.
+    """
     world, sites, plan = ready.world, ready.sites, ready.world.plans["train"]
     schedule = [ready.settings.topology(r, world) for r in range(1, rounds + 1)]
     sizes = torch.tensor([0, *(len(p) for p in sites.parts)])
@@ -44,7 +50,9 @@ def task_of(ready: Prepared, rounds: int) -> Task:
     }
     orders = {
         f"{stage.round}.{c}": _orders(
-            len(sites.parts[c]), plan.epochs, seed_for(world.seed, stage.round, stage.index, c, "order")
+            len(sites.parts[c]),
+            plan.epochs,
+            seed_for(world.seed, stage.round, stage.index, c, "order"),
         )
         for stages in schedule
         for stage in stages
@@ -61,11 +69,15 @@ def task_of(ready: Prepared, rounds: int) -> Task:
 
 
 def write(workload: Workload, rounds: int, folder: Path) -> Task:
-    """Make a workload's data, and write the task and, for fedstill itself, the images as they are stored."""
+    """Make a workload's data, and write the task and, for fedstill itself, the images as they are
+    stored.
+    """
     dataset = workload.dataset()
     ready = prepare(settle(workload.experiment("fedavg")), dataset)
     task = task_of(ready, rounds)
-    task = replace(task, about={**task.about, "workload": workload.name, "sampled": workload.sampled})
+    task = replace(
+        task, about={**task.about, "workload": workload.name, "sampled": workload.sampled}
+    )
     task.save(folder)
     kept = {"images": dataset.train.values, "labels": dataset.train.labels}
     test = {"test_images": dataset.test.values, "test_labels": dataset.test.labels}
@@ -88,7 +100,9 @@ def _orders(n: int, epochs: int, seed: int) -> Tensor:
 
 def _layers(network: nn.Module) -> dict[str, Any]:
     body, head = network.get_submodule("body"), network.get_submodule("head")
-    described = [_described(layer) for layer in body.children()] if isinstance(body, nn.Sequential) else []
+    described = (
+        [_described(layer) for layer in body.children()] if isinstance(body, nn.Sequential) else []
+    )
     if not described or None in described or not isinstance(head, nn.Linear):
         return {}
     return {"layers": described, "head": [head.in_features, head.out_features]}

@@ -1,4 +1,6 @@
-"""A contestant's processes: started together, watched for memory, bounded in time, and all ended afterwards."""
+"""A contestant's processes: started together, watched for memory, bounded in time, and all ended
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 
 @dataclass(frozen=True)
 class Ran:
-    """How a run went: when it began, the peak memory of all its processes in bytes, and why it failed, if it did."""
+    """How a run went: when it began, the peak memory of all its processes in bytes, and why it
+    failed, if it did.
+    """
 
     began: float
     peak: int
@@ -28,7 +32,9 @@ class Ran:
 
 
 def adopt() -> None:
-    """Have processes whose parent ended (Ray leaves some) stay among this process's descendants; Linux only."""
+    """Have processes whose parent ended (Ray leaves some) stay among this process's descendants;
+    Linux only.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
 
@@ -37,7 +43,9 @@ def run(command: Sequence[str], settings: Mapping[str, str], folder: Path, secon
     """Run a command in a folder, with its output in files there; end whatever it leaves."""
     began, peak = time.time(), 0
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-        process = subprocess.Popen(command, env=settings, cwd=folder, stdout=out, stderr=err, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=settings, cwd=folder, stdout=out, stderr=err, start_new_session=True
+        )
         try:
             while process.poll() is None and time.time() - began < seconds:
                 peak = max(peak, sum(map(_memory, descendants())))
@@ -56,7 +64,9 @@ def descendants() -> set[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            parents[int(stat.parent.name)] = int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+            parents[int(stat.parent.name)] = int(
+                stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+            )
     found, below = {os.getpid()}, set[int]()
     while found:
         below |= (found := {pid for pid, parent in parents.items() if parent in found} - below)
@@ -79,7 +89,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _memory(pid: int) -> int:
-    """Bytes of a process, a shared page counted in shares, so that the sum over processes is what they hold."""
+    """Bytes of a process, a shared page counted in shares, so that the sum over processes is what
+    they hold.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -89,6 +101,10 @@ def _memory(pid: int) -> int:
 
 def _reason(path: Path) -> str:
     """The first error that was named, or the last line."""
-    lines = [line.strip() for line in path.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in path.read_text(errors="replace", encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named or lines[-1:] or ["it said nothing"])[0]

@@ -1,4 +1,6 @@
-"""blazefl as a contestant: its thread pool, a client of one thread on each core, PyTorch's plain loop in the client."""
+"""blazefl as a contestant: its thread pool, a client of one thread on each core, PyTorch's plain
+loop in the client.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Handler(FedAvgBaseServerHandler):
 
 
 class Trainer(FedAvgThreadPoolClientTrainer):
-    """blazefl's pool of threads; the client is ours, for its own knows neither momentum nor weight decay."""
+    """blazefl's pool of threads; the client is ours, for its own knows neither momentum nor weight
+    decay.
+    """
 
     task: Task
     round = 1
@@ -64,7 +68,16 @@ def main() -> None:
     handler = Handler(networks, "", None, task.rounds, task.clients, share, "cpu", batch, 0)
     handler.num_clients_per_round = len(task.cohort(1))  # blazefl rounds the share down
     trainer = Trainer(
-        networks, "", None, "cpu", task.clients, about["epochs"], batch, task.rate(1), 0, num_parallels=cores()
+        networks,
+        "",
+        None,
+        "cpu",
+        task.clients,
+        about["epochs"],
+        batch,
+        task.rate(1),
+        0,
+        num_parallels=cores(),
     )
     handler.task = trainer.task = task
     while not handler.if_stop():
@@ -75,7 +88,11 @@ def main() -> None:
             for package in trainer.uplink_package():
                 handler.load(package)
         rounds.end()
-    rounds.report(out, handler.model.state_dict(), f"thread pool, {cores()} clients of one thread side by side")
+    rounds.report(
+        out,
+        handler.model.state_dict(),
+        f"thread pool, {cores()} clients of one thread side by side",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""fedstill as a contestant among its peers: its defaults, or another engine, on the images as it stores them."""
+"""fedstill as a contestant among its peers: its defaults, or another engine, on the images as it
+stores them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def main() -> None:
         ours.run_round()
         rounds.end()
     chosen = "chosen by auto" if engine else "the default"
-    rounds.report(out, ours.parameters(), f"engine {ready.settings.engine}, {chosen}, on {cores()} cores")
+    rounds.report(
+        out, ours.parameters(), f"engine {ready.settings.engine}, {chosen}, on {cores()} cores"
+    )
 
 
 if __name__ == "__main__":

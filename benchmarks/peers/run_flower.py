@@ -1,11 +1,21 @@
-"""Flower's simulation as a contestant: an actor of one core each, PyTorch's plain loop in the client."""
+"""Flower's simulation as a contestant: an actor of one core each, PyTorch's plain loop in the
+client.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -59,7 +69,10 @@ def main() -> None:
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         common.train(mine, told["round"], told["client"], model)
         metrics = MetricRecord({"num-examples": len(mine.client(told["client"])[1])})
-        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+        return Message(
+            RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
+            reply_to=message,
+        )
 
     @server_app.main()
     def serve(grid: Grid, context: Context) -> None:
@@ -67,7 +80,10 @@ def main() -> None:
         how = f"Ray, {cores()} actors of num_cpus=1 and one thread"
         rounds.report(out, done.arrays.to_torch_state_dict(), how)
 
-    settings = {"init_args": {"num_cpus": cores()}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    settings = {
+        "init_args": {"num_cpus": cores()},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
     run_simulation(server_app, client_app, task.clients, backend_config=settings)
 
 

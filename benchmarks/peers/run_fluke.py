@@ -13,7 +13,9 @@ from benchmarks.peers.common import Rounds, Task, cores, given
 
 try:
     import torchvision  # noqa: F401
-except RuntimeError:  # built for CUDA: beside a CPU build of torch it misses operators that nothing here calls
+except (
+    RuntimeError
+):  # built for CUDA: beside a CPU build of torch it misses operators that nothing here calls
     missing = operators.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         missing.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -71,16 +73,27 @@ def main() -> None:
         def __call__(self, model: torch.nn.Module, *given: Any, **more: Any) -> Any:
             return super().__call__(model, *given, **more, lr=task.rate(server.round))
 
-    sgd = {"name": "SGD", "lr": task.rate(1), "momentum": about["momentum"], "weight_decay": about["weight_decay"]}
+    sgd = {
+        "name": "SGD",
+        "lr": task.rate(1),
+        "momentum": about["momentum"],
+        "weight_decay": about["weight_decay"],
+    }
     for number in range(task.clients):
         loss = torch.nn.CrossEntropyLoss()
         loader = InOrder(number)
-        clients.append(Client(number, loader, None, Rate(sgd), loss, about["epochs"], persistency=False))
+        clients.append(
+            Client(number, loader, None, Rate(sgd), loss, about["epochs"], persistency=False)
+        )
     server = Turns(task, clients)
     share = len(task.cohort(1)) / task.clients
     np.random.seed(0)
-    FedAVG(task.clients, None, None, clients=clients, server=server).run(task.rounds, share, finalize=False)
-    server.clock.report(out, server.model.state_dict(), f"one client after another, in memory, {cores()} threads")
+    FedAVG(task.clients, None, None, clients=clients, server=server).run(
+        task.rounds, share, finalize=False
+    )
+    server.clock.report(
+        out, server.model.state_dict(), f"one client after another, in memory, {cores()} threads"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""pfl-research as a contestant: a process of one thread on each core, by torchrun, its own training loop."""
+"""pfl-research as a contestant: a process of one thread on each core, by torchrun, its own training
+loop.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from benchmarks.peers.common import Rounds, Task, given
 
 
 class InOrder(Dataset):
-    """A client's examples, batch by batch in the task's order; pfl's own would keep one order in all epochs."""
+    """A client's examples, batch by batch in the task's order; pfl's own would keep one order in
+    all epochs.
+    """
 
     def __init__(self, task: Task, round: int, client: int) -> None:
         super().__init__(task.client(client), user_id=str(client))
@@ -49,7 +53,9 @@ class Course(HyperParam, TrainingProcessCallback):
         return self.task.rate(self.round)
 
     def next_client(self) -> int:
-        """Every process draws the users of all, so the last ones may find none left; theirs are not trained."""
+        """Every process draws the users of all, so the last ones may find none left; theirs are not
+        trained.
+        """
         return next(self.turn, 0)
 
     def on_train_begin(self, *, model: PyTorchModel) -> Metrics:

@@ -1,6 +1,7 @@
 """fedstill: federated learning that does not forget.
 
-The public names are here; each is imported when it is first used, so that ``import fedstill`` costs nothing.
+The public names are here; each is imported when it is first used, so that ``import fedstill`` costs
+nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from fedstill.version import VERSION
 
 __version__ = VERSION
 
-# torch's threads (GNU OpenMP) stay awake for milliseconds while they wait for each other. If other programs run, this
-# is very slow, so they fall asleep sooner. torch reads this when it is imported; benchmarks/waiting.py measures it.
+# torch's threads (GNU OpenMP) stay awake for milliseconds while they wait for each other. If other
+# programs run, this is very slow, so they fall asleep sooner. torch reads this when it is imported;
+# benchmarks/waiting.py measures it.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -68,9 +70,31 @@ _HOMES = {
 }
 
 _MODULES = (
-    *("aggregate", "data", "engines", "errors", "experiment", "fields", "keys", "labels", "losses", "matching"),
+    *(
+        "aggregate",
+        "data",
+        "engines",
+        "errors",
+        "experiment",
+        "fields",
+        "keys",
+        "labels",
+        "losses",
+        "matching",
+    ),
     *("method", "methods", "metrics", "models", "payload", "plan", "queries", "raised", "records"),
-    *("registry", "report", "robust", "secure", "stream", "teachers", "topology", "trees", "wire", "work"),
+    *(
+        "registry",
+        "report",
+        "robust",
+        "secure",
+        "stream",
+        "teachers",
+        "topology",
+        "trees",
+        "wire",
+        "work",
+    ),
 )
 """Parts of the library that the reference is about."""
 

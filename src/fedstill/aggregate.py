@@ -1,4 +1,6 @@
-"""Means of what clients sent: pure functions of replies, always summed in the order of client ids."""
+"""Means of what clients sent: pure functions of replies, always summed in the order of client
+ids.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,21 @@ def weighted_mean(
     start: Tensors | None = None,
     suspected: float | None = None,
 ) -> dict[str, Tensor]:
-    """The mean of one group of the replies, weighted by their numbers of examples, or uniform; or a robust one.
+    """The mean of one group of the replies, weighted by their numbers of examples, or uniform; or a
+    robust one.
 
-    Buffers are averaged too; integer entries are the first client's. Replies of clients without examples weigh nothing,
-    unless none has any. start, suspected: for robust means (``robust.robust_mean``).
+    Buffers are averaged too; integer entries are the first client's. Replies of clients without
+    examples weigh nothing, unless none has any. start, suspected: for robust means
+    (``robust.robust_mean``).
 
     Source: McMahan et al. (2017), Algorithm 1; FedNTD, eq. 2.
     Reading: FedNTD's Algorithm 1 prints the uniform mean; its code and eq. 2 weigh by size.
     """
     ordered = sorted(replies, key=lambda r: r.client)
     if weighting != "examples" and weighting != "uniform":
-        return robust_mean([r.up.tensors(group) for r in ordered], weighting, start, suspected or SUSPECTED)
+        return robust_mean(
+            [r.up.tensors(group) for r in ordered], weighting, start, suspected or SUSPECTED
+        )
     sizes = [float(r.examples) for r in ordered]
     if weighting == "uniform" or not sum(sizes) > 0:
         sizes = [1.0] * len(ordered)
@@ -48,11 +54,14 @@ def alike(aggregation: Aggregation) -> Aggregation:
 def mean_by_class(
     replies: Sequence[Reply], old: Tensor, weighting: Weighting = "examples", group: str = "means"
 ) -> tuple[Tensor, Tensor]:
-    """The mean of what the replies say of each class, over those that have it; and which classes any has.
+    """The mean of what the replies say of each class, over those that have it; and which classes
+    any has.
 
-    A reply has a group of values by class (C, V) and, as ``labels.means_by_class`` gives them, ``counts`` (C,) int64.
-    weighting: each weighs by its number of examples of the class, or alike. Gives (C, V) of the type of ``old``, summed
-    in float64, in which a class that no reply has is as in ``old``, (C, V); and (C,) bool.
+    A reply has a group of values by class (C, V) and, as ``labels.means_by_class`` gives them,
+    ``counts`` (C,) int64.
+    weighting: each weighs by its number of examples of the class, or alike. Gives (C, V) of the
+    type of ``old``, summed in float64, in which a class that no reply has is as in ``old``, (C, V);
+    and (C,) bool.
 
     Source: Tan et al. (2022), FedProto, eq. 6.
     """
@@ -68,7 +77,8 @@ def mean_by_class(
 
 
 def effective_steps(steps: int, momentum: float) -> float:
-    """How far a client's steps reach, momentum counted: a_i of FedNova; the steps themselves without momentum.
+    """How far a client's steps reach, momentum counted: a_i of FedNova; the steps themselves
+    without momentum.
 
     steps: tau >= 0; momentum: rho in [0, 1). Source: Wang et al. (2020), FedNova, section 4.
 
@@ -81,12 +91,17 @@ def effective_steps(steps: int, momentum: float) -> float:
 
 
 def normalised_mean(
-    start: Tensors, replies: Sequence[Reply], steps: Sequence[float], weighting: Aggregation = "examples"
+    start: Tensors,
+    replies: Sequence[Reply],
+    steps: Sequence[float],
+    weighting: Aggregation = "examples",
 ) -> dict[str, Tensor]:
-    """``start`` moved by the clients' changes, each divided by its effective steps, times their mean steps.
+    """``start`` moved by the clients' changes, each divided by its effective steps, times their
+    mean steps.
 
-    start: trained entries as they were sent; steps: a_i >= 0 of each reply, in the replies' order; a client without
-    steps has moved nothing. With p_i its share: ``w - (sum_j p_j a_j) sum_i p_i (w - w_i) / a_i``.
+    start: trained entries as they were sent; steps: a_i >= 0 of each reply, in the replies' order;
+    a client without steps has moved nothing. With p_i its share:
+    ``w - (sum_j p_j a_j) sum_i p_i (w - w_i) / a_i``.
 
     Source: Wang et al. (2020), FedNova, eq. 6.
     """

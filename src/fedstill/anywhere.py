@@ -1,4 +1,6 @@
-"""Stages that any method may have, and the methods that act in them alone: fit, ridge, census, task_test."""
+"""Stages that any method may have, and the methods that act in them alone: fit, ridge, census,
+task_test.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,20 @@ import torch
 
 from fedstill.fitting import FIT, Fit
 from fedstill.method import Method
-from fedstill.records import KEEP, NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    KEEP,
+    NOTHING,
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.ridge import RIDGE, SendSums, empty_sums, solved
 from fedstill.topology import CENSUS, TASK_TEST
 from fedstill.work import Census, ClientWork
@@ -18,7 +33,9 @@ from fedstill.work import Census, ClientWork
 
 @dataclass(frozen=True)
 class OnlyFit(Method):
-    """The stage ``fit`` for a method that has none: models trained alone are measured, and not folded."""
+    """The stage ``fit`` for a method that has none: models trained alone are measured, and not
+    folded.
+    """
 
     stages: ClassVar[frozenset[str]] = frozenset({FIT})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})
@@ -35,7 +52,9 @@ class OnlyFit(Method):
 
 @dataclass(frozen=True)
 class OnlyRidge(Method):
-    """The stage ``ridge`` for a method that has none: the global model's last layer is solved from clients' sums."""
+    """The stage ``ridge`` for a method that has none: the global model's last layer is solved from
+    clients' sums.
+    """
 
     stages: ClassVar[frozenset[str]] = frozenset({RIDGE})
 
@@ -46,14 +65,17 @@ class OnlyRidge(Method):
         return empty_sums(world.model(client), world.classes)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        gram, cross = (torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in ("gram", "cross"))
+        gram, cross = (
+            torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in ("gram", "cross")
+        )
         head = {k: v.to(state.params[k].dtype) for k, v in solved(gram, cross, ridge=1.0).items()}
         return state.next(params={**state.params, **head})
 
 
 @dataclass(frozen=True)
 class OnlyCensus(Method):
-    """The stage ``census`` of a later task, for any method: each client's label counts take the place of its old ones.
+    """The stage ``census`` of a later task, for any method: each client's label counts take the
+    place of its old ones.
 
     A client that is not there, or fails, has zeros, as it has no example that could count.
     """
@@ -75,18 +97,23 @@ class OnlyCensus(Method):
 
 
 class BeTested(ClientWork):
-    """Test the model that was sent: nothing is trained, sent or remembered; the engine reports the accuracy."""
+    """Test the model that was sent: nothing is trained, sent or remembered; the engine reports the
+    accuracy.
+    """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params=down.params)
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return NOTHING, KEEP
 
 
 @dataclass(frozen=True)
 class OnlyTest(Method):
-    """The stage ``task_test`` for any method with a global model: real sites test it on their own data, by task.
+    """The stage ``task_test`` for any method with a global model: real sites test it on their own
+    data, by task.
 
     A client with a network of its own is not asked.
     """
@@ -108,10 +135,17 @@ class OnlyTest(Method):
 
 
 ONLY_FIT = OnlyFit()
-ANYWHERE: Mapping[str, Method] = {FIT: ONLY_FIT, RIDGE: OnlyRidge(), CENSUS: OnlyCensus(), TASK_TEST: OnlyTest()}
+ANYWHERE: Mapping[str, Method] = {
+    FIT: ONLY_FIT,
+    RIDGE: OnlyRidge(),
+    CENSUS: OnlyCensus(),
+    TASK_TEST: OnlyTest(),
+}
 """Stages that any method may have, and who acts in them where the method has none of that name."""
 
 
 def acting(method: Method, stage: Stage) -> Method:
-    """The method that acts in a stage: of ``ANYWHERE``, in a stage that the method does not know, else itself."""
+    """The method that acts in a stage: of ``ANYWHERE``, in a stage that the method does not know,
+    else itself.
+    """
     return method if stage.name in method.stages else ANYWHERE.get(stage.name, method)

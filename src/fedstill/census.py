@@ -1,4 +1,6 @@
-"""The census: the stage before round 1 in which clients send label counts, for methods that need them."""
+"""The census: the stage before round 1 in which clients send label counts, for methods that need
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ def census_stage(world: World) -> Stage:
 
 
 def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:
-    """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing client's are zeros."""
+    """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing
+    client's are zeros.
+    """
     stage, work = census_stage(world), Census()
     downs = {c: Payload() for c in stage.clients}
     expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    came, downs = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came, downs = replies_of(
+        lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch
+    )
     came = [_counted(reply, rules) for reply in came]
     replies, refused = screen(lambda _: expected, stage, downs, came, rules)
     with told(watch, stage, replies, refused, downs):
@@ -40,7 +46,8 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
 
 
 def _counted(reply: Reply, rules: Rules) -> Reply:
-    """The reply, or a failure where its label counts are no counts of as many examples as it claims.
+    """The reply, or a failure where its label counts are no counts of as many examples as it
+    claims.
 
     One that is of another form is for the screen to judge.
     """
@@ -49,5 +56,7 @@ def _counted(reply: Reply, rules: Rules) -> Reply:
         return reply
     total = float(labels.double().sum())
     if bool((labels < 0).any()) or not reply.examples <= total <= rules.max_examples:
-        return replace(reply, failure=f"its census counts {total:g} examples, and it claims {reply.examples}")
+        return replace(
+            reply, failure=f"its census counts {total:g} examples, and it claims {reply.examples}"
+        )
     return reply

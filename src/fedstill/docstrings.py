@@ -1,8 +1,8 @@
 """What docstrings declare: it is written once, in the code, for readers and for commands.
 
-A class's field has its sentence in a string below it, a function's parameter in a line ``name: Sentence.`` of the
-docstring. A module's docstring has blocks ``Label: text``, among them a method's ``State:`` and ``Memory:``, which list
-groups as ``Symbols:`` lists symbols.
+A class's field has its sentence in a string below it, a function's parameter in a line
+``name: Sentence.`` of the docstring. A module's docstring has blocks ``Label: text``, among them a
+method's ``State:`` and ``Memory:``, which list groups as ``Symbols:`` lists symbols.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _LABEL = re.compile(r"([A-Z][a-z]+):(?: |$)")
 
 
 def sentences(thing: Callable[..., Any]) -> dict[str, str]:
-    """{name: sentence} of a class's fields, its own before its bases', or of a function's parameters.
+    """{name: sentence} of a class's fields, its own before its bases', or of a function's
+    parameters.
 
     What has no sentence is left out, and so is everything in a class whose source cannot be read.
     """
@@ -34,7 +35,8 @@ def sentences(thing: Callable[..., Any]) -> dict[str, str]:
 
 
 def blocks(text: str) -> dict[str, list[str]]:
-    """The blocks ``Label: text`` of a docstring, by label; each goes on to the next label or an empty line.
+    """The blocks ``Label: text`` of a docstring, by label; each goes on to the next label or an
+    empty line.
 
     >>> blocks("A method.\\n\\nSource: a paper,\\neq. 2.\\nReading: one.\\nReading: another.")
     {'Source': ['a paper, eq. 2.'], 'Reading': ['one.', 'another.']}
@@ -54,7 +56,9 @@ def blocks(text: str) -> dict[str, list[str]]:
 
 
 def _of_parameters(function: Callable[..., Any]) -> dict[str, str]:
-    """The sentences of the docstring's lines ``name: Sentence.``; each goes on to the next name or an empty line."""
+    """The sentences of the docstring's lines ``name: Sentence.``; each goes on to the next name or
+    an empty line.
+    """
     names = _parameters(function)
     out: dict[str, str] = {}
     current = ""
@@ -84,13 +88,19 @@ def _of_classes(module: ModuleType) -> dict[str, dict[str, str]]:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return {}
-    return {node.name: _below_fields(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {
+        node.name: _below_fields(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    }
 
 
 def _below_fields(node: ast.ClassDef) -> dict[str, str]:
     out = {}
     for field, below in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+        ):
             text = below.value.value if isinstance(below.value, ast.Constant) else None
             if isinstance(text, str):
                 out[field.target.id] = " ".join(text.split())

@@ -10,9 +10,11 @@ TRACEBACK = "; see the traceback with --debug"
 
 
 class FedstillError(Exception):
-    """The base of all errors that fedstill raises on purpose; its text is one line a user can act on.
+    """The base of all errors that fedstill raises on purpose; its text is one line a user can act
+    on.
 
-    ``in_shell``: the same for who typed a command, where the text names an argument of a Python function.
+    ``in_shell``: the same for who typed a command, where the text names an argument of a Python
+    function.
     """
 
     exit_code = 1
@@ -31,13 +33,19 @@ class ConfigError(FedstillError):
 class UnknownName(ConfigError):
     """A method, model, dataset, partition, topology, measure or key that does not exist.
 
-    ``todo``: what to write instead, where that is known better than by the nearest of the ``known`` names.
+    ``todo``: what to write instead, where that is known better than by the nearest of the ``known``
+    names.
     """
 
-    def __init__(self, what: str, name: str, known: Iterable[str], where: str = "", todo: str = "") -> None:
+    def __init__(
+        self, what: str, name: str, known: Iterable[str], where: str = "", todo: str = ""
+    ) -> None:
         self.name = name
         said = name if len(name) <= 80 else name[:79] + "…"
-        super().__init__(f"{where + ': ' if where else ''}unknown {what} {said!r}; {todo or suggestion(name, known)}")
+        super().__init__(
+            f"{where + ': ' if where else ''}unknown {what} {said!r}; "
+            f"{todo or suggestion(name, known)}"
+        )
 
 
 class UnknownKeys(ConfigError):
@@ -48,7 +56,10 @@ class UnknownKeys(ConfigError):
 
     def __init__(self, wrong: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> None:
         self.wrong, self.keys = wrong, keys
-        unknown = [f"unknown key {f'{table}.{key}' if table else key!r}; {todo}" for table, key, todo in keys]
+        unknown = [
+            f"unknown key {f'{table}.{key}' if table else key!r}; {todo}"
+            for table, key, todo in keys
+        ]
         super().__init__("; ".join([*wrong, *unknown]))
 
 
@@ -61,7 +72,9 @@ class DataError(ConfigError):
 
 
 class DataAbsent(DataError):
-    """A data set, or a file or folder of one, that is not on this machine and cannot be had from here."""
+    """A data set, or a file or folder of one, that is not on this machine and cannot be had from
+    here.
+    """
 
 
 class InfeasiblePartition(ConfigError):
@@ -93,7 +106,9 @@ class BadPayload(FedstillError):
 
 
 class Refused(FedstillError):
-    """A request that a site does not serve: another version or configuration, or what its own settings don't allow."""
+    """A request that a site does not serve: another version or configuration, or what its own
+    settings don't allow.
+    """
 
 
 class DeployFailed(FedstillError):
@@ -101,17 +116,31 @@ class DeployFailed(FedstillError):
 
 
 class ClientFailed(FedstillError):
-    """Clients that failed in a run that stops at that (``clients.failures``); what one raised here is chained.
+    """Clients that failed in a run that stops at that (``clients.failures``); what one raised here
+    is chained.
 
-    ``where``: round and stage, in words. ``clients``: one, or those of a stack, which fail together; -1 is the server.
+    ``where``: round and stage, in words. ``clients``: one, or those of a stack, which fail
+    together; -1 is the server.
     """
 
     def __init__(self, where: str, clients: Sequence[int], why: str) -> None:
         ids = ", ".join(map(str, clients))
-        who = f"clients {ids} in a stack" if len(clients) > 1 else "the server" if ids == "-1" else f"client {ids}"
+        who = (
+            f"clients {ids} in a stack"
+            if len(clients) > 1
+            else "the server"
+            if ids == "-1"
+            else f"client {ids}"
+        )
         text = f"{where}: {who} failed: {why}"
-        todo = "" if ids == "-1" else 'to leave out clients that fail, set clients.failures = "tolerate"'
-        super().__init__("; ".join(filter(None, [text, todo])), "; ".join(filter(None, [text + TRACEBACK, todo])))
+        todo = (
+            ""
+            if ids == "-1"
+            else 'to leave out clients that fail, set clients.failures = "tolerate"'
+        )
+        super().__init__(
+            "; ".join(filter(None, [text, todo])), "; ".join(filter(None, [text + TRACEBACK, todo]))
+        )
         self.clients, self.why = tuple(clients), why
 
 
@@ -132,7 +161,9 @@ class TooFewReplies(FedstillError):
 
 
 class BudgetSpent(FedstillError):
-    """A stage that would cost a client more privacy than ``privacy.epsilon`` allows; it was not begun."""
+    """A stage that would cost a client more privacy than ``privacy.epsilon`` allows; it was not
+    begun.
+    """
 
 
 class Diverged(FedstillError):
@@ -169,12 +200,19 @@ MAX_REASON = 300
 
 
 def cut_reason(text: str, most: int = MAX_REASON) -> str:
-    """A reason on one line of text that can be shown anywhere; of a long one, the beginning and the end.
+    """A reason on one line of text that can be shown anywhere; of a long one, the beginning and the
+    end.
 
-    >>> cut_reason("it \\n was \\x1b[2J"), len(cut_reason("no " * 1000)), cut_reason("a" * 400 + "b", 12)
+    >>> (
+    ...     cut_reason("it \\n was \\x1b[2J"),
+    ...     len(cut_reason("no " * 1000)),
+    ...     cut_reason("a" * 400 + "b", 12),
+    ... )
     ('it was ?[2J', 300, 'aaaaaa … aab')
     """
-    near = text if len(text) <= 20 * MAX_REASON else text[: 10 * MAX_REASON] + text[-10 * MAX_REASON :]
+    near = (
+        text if len(text) <= 20 * MAX_REASON else text[: 10 * MAX_REASON] + text[-10 * MAX_REASON :]
+    )
     words = " ".join(near.split())
     if len(words) > most:
         tail = max(0, most - 3) // 3

@@ -1,4 +1,6 @@
-"""Legal values of hyper-parameters and config keys: written once, in a field's annotation, and checked in one place."""
+"""Legal values of hyper-parameters and config keys: written once, in a field's annotation, and
+checked in one place.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ R = TypeVar("R")
 def problem(hint: Any, value: Any) -> str:
     """What is wrong with a value under an annotation, as "VALUE: why"; empty if nothing is.
 
-    Types are strict (a whole number is a float, True is no number), numbers are finite; its ``plain_value`` counts.
-    Raises ConfigError for an annotation that says nothing that can be checked.
+    Types are strict (a whole number is a float, True is no number), numbers are finite; its
+    ``plain_value`` counts. Raises ConfigError for an annotation that says nothing that can be
+    checked.
     """
     value = plain_value(value)
     try:
@@ -43,17 +46,22 @@ def problem(hint: Any, value: Any) -> str:
     except ValidationError as error:
         wrong = {one["type"]: one for one in reversed(error.errors())}
         first = error.errors()[0]
-        if first["type"] == "dict_type" and not isinstance(value, (list, tuple)):  # a list may do where a table would
+        # a list may do where a table would
+        if first["type"] == "dict_type" and not isinstance(value, (list, tuple)):
             first = wrong.get("tuple_type", first)
         if first["type"] in ("tuple_type", "list_type"):
             given = _parts(value) if isinstance(value, str) else value
-            return f"{shown(first['input'])}: write a list, {shown(given if isinstance(given, list) else [given])}"
+            return (
+                f"{shown(first['input'])}: write a list, "
+                f"{shown(given if isinstance(given, list) else [given])}"
+            )
         return f"{shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return ""
 
 
 def plain_value(value: Any) -> Any:
-    """A value as a config holds it: of NumPy's the numbers, of a path its text; in lists and tables, too.
+    """A value as a config holds it: of NumPy's the numbers, of a path its text; in lists and
+    tables, too.
 
     A path without an ending, which could be a name, begins with a dot.
 
@@ -67,7 +75,9 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, PurePath):
         named = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
         return str(value) if named else f"./{value}"
-    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+    return (
+        value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+    )
 
 
 class Typed(str):
@@ -84,7 +94,11 @@ class Typed(str):
 
 
 def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
+    return [
+        part.strip()
+        for part in text.strip().removeprefix("[").removesuffix("]").split(",")
+        if part.strip()
+    ]
 
 
 def _part(text: str) -> Any:
@@ -95,7 +109,9 @@ def _part(text: str) -> Any:
 
 
 def check_ranges(thing: object) -> None:
-    """Raise ConfigError if a field of a dataclass instance is not what the range in its annotation allows."""
+    """Raise ConfigError if a field of a dataclass instance is not what the range in its annotation
+    allows.
+    """
     for name, hint in _with_ranges(type(thing)).items():  # type: ignore[arg-type]
         if hasattr(thing, name) and (why := problem(hint, getattr(thing, name))):
             raise ConfigError(f"{type(thing).__name__}.{name} = {why}")
@@ -104,8 +120,10 @@ def check_ranges(thing: object) -> None:
 def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Every field's value, given (``plain_value``, a list as a tuple) or by default.
 
-    ``where``: the table, which goes before each key in the message. Raises ConfigError with one line for all that is
-    wrong: values, missing fields, and (then an UnknownKeys) unknown keys with the nearest known one.
+    ``where``: the table, which goes before each key in the message. Raises ConfigError with one
+    line for all that is
+    wrong: values, missing fields, and (then an UnknownKeys) unknown keys with the nearest known
+    one.
     """
     values, wrong = dict[str, Any](), list[str]()
     for key, (hint, default) in fields.items():
@@ -121,7 +139,9 @@ def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, A
             wrong += [f"{name} is missing, and has no default"] if default is ... else []
         elif why := problem(hint, value):
             wrong.append(f"{name} = {why}{_meant(hint, given[key])}")
-    unknown = [(where, key, suggestion(key, fields)) for key in map(str, given) if key not in fields]
+    unknown = [
+        (where, key, suggestion(key, fields)) for key in map(str, given) if key not in fields
+    ]
     if unknown:
         raise UnknownKeys(wrong, unknown)
     if wrong:
@@ -179,7 +199,10 @@ def shown(value: Any) -> str:
     """A value as an error message shows it: on one line, and not longer than that."""
     try:
         text = repr(list(value) if isinstance(value, tuple) else value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or tables in tables in tables
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an integer of thousands of digits, or tables in tables in tables
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
@@ -187,7 +210,9 @@ def shown(value: Any) -> str:
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     try:
         hash(hint)
-    except TypeError:  # an annotation may hold a dict or a list, and then it cannot be a key of the cache
+    except (
+        TypeError
+    ):  # an annotation may hold a dict or a list, and then it cannot be a key of the cache
         return _new_adapter(hint)
     return _known_adapter(hint)
 

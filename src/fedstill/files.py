@@ -32,12 +32,16 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def write_together(
-    files: Iterable[tuple[Path, bytes]], mode: int = 0o666, beside: Callable[[], object] | None = None
+    files: Iterable[tuple[Path, bytes]],
+    mode: int = 0o666,
+    beside: Callable[[], object] | None = None,
 ) -> None:
-    """Write several files as ``write_whole`` does each, waiting for the disk side by side: about as long as for one.
+    """Write several files as ``write_whole`` does each, waiting for the disk side by side: about as
+    long as for one.
 
-    All contents are durable before the first file has its name, and ``beside``, another wait, is over. Names are given
-    in this order; a loss of power may leave any of them out. Raises DiskFull for the first that cannot be written.
+    All contents are durable before the first file has its name, and ``beside``, another wait, is
+    over. Names are given in this order; a loss of power may leave any of them out. Raises DiskFull
+    for the first that cannot be written.
     """
     coming, asides, waits = iter(files), dict[Path, Path](), [beside] if beside else []
     try:
@@ -47,7 +51,9 @@ def write_together(
         for path, aside in asides.items():
             with _named(path):
                 aside.replace(path)
-        _side_by_side([partial(_sync_name, path) for path in {path.parent: path for path in asides}.values()])
+        _side_by_side(
+            [partial(_sync_name, path) for path in {path.parent: path for path in asides}.values()]
+        )
     except DiskFull:
         for aside in asides.values():
             with contextlib.suppress(OSError):  # the first error is the one to report
@@ -56,7 +62,10 @@ def write_together(
 
 
 def _write_aside(
-    files: Iterable[tuple[Path, bytes]], mode: int, asides: dict[Path, Path], waits: Sequence[Callable[[], object]]
+    files: Iterable[tuple[Path, bytes]],
+    mode: int,
+    asides: dict[Path, Path],
+    waits: Sequence[Callable[[], object]],
 ) -> None:
     """Make contents durable under other names, which ``asides`` takes up."""
     with contextlib.ExitStack() as until_synced:
@@ -64,7 +73,9 @@ def _write_aside(
         for path, data in files:
             asides[path] = aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
             with _named(path):
-                file = until_synced.enter_context(open(aside, "wb", 0, opener=partial(os.open, mode=mode)))
+                file = until_synced.enter_context(
+                    open(aside, "wb", 0, opener=partial(os.open, mode=mode))
+                )
                 rest = memoryview(data)
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -107,7 +118,9 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, each with a durable name; raises DiskFull if it cannot be made."""
+    """Make a folder and its parents, each with a durable name; raises DiskFull if it cannot be
+    made.
+    """
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -139,7 +152,9 @@ def sweep(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file that is no longer needed, if it is there; raises DiskFull if it cannot be deleted."""
+    """Delete a file that is no longer needed, if it is there; raises DiskFull if it cannot be
+    deleted.
+    """
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -147,11 +162,15 @@ def remove(path: Path) -> None:
 
 
 def named_path(given: Path | str) -> Path:
-    """A path as a person names it, ``~`` as the home folder; raises ConfigError for a home folder that is not there."""
+    """A path as a person names it, ``~`` as the home folder; raises ConfigError for a home folder
+    that is not there.
+    """
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"{given} names a home folder that is not there; give the whole path") from error
+        raise ConfigError(
+            f"{given} names a home folder that is not there; give the whole path"
+        ) from error
 
 
 def short_name(name: str) -> str:
@@ -187,7 +206,9 @@ def as_named(error: OSError, path: Path) -> DiskFull:
 
 
 def _run_at_work(path: Path) -> Path | None:
-    """The directory of the run that a file is written for, from when it can be resumed until it is finished."""
+    """The directory of the run that a file is written for, from when it can be resumed until it is
+    finished.
+    """
     with contextlib.suppress(OSError):
         for folder in path.parents[:3]:
             begun = all((folder / name).is_file() for name in ("config.toml", "lock"))

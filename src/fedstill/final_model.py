@@ -15,9 +15,11 @@ MODEL_SEAL = "model_sha256"
 
 
 def read_final(path: Path) -> bytes:
-    """The bytes of a model file; raises ValueError for a final model that is not the one that its run wrote.
+    """The bytes of a model file; raises ValueError for a final model that is not the one that its
+    run wrote.
 
-    Raises OSError for a file that cannot be read. A model without a summary beside it is taken as it is.
+    Raises OSError for a file that cannot be read. A model without a summary beside it is taken as
+    it is.
     """
     data = path.read_bytes()
     try:

@@ -1,7 +1,9 @@
-"""A misspelt hook is an error when its class is defined; otherwise nothing would call it, and FedAvg would be trained.
+"""A misspelt hook is an error when its class is defined; otherwise nothing would call it, and
+FedAvg would be trained.
 
-The hooks of a class are the public methods that its base class has: ``fold`` of a ``Method``, ``terms`` of a
-``ClientWork``, ``look`` of a ``Measure``. A declaration is a class variable of the base class, such as ``needs``.
+The hooks of a class are the public methods that its base class has: ``fold`` of a ``Method``,
+``terms`` of a ``ClientWork``, ``look`` of a ``Measure``. A declaration is a class variable of the
+base class, such as ``needs``.
 """
 
 from __future__ import annotations
@@ -17,20 +19,26 @@ from fedstill.errors import ConfigError
 from fedstill.origin import definition
 
 CUTOFF = 0.8
-"""From which ratio of ``difflib`` on two names resemble each other, of 0 (no letter in common) to 1 (the same name)."""
+"""From which ratio of ``difflib`` on two names resemble each other, of 0 (no letter in common) to 1
+(the same name).
+"""
 
 METHOD_CLASSES = {"Method": "fedstill.method", "ClientWork": "fedstill.work"}
-"""Both base classes of a method and their modules: a hook of the server is of no use at a client, nor the reverse."""
+"""Both base classes of a method and their modules: a hook of the server is of no use at a client,
+nor the reverse.
+"""
 
 _METHOD_LIKE = (property, cached_property, classmethod, staticmethod, partialmethod)
 
 
 def reject_misspelt_hooks(cls: type) -> None:
-    """Raise ConfigError for a public name in a class body that resembles a hook or a declaration of a base class.
+    """Raise ConfigError for a public name in a class body that resembles a hook or a declaration of
+    a base class.
 
-    Methods are compared with the hooks, and unannotated class variables with the declarations. Names that a base class
-    has are overrides. Fields, and names that begin with an underscore, may be anything. A method with the exact name of
-    a hook of the other of ``METHOD_CLASSES`` is rejected as well.
+    Methods are compared with the hooks, and unannotated class variables with the declarations.
+    Names that a base class has are overrides. Fields, and names that begin with an underscore, may
+    be anything. A method with the exact name of a hook of the other of ``METHOD_CLASSES`` is
+    rejected as well.
     """
     library_bases = [base for base in cls.__mro__[1:] if _is_of_library(base)]
     inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
@@ -39,7 +47,9 @@ def reject_misspelt_hooks(cls: type) -> None:
         if name in inherited:
             continue
         is_method = _is_method(value)
-        known = {base_name for base in library_bases for base_name in _names(base, methods=is_method)}
+        known = {
+            base_name for base in library_bases for base_name in _names(base, methods=is_method)
+        }
         nearest = resembled(name, known)
         if nearest:
             _reject(cls, name, value, f"did you mean {nearest}? Rename it")
@@ -51,17 +61,23 @@ def reject_misspelt_hooks(cls: type) -> None:
 def resembled(name: str, hooks: Collection[str]) -> str:
     """The hook that a name resembles most; empty if it resembles none.
 
-    Two names resemble each other if they differ in capitals, underscores or a plural "s" alone, if they have the same
-    letters in another order, or if ``difflib`` gives them a ratio of ``CUTOFF`` and more.
+    Two names resemble each other if they differ in capitals, underscores or a plural "s" alone, if
+    they have the same letters in another order, or if ``difflib`` gives them a ratio of ``CUTOFF``
+    and more.
 
     >>> hooks = ["fold", "lookahead", "predictors"]
-    >>> [resembled(name, hooks) for name in ("look_ahead", "predictor", "flod", "fould", "hold", "compute_loss")]
+    >>> [
+    ...     resembled(name, hooks)
+    ...     for name in ("look_ahead", "predictor", "flod", "fould", "hold", "compute_loss")
+    ... ]
     ['lookahead', 'predictors', 'fold', 'fold', '', '']
     """
     plain = _plain(name)
     by_plain_name = {_plain(hook): hook for hook in sorted(hooks)}
     for plain_hook, hook in by_plain_name.items():
-        if plain.removesuffix("s") == plain_hook.removesuffix("s") or sorted(plain) == sorted(plain_hook):
+        if plain.removesuffix("s") == plain_hook.removesuffix("s") or sorted(plain) == sorted(
+            plain_hook
+        ):
             return hook
     nearest = difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=CUTOFF)
     return by_plain_name[nearest[0]] if nearest else ""
@@ -72,7 +88,9 @@ def _plain(name: str) -> str:
 
 
 def _public(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and class variables in a class body, by name; no fields and no nested classes."""
+    """The public methods and class variables in a class body, by name; no fields and no nested
+    classes.
+    """
     annotations = inspect.get_annotations(cls)
     for name, value in vars(cls).items():
         is_field = name in annotations and "ClassVar" not in str(annotations[name])
@@ -90,10 +108,14 @@ def _is_method(value: object) -> bool:
 
 
 def _owner_elsewhere(cls: type, name: str) -> type | None:
-    """Whose hook a name is, if not of a user's class: the other of ``METHOD_CLASSES``; None if it is no hook."""
+    """Whose hook a name is, if not of a user's class: the other of ``METHOD_CLASSES``; None if it
+    is no hook.
+    """
     if _is_of_library(cls):  # both modules may still be under way
         return None
-    bases = [getattr(importlib.import_module(module), base) for base, module in METHOD_CLASSES.items()]
+    bases = [
+        getattr(importlib.import_module(module), base) for base, module in METHOD_CLASSES.items()
+    ]
     if not issubclass(cls, tuple(bases)):
         return None
     for base in bases:

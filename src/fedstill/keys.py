@@ -1,4 +1,6 @@
-"""Randomness by key, not by stream: every seed is a hash of what it is for, so nothing needs to be saved."""
+"""Randomness by key, not by stream: every seed is a hash of what it is for, so nothing needs to be
+saved.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def generator(seed: int) -> torch.Generator:
 def seed_global(seed: int) -> None:
     """Start torch's global generators at ``seed``, as ``torch.manual_seed`` does.
 
-    That function formats the caller's stack for each kind of device that is not there; seeding takes far less.
+    That function formats the caller's stack for each kind of device that is not there; seeding
+    takes far less.
     """
     if torch.cuda.is_available():
         torch.manual_seed(seed)
@@ -44,7 +47,9 @@ def seed_global(seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """What draws from torch's global generators meanwhile draws from ``seed``; the CPU's is afterwards as before."""
+    """What draws from torch's global generators meanwhile draws from ``seed``; the CPU's is
+    afterwards as before.
+    """
     with torch.random.fork_rng(devices=[]):
         seed_global(seed)
         yield
@@ -52,7 +57,8 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def put_aside(card: bool = False) -> Iterator[None]:
-    """For a moment, in which threads side by side wait: torch's global generator on the CPU is afterwards as before.
+    """For a moment, in which threads side by side wait: torch's global generator on the CPU is
+    afterwards as before.
 
     card: that of the current CUDA device, too, if one is in use.
     """
@@ -62,7 +68,9 @@ def put_aside(card: bool = False) -> Iterator[None]:
 
 
 def global_state() -> list[torch.Tensor]:
-    """Where torch's global generators stand: the CPU's, and the current CUDA device's if one is in use."""
+    """Where torch's global generators stand: the CPU's, and the current CUDA device's if one is in
+    use.
+    """
     with _global:
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
@@ -75,7 +83,11 @@ def has_moved(since: list[torch.Tensor]) -> bool:
 
 def resident(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What was drawn on the CPU, on a device; nothing waits for the copy to a CUDA device."""
-    return draws.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else draws.to(device)
+    return (
+        draws.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else draws.to(device)
+    )
 
 
 def numpy_generator(seed: int) -> np.random.Generator:

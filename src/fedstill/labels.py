@@ -1,6 +1,7 @@
 """What label histograms say of a client: its shares, how skewed they are, how far from another's.
 
-Floating tensors keep their dtype; everything else (lists, arrays, integer tensors) is taken as float64.
+Floating tensors keep their dtype; everything else (lists, arrays, integer tensors) is taken as
+float64.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Metric = Literal["l1", "l2", "kl", "js"]
 Schedule = Literal["linear", "exponential"]
 
 SMOOTHING = 1e-4
-"""What is added to shares before a KL divergence, and to distances before they divide; SFedKD's only constant."""
+"""What is added to shares before a KL divergence, and to distances before they divide; SFedKD's
+only constant.
+"""
 
 
 def as_floats(values: TensorLike) -> Tensor:
@@ -34,7 +37,8 @@ def as_floats(values: TensorLike) -> Tensor:
 def counts(labels: TensorLike, classes: int) -> Tensor:
     """The label histogram: how often each class occurs.
 
-    labels: (n,) integers in [0, classes). Gives (classes,) int64. Raises DataError for other labels.
+    labels: (n,) integers in [0, classes). Gives (classes,) int64. Raises DataError for other
+    labels.
 
     >>> counts([2, 0, 2], classes=4)
     tensor([1, 0, 2, 0])
@@ -43,18 +47,24 @@ def counts(labels: TensorLike, classes: int) -> Tensor:
     if ids.numel() == 0:
         return torch.zeros(classes, dtype=torch.int64)
     if ids.is_floating_point() or ids.is_complex() or ids.dim() != 1:
-        raise DataError(f"labels must be a list of class ids, not {ids.dtype} of shape {tuple(ids.shape)}")
+        raise DataError(
+            f"labels must be a list of class ids, not {ids.dtype} of shape {tuple(ids.shape)}"
+        )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= classes:
-        raise DataError(f"label {low if low < 0 else high} is outside [0, {classes}): check the number of classes")
+        raise DataError(
+            f"label {low if low < 0 else high} is outside [0, {classes}): check the number of "
+            "classes"
+        )
     return torch.bincount(ids.to(torch.int64), minlength=classes)
 
 
 def means_by_class(values: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """The mean of each class's values, and how many examples each has.
 
-    values: (n, V) float; labels: (n,) int64 in [0, classes). Gives (classes, V) of the values' dtype, summed in
-    float64, zeros for a class without examples; and (classes,) int64. Raises DataError for other labels.
+    values: (n, V) float; labels: (n,) int64 in [0, classes). Gives (classes, V) of the values'
+    dtype, summed in float64, zeros for a class without examples; and (classes,) int64. Raises
+    DataError for other labels.
 
     >>> means_by_class(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([2, 2, 0]), classes=3)
     (tensor([[5.],
@@ -62,15 +72,17 @@ def means_by_class(values: Tensor, labels: Tensor, classes: int) -> tuple[Tensor
             [2.]]), tensor([1, 0, 2]))
     """
     size = counts(labels, classes)
-    sums = torch.zeros(classes, values.shape[1], dtype=torch.float64).index_add_(0, labels, values.double())
+    sums = torch.zeros(classes, values.shape[1], dtype=torch.float64).index_add_(
+        0, labels, values.double()
+    )
     return (sums / size.clamp(min=1).unsqueeze(1)).to(values.dtype), size
 
 
 def proportions(counts: TensorLike) -> Tensor:
     """Label shares from label histograms: each histogram divided by its sum.
 
-    counts: (..., C) >= 0, at least one label each. Gives (..., C) float, summing to 1. Raises DataError for a client
-    without labels, which has no shares.
+    counts: (..., C) >= 0, at least one label each. Gives (..., C) float, summing to 1. Raises
+    DataError for a client without labels, which has no shares.
 
     >>> proportions([1, 0, 3])
     tensor([0.2500, 0.0000, 0.7500], dtype=torch.float64)
@@ -78,12 +90,16 @@ def proportions(counts: TensorLike) -> Tensor:
     numbers = as_floats(counts)
     total = numbers.sum(-1, keepdim=True)
     if not bool((total > 0).all()) or not bool((numbers >= 0).all()):
-        raise DataError("label counts must be >= 0 with at least one label for each client; leave empty clients out")
+        raise DataError(
+            "label counts must be >= 0 with at least one label for each client; leave empty "
+            "clients out"
+        )
     return numbers / total
 
 
 def gini_index(proportions: TensorLike) -> Tensor:
-    """The Gini index of label shares, ``1 - sum_c p_c²``: 0 for one class, 1 - 1/C for equal shares.
+    """The Gini index of label shares, ``1 - sum_c p_c²``: 0 for one class, 1 - 1/C for equal
+    shares.
 
     proportions: (..., C) summing to 1. Gives (...,) in [0, 1 - 1/C].
 
@@ -96,14 +112,15 @@ def gini_index(proportions: TensorLike) -> Tensor:
 
 
 def adaptive_weights(gini: TensorLike, delta: float) -> Tensor:
-    """The weights phi of one cohort's true-class distillation: in proportion to ``log(1 + delta G)``, mean 1.
+    """The weights phi of one cohort's true-class distillation: in proportion to
+    ``log(1 + delta G)``, mean 1.
 
-    gini: (n,) in [0, 1], one per client of the cohort; delta > 0, larger = more equal weights. Gives (n,) >= 0; ones if
-    all are 0. Raises ConfigError if delta <= 0.
+    gini: (n,) in [0, 1], one per client of the cohort; delta > 0, larger = more equal weights.
+    Gives (n,) >= 0; ones if all are 0. Raises ConfigError if delta <= 0.
 
     Source: FedADKD, eq. 6 and 7.
-    Reading: eq. 7 prints G where Algorithm 1 asks for f(G) of eq. 6; we use f(G). A cohort of single-class clients
-    alone has f(G) = 0 throughout, and gets phi = 1.
+    Reading: eq. 7 prints G where Algorithm 1 asks for f(G) of eq. 6; we use f(G). A cohort of
+    single-class clients alone has f(G) = 0 throughout, and gets phi = 1.
 
     >>> adaptive_weights([0.0, 0.5, 0.5], delta=1.0)
     tensor([0.0000, 1.5000, 1.5000], dtype=torch.float64)
@@ -120,12 +137,14 @@ def adaptive_weights(gini: TensorLike, delta: float) -> Tensor:
 def distance(p: TensorLike, q: TensorLike, metric: Metric, smoothing: float = SMOOTHING) -> Tensor:
     """How far two label distributions are apart, over the last axis.
 
-    p, q: (..., C) summing to 1, broadcast against each other; metric: "l1" (sum of differences), "l2" (Euclidean), "kl"
-    (KL(p || q), each first smoothed to ``(D + s) / (1 + C s)``), "js" (mean KL to the midpoint, not smoothed). In nats
-    where there is a logarithm. Gives (...,) >= 0; symmetric except "kl".
+    p, q: (..., C) summing to 1, broadcast against each other; metric: "l1" (sum of differences),
+    "l2" (Euclidean), "kl" (KL(p || q), each first smoothed to ``(D + s) / (1 + C s)``), "js" (mean
+    KL to the midpoint, not smoothed). In nats where there is a logarithm. Gives (...,) >= 0;
+    symmetric except "kl".
 
     Source: SFedKD, sec. 3.2.
-    Reading: the paper does not say what to do where q is 0 and KL infinite; we smooth both with its only constant.
+    Reading: the paper does not say what to do where q is 0 and KL infinite; we smooth both with its
+    only constant.
 
     >>> distance([1.0, 0.0], [0.0, 1.0], "l1")
     tensor(2., dtype=torch.float64)
@@ -136,14 +155,16 @@ def distance(p: TensorLike, q: TensorLike, metric: Metric, smoothing: float = SM
 def discrepancy_weights(
     teachers: TensorLike, student: TensorLike, metric: Metric = "kl", smoothing: float = SMOOTHING
 ) -> tuple[Tensor, Tensor]:
-    """The weights of K teachers for one student: g for the other classes, h for the true class, each summing to 1.
+    """The weights of K teachers for one student: g for the other classes, h for the true class,
+    each summing to 1.
 
-    teachers: (K, C), student: (C,) label shares; smoothing: as in ``distance``. With d_k = distance(teacher k,
-    student): ``g_k = d_k / sum d`` (1/K if all are 0), ``h_k`` in proportion to ``1 / (d_k + 1e-4)``. Gives (g, h),
-    each (K,) >= 0.
+    teachers: (K, C), student: (C,) label shares; smoothing: as in ``distance``. With d_k =
+    distance(teacher k, student): ``g_k = d_k / sum d`` (1/K if all are 0), ``h_k`` in proportion to
+    ``1 / (d_k + 1e-4)``. Gives (g, h), each (K,) >= 0.
 
     Source: SFedKD, eq. 5.
-    Reading: for KL the teacher comes first, both smoothed. A teacher with the student's own labels gets g = 0.
+    Reading: for KL the teacher comes first, both smoothed. A teacher with the student's own labels
+    gets g = 0.
 
     >>> g, h = discrepancy_weights([[1.0, 0.0], [0.0, 1.0]], [1.0, 0.0])
     >>> g.round(decimals=3), h.round(decimals=3)
@@ -152,25 +173,36 @@ def discrepancy_weights(
     d = distance(teachers, student, metric, smoothing)
     total = d.sum()
     apart = total > 0
-    g = torch.where(apart, d / torch.where(apart, total, torch.ones_like(total)), torch.ones_like(d) / max(len(d), 1))
+    g = torch.where(
+        apart,
+        d / torch.where(apart, total, torch.ones_like(total)),
+        torch.ones_like(d) / max(len(d), 1),
+    )
     near = 1 / (d + SMOOTHING)
     return g, near / near.sum()
 
 
-def heterogeneity_score(proportions: TensorLike, global_proportions: TensorLike, count_absent: bool = False) -> float:
-    """How far a client's labels are from the global ones: the mean relative deviation of its classes, at most 1.
+def heterogeneity_score(
+    proportions: TensorLike, global_proportions: TensorLike, count_absent: bool = False
+) -> float:
+    """How far a client's labels are from the global ones: the mean relative deviation of its
+    classes, at most 1.
 
-    proportions: (C,) of the client; global_proportions: (C,), the mean over clients, here floored at 0.01 and
-    renormalised. Gives ``min(1, (1/C) sum_c |p_c / g_c - 1|)`` in [0, 1], over the classes the client has.
+    proportions: (C,) of the client; global_proportions: (C,), the mean over clients, here floored
+    at 0.01 and renormalised. Gives ``min(1, (1/C) sum_c |p_c / g_c - 1|)`` in [0, 1], over the
+    classes the client has.
 
     Source: HiPer-FedKD, sec. 3.1.1.
-    Reading: the text's sum holds absent classes too, each worth 1; the code that made the tables leaves them out but
-    divides by C all the same. ``count_absent`` follows the text.
+    Reading: the text's sum holds absent classes too, each worth 1; the code that made the tables
+    leaves them out but divides by C all the same. ``count_absent`` follows the text.
 
     >>> heterogeneity_score([0.5, 0.5], [0.5, 0.5])
     0.0
     """
-    own, everybody = as_floats(proportions).to(torch.float64), as_floats(global_proportions).to(torch.float64)
+    own, everybody = (
+        as_floats(proportions).to(torch.float64),
+        as_floats(global_proportions).to(torch.float64),
+    )
     everybody = everybody.clamp(min=0.01)
     deviation = (own / (everybody / everybody.sum()) - 1).abs()
     present = torch.ones_like(own) if count_absent else (own > 0).to(own.dtype)
@@ -182,11 +214,12 @@ def client_temperature(
 ) -> float:
     """The temperature of a client's local training: the more its labels differ, the lower.
 
-    score: in [0, 1], of ``heterogeneity_score``; "linear" is ``0.99 - 0.98 score``, "exponential" is
-    ``0.99 exp(-decay score)``; clamped to [low, high]. Raises UnknownName for another schedule.
+    score: in [0, 1], of ``heterogeneity_score``; "linear" is ``0.99 - 0.98 score``, "exponential"
+    is ``0.99 exp(-decay score)``; clamped to [low, high]. Raises UnknownName for another schedule.
 
     Source: HiPer-FedKD, sec. 3.1.2 (linear) and its Improvement 2.1 (exponential).
-    Reading: the text clamps at 0.05, the notebook whose numbers are printed at 0.01; ``low=0.05`` follows the text.
+    Reading: the text clamps at 0.05, the notebook whose numbers are printed at 0.01; ``low=0.05``
+    follows the text.
 
     >>> client_temperature(0.5, "linear"), client_temperature(1.0, "linear", low=0.05)
     (0.5, 0.05)

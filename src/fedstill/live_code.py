@@ -1,7 +1,8 @@
-"""Classes, functions and networks that are handed over from Python: their name in a config, and what they are.
+"""Classes, functions and networks that are handed over from Python: their name in a config, and
+what they are.
 
-What can be imported again is named by its file or its import path. The rest (a class of a notebook, a lambda, a network
-that exists) is bound to a name ``python:Name`` that only this process knows.
+What can be imported again is named by its file or its import path. The rest (a class of a notebook,
+a lambda, a network that exists) is bound to a name ``python:Name`` that only this process knows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _binding = threading.Lock()
 
 
 def name_for(kind: str, thing: Any) -> str:
-    """The name of a class, a function, a network or another object that can be called, as a config writes it."""
+    """The name of a class, a function, a network or another object that can be called, as a config
+    writes it.
+    """
     with _binding:
         given = _given(thing)
         if again := _importable(kind, given):
@@ -39,14 +42,18 @@ def name_for(kind: str, thing: Any) -> str:
 
 
 def bind(kind: str, name: str, thing: Any) -> None:
-    """Say what a name ``python:Name`` of a run's config stands for; what is bound already in this process stays."""
+    """Say what a name ``python:Name`` of a run's config stands for; what is bound already in this
+    process stays.
+    """
     with _binding:
         if registry.bound(kind, name) is None:
             _bind(kind, name, _given(thing))
 
 
 def fingerprint(kind: str, name: str) -> str:
-    """The SHA-256 of what a name ``python:Name`` stands for: its source, a network's weights; "unknown" without any."""
+    """The SHA-256 of what a name ``python:Name`` stands for: its source, a network's weights;
+    "unknown" without any.
+    """
     return _fingerprint(registry.bound(kind, name))
 
 
@@ -57,7 +64,10 @@ def _fingerprint(target: Any) -> str:
         parts.append(repr((thing.args, sorted(thing.keywords.items()))))
         thing = thing.func
     if isinstance(thing, nn.Module):
-        parts += [f"{k} {digest(v.detach().cpu().contiguous().numpy().tobytes())}" for k, v in _state(thing)]
+        parts += [
+            f"{k} {digest(v.detach().cpu().contiguous().numpy().tobytes())}"
+            for k, v in _state(thing)
+        ]
     try:
         parts.append(inspect.getsource(_defined(thing)))
     except (OSError, TypeError):
@@ -66,11 +76,15 @@ def _fingerprint(target: Any) -> str:
 
 
 class Copies:
-    """Makes copies of one network, its weights included; it takes neither an image's shape nor the classes."""
+    """Makes copies of one network, its weights included; it takes neither an image's shape nor the
+    classes.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
-        self.__doc__ = f"A {type(network).__name__} that was handed over from Python, with its weights."
+        self.__doc__ = (
+            f"A {type(network).__name__} that was handed over from Python, with its weights."
+        )
 
     def __call__(self) -> nn.Module:
         """A copy of its own."""
@@ -85,11 +99,15 @@ def _given(thing: Any) -> Any:
 def _bind(kind: str, name: str, thing: Any) -> None:
     if not callable(thing):
         raise ConfigError(f"{kind} = {thing!r:.60} is no name, class or function")
-    registry.enter(registry.Entry(kind, name, Copies(thing) if isinstance(thing, nn.Module) else thing))
+    registry.enter(
+        registry.Entry(kind, name, Copies(thing) if isinstance(thing, nn.Module) else thing)
+    )
 
 
 def _importable(kind: str, thing: Any) -> str:
-    """Under which name a class or function is found again in any process; empty where there is none."""
+    """Under which name a class or function is found again in any process; empty where there is
+    none.
+    """
     name, home = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", "")
     module = sys.modules.get(home)
     if module is None or getattr(module, name, None) is not thing:

@@ -19,21 +19,26 @@ from fedstill.work import ClientWork
 
 @dataclass(frozen=True)
 class Method:
-    """The server's half of a method; its fields are its hyper-parameters. As it stands it is federated averaging.
+    """The server's half of a method; its fields are its hyper-parameters. As it stands it is
+    federated averaging.
 
-    ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
-    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "same_features" of networks
-    that may differ, "label_counts", "queries").
-    ``adds``: what it adds to every network, zeros at first: "own_head", a second last layer, or "shift", a vector added
-    to the features (``models.additions``).
-    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise", "robust_fold" for
-    means that hostile clients cannot move far). ``labelled``: the stages that read the labels of public data; in all
-    others these are hidden, as -1. ``plans``: the paper's training settings by stage. ``personal``: the stages after
-    which a client's own model is its answer; of several, the last in which it acted. Without one its answer is the
-    predictor ``client N``, or the first. ``reusable``: the stages that leave no memory, and whose replies depend on
-    nothing but the client's data, model, plan, seed and work: they may be kept for other runs.
+    ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages
+    it knows.
+    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes",
+    "same_features" of networks that may differ, "label_counts", "queries").
+    ``adds``: what it adds to every network, zeros at first: "own_head", a second last layer, or
+    "shift", a vector added to the features (``models.additions``).
+    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise",
+    "robust_fold" for means that hostile clients cannot move far). ``labelled``: the stages that
+    read the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's
+    training settings by stage. ``personal``: the stages after which a client's own model is its
+    answer; of several, the last in which it acted. Without one its answer is the predictor
+    ``client N``, or the first. ``reusable``: the stages that leave no memory, and whose replies
+    depend on nothing but the client's data, model, plan, seed and work: they may be kept for other
+    runs.
 
-    A complete one, and three rounds of it, in which four clients learn to tell dark grey from light:
+    A complete one, and three rounds of it, in which four clients learn to tell dark grey
+    from light:
 
     >>> import torch
     >>> import fedstill
@@ -58,17 +63,27 @@ class Method:
     ...     def begin(self, down, memory, view, world):
     ...         return fedstill.Carry(down.params, constants={"start": down.params})
     ...     def terms(self, step, carry):
-    ...         return {**super().terms(step, carry), "near": proximal(step.params, carry["start"], self.mu)}
-    >>> grey, light = torch.arange(256, dtype=torch.uint8).reshape(256, 1, 1, 1), torch.arange(256) // 128
+    ...         return {
+    ...             **super().terms(step, carry),
+    ...             "near": proximal(step.params, carry["start"], self.mu),
+    ...         }
+    >>> grey, light = (
+    ...     torch.arange(256, dtype=torch.uint8).reshape(256, 1, 1, 1),
+    ...     torch.arange(256) // 128,
+    ... )
     >>> data = from_tensors("grey", train=(grey, light), test=(grey, light))
-    >>> what = fedstill.Experiment(model="logistic", partition="iid", topology={"clients": 4}, engine="serial")
+    >>> what = fedstill.Experiment(
+    ...     model="logistic", partition="iid", topology={"clients": 4}, engine="serial"
+    ... )
     >>> ready = prepare(settle(what), data)
     >>> near, world, engine, topology = Near(), ready.world, ready.engine(), ready.settings.topology
     >>> state = near.setup(world)
     >>> while state.round <= 3:
     ...     stages = topology(state.round, world)
     ...     state = run_round(near, state, stages, world, engine, Unwatched(), Rules())
-    ...     logits = near.predictors(state, world)["global"](torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1))
+    ...     logits = near.predictors(state, world)["global"](
+    ...         torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1)
+    ...     )
     ...     accuracy = (logits.argmax(1) == light).double().mean()
     ...     print(f"{state.extra['seen']} examples, accuracy {accuracy:.2f}")
     256 examples, accuracy 0.50
@@ -100,11 +115,14 @@ class Method:
         return self.needs
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        """Why it has no meaning on a schedule (the stages of round 1), and what to do; empty where it has one."""
+        """Why it has no meaning on a schedule (the stages of round 1), and what to do; empty where
+        it has one.
+        """
         return ""
 
     def caution(self, world: World) -> str:
-        """What of it does nothing with a run's classes and tasks, and what to do; empty if all does something.
+        """What of it does nothing with a run's classes and tasks, and what to do; empty if all does
+        something.
 
         It does not stop the run: it is said when one begins, and by ``fedstill explain``.
         """
@@ -127,7 +145,9 @@ class Method:
         return ClientWork()
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        """A payload like the reply must be: its groups, names, shapes and types count, its values do not."""
+        """A payload like the reply must be: its groups, names, shapes and types count, its values
+        do not.
+        """
         return Payload(params=world.initial(client))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
@@ -135,18 +155,29 @@ class Method:
         return state.next(params=weighted_mean(replies))
 
     def idle(self, reply: Reply, down: Payload) -> Payload | None:
-        """What a client would have sent had it changed nothing, in place of its reply; None where nobody can say.
+        """What a client would have sent had it changed nothing, in place of its reply; None where
+        nobody can say.
 
-        As it stands: a model is as it was received, a ``change`` is 0, and all else stays. The rounds in which some
-        clients are idle say who contributed to what a round did (the measure ``contributions``).
+        As it stands: a model is as it was received, a ``change`` is 0, and all else stays. The
+        rounds in which some clients are idle say who contributed to what a round did (the measure
+        ``contributions``).
         """
-        same = {group: down[group] for group in ("params", "shared") if group in reply.up and group in down}
+        same = {
+            group: down[group]
+            for group in ("params", "shared")
+            if group in reply.up and group in down
+        }
         still = {"change": zeros_like(reply.up.tensors("change"))} if "change" in reply.up else {}
         return Payload({**reply.up, **same, **still}) if same else None
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C).
+        """What the server can evaluate: name to a function from images (B, channels, H, W) to
+        logits (B, C).
 
         As it stands the global model, if there is one.
         """
-        return {"global": predictor(state.model or world.model(SERVER), state.params)} if state.params else {}
+        return (
+            {"global": predictor(state.model or world.model(SERVER), state.params)}
+            if state.params
+            else {}
+        )

@@ -1,4 +1,6 @@
-"""Where an author's code went wrong: the file, the line and the function, out of a traceback or of a definition."""
+"""Where an author's code went wrong: the file, the line and the function, out of a traceback or of
+a definition.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ _HERE = (lambda: None).__code__
 
 
 def reason(error: BaseException, author: Any = None) -> str:
-    """What a method's code raised, on one line: its type, its text, and where it was raised, as ``place`` has it.
+    """What a method's code raised, on one line: its type, its text, and where it was raised, as
+    ``place`` has it.
 
-    ``author``: the object whose code was called; where no line of a user's raised, a user's class is named instead.
+    ``author``: the object whose code was called; where no line of a user's raised, a user's class
+    is named instead.
     """
     expected = isinstance(error, FedstillError)
     text = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -39,7 +43,9 @@ def is_users(error: BaseException) -> bool:
 
 
 def definition(function: Callable[..., Any]) -> str:
-    """Where a user's function is written: "mine.py, line 31, in terms"; empty for the library's own."""
+    """Where a user's function is written: "mine.py, line 31, in terms"; empty for the library's
+    own.
+    """
     code = getattr(function, "__code__", None)
     if code is None or not _is_users(code.co_filename):
         return ""
@@ -47,7 +53,9 @@ def definition(function: Callable[..., Any]) -> str:
 
 
 def returned(value: object, kind: type[T], function: Callable[..., Any], wanted: str) -> T:
-    """What a method's function gave; raises BadReturn, naming the function and where it is, if it is not of a kind."""
+    """What a method's function gave; raises BadReturn, naming the function and where it is, if it
+    is not of a kind.
+    """
     if isinstance(value, kind):
         return value
     raise bad_return(function, f"gives {of_kind(value)}, not {wanted}")
@@ -69,7 +77,11 @@ def bad_return(function: Callable[..., Any], what: str) -> BadReturn:
 
 def _users_line(error: BaseException) -> str:
     """The innermost line of a user's file: below it are only calls to libraries."""
-    lines = [_said(c.co_filename, line, c.co_name) for c, line in _frames(error) if _is_users(c.co_filename)]
+    lines = [
+        _said(c.co_filename, line, c.co_name)
+        for c, line in _frames(error)
+        if _is_users(c.co_filename)
+    ]
     return lines[-1] if lines else ""
 
 
@@ -83,12 +95,21 @@ def _methods_line(error: BaseException) -> str:
 
 
 def _users_class(author: Any) -> str:
-    """Where a user's class is written: the library stumbled over something that one of its functions gave."""
+    """Where a user's class is written: the library stumbled over something that one of its
+    functions gave.
+    """
     for kind in type(author).__mro__:
-        codes = [code for f in vars(kind).values() if _is_users((code := getattr(f, "__code__", _HERE)).co_filename)]
+        codes = [
+            code
+            for f in vars(kind).values()
+            if _is_users((code := getattr(f, "__code__", _HERE)).co_filename)
+        ]
         if codes:
             first = min(codes, key=lambda code: code.co_firstlineno)
-            return f"{Path(first.co_filename).name}, from line {first.co_firstlineno}, class {kind.__name__}"
+            return (
+                f"{Path(first.co_filename).name}, from line {first.co_firstlineno}, class "
+                f"{kind.__name__}"
+            )
     return ""
 
 
@@ -105,9 +126,14 @@ def _said(filename: str, line: int, function: str) -> str:
 
 @cache
 def _is_users(filename: str) -> bool:
-    """Whether a file is neither this library's, nor Python's, nor an installed package's, nor made up."""
+    """Whether a file is neither this library's, nor Python's, nor an installed package's, nor made
+    up.
+    """
     path = Path(filename)
     if filename.startswith("<") and not filename.startswith(("<stdin>", "<ipython")):
         return False
     standard = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    return not ({"site-packages", "dist-packages"} & set(path.parts) or {_LIBRARY, *standard} & set(path.parents))
+    return not (
+        {"site-packages", "dist-packages"} & set(path.parts)
+        or {_LIBRARY, *standard} & set(path.parents)
+    )

@@ -1,4 +1,6 @@
-"""Payload: what messages, client memories and a state's extras are made of, named groups of tensors and scalars."""
+"""Payload: what messages, client memories and a state's extras are made of, named groups of tensors
+and scalars.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Group = Tensors | Tensor | Scalar
 
 
 class Payload(Mapping[str, Group]):
-    """A message, a memory or a state's extras: named groups, each a mapping of tensors, a tensor, a number or a string.
+    """A message, a memory or a state's extras: named groups, each a mapping of tensors, a tensor, a
+    number or a string.
 
     >>> import torch
     >>> p = Payload(params={"w": torch.zeros(2)}, gini=0.5)
@@ -58,7 +61,9 @@ class Payload(Mapping[str, Group]):
         return self.tensors("params")
 
     def tensors(self, name: str) -> Tensors:
-        """The group of that name, a mapping of tensors; raises BadPayload if it is something else."""
+        """The group of that name, a mapping of tensors; raises BadPayload if it is something
+        else.
+        """
         group = self[name]
         if not isinstance(group, Mapping):
             raise BadPayload(f"group {name!r} is a {type(group).__name__}, not named tensors")
@@ -85,7 +90,9 @@ class Payload(Mapping[str, Group]):
         >>> list(Payload(many("peer", {3: {"w": torch.zeros(1)}})).many("peer"))
         [3]
         """
-        ids = sorted(int(i) for i in (g.removeprefix(name + ".") for g in self._groups) if i.isdecimal())
+        ids = sorted(
+            int(i) for i in (g.removeprefix(name + ".") for g in self._groups) if i.isdecimal()
+        )
         return {i: self.tensors(f"{name}.{i}") for i in ids}
 
     @property
@@ -97,7 +104,9 @@ class Payload(Mapping[str, Group]):
 NOTHING = Payload()
 
 KEEP = Payload()
-"""What ``ClientWork.end`` gives in place of a memory where the client is to remember what it did before."""
+"""What ``ClientWork.end`` gives in place of a memory where the client is to remember what it did
+before.
+"""
 
 
 def many(name: str, groups: Mapping[int, Tensors]) -> dict[str, Group]:

@@ -9,15 +9,24 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from fedstill.errors import ConfigError
-from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Share, check_ranges
+from fedstill.fields import (
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    check_ranges,
+)
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a stage trains: length, batches, optimiser; what a config's ``[plan.STAGE]`` overrides.
 
-    0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation mode. The examples
-    of ``validation`` are for ``score``; ``patience`` and ``keep = "best"`` need them.
+    0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation
+    mode. The examples of ``validation`` are for ``score``; ``patience`` and ``keep = "best"`` need
+    them.
     """
 
     epochs: CountOrZero = 5
@@ -41,22 +50,29 @@ class Plan:
     clip_norm: NonNegative = 0.0
     """The largest norm of a gradient; larger ones are scaled down; 0: none are."""
     norm: Literal["batch", "frozen"] = "batch"
-    """Whether normalisation layers use the statistics of the batch, or stay as they were received."""
+    """Whether normalisation layers use the statistics of the batch, or stay as they were
+    received.
+    """
     validation: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     """The share of the client's data that is held out to score models in training."""
     patience: CountOrZero = 0
     """Epochs without a better score after which training stops; 0: it never stops early."""
     keep: Literal["last", "best"] = "last"
-    """Which model a visit ends with: that of the last epoch, or of the best score; the last, too, of a client with too
-    few examples to hold one out, and of the server."""
+    """Which model a visit ends with: that of the last epoch, or of the best score; the last, too,
+    of a client with too few examples to hold one out, and of the server.
+    """
     lr_schedule: Literal["constant", "step", "cosine"] = "constant"
-    """How the learning rate changes from round to round: only by lr_decay, by it in steps, or as half a cosine."""
+    """How the learning rate changes from round to round: only by lr_decay, by it in steps, or as
+    half a cosine.
+    """
     lr_step: Count = 1
     """After how many rounds each lr_decay comes, with lr_schedule = "step"."""
     lr_end: Share = 0.0
     """The share of lr that the cosine comes down to when its rounds are over."""
     lr_warmup: CountOrZero = 0
-    """Rounds in which the learning rate rises in equal steps, before the first one with lr itself."""
+    """Rounds in which the learning rate rises in equal steps, before the first one with lr
+    itself.
+    """
     lr_rounds: CountOrZero = 0
     """Rounds after which the cosine, its warm-up included, has come down; 0: those of the run."""
 
@@ -78,16 +94,18 @@ class Plan:
         return ends_with_one and is_reached
 
     def lr_at(self, round: int) -> float:
-        """The learning rate of a round (1 is the first): nothing is remembered, so a resumed run has the same.
+        """The learning rate of a round (1 is the first): nothing is remembered, so a resumed run
+        has the same.
 
-        With W = ``lr_warmup``, T = ``lr_rounds`` and t = round - 1 - W, the rounds since the warm-up:
-        lr (round / (W + 1)) while t < 0; then lr lr_decay^t ("constant"), lr lr_decay^floor(t / lr_step) ("step"), or
-        lr (e + (1 - e) (1 + cos(pi t / (T - W))) / 2) with e = ``lr_end`` ("cosine", without ``lr_decay``).
-        Source: Loshchilov & Hutter, "SGDR" (2017), equation 5, without restarts; Goyal et al., "Accurate, Large
-        Minibatch SGD" (2017), section 2.2, for the warm-up.
-        Reading: t = 0 is the first round with lr itself, and the end of the cosine is the round after the last: no
-        round trains with a rate of 0. Rounds beyond the last have the last one's.
-        Raises ConfigError for "cosine" without a round after the warm-up.
+        With W = ``lr_warmup``, T = ``lr_rounds`` and t = round - 1 - W, the rounds since the
+        warm-up: lr (round / (W + 1)) while t < 0; then lr lr_decay^t ("constant"), lr
+        lr_decay^floor(t / lr_step) ("step"), or lr (e + (1 - e) (1 + cos(pi t / (T - W))) / 2) with
+        e = ``lr_end`` ("cosine", without ``lr_decay``).
+        Source: Loshchilov & Hutter, "SGDR" (2017), equation 5, without restarts; Goyal et al.,
+        "Accurate, Large Minibatch SGD" (2017), section 2.2, for the warm-up.
+        Reading: t = 0 is the first round with lr itself, and the end of the cosine is the round
+        after the last: no round trains with a rate of 0. Rounds beyond the last have the last
+        one's. Raises ConfigError for "cosine" without a round after the warm-up.
         """
         since = max(round, 1) - 1 - self.lr_warmup
         if since < 0:
@@ -96,7 +114,8 @@ class Plan:
             length = self.lr_rounds - self.lr_warmup
             if length < 1:
                 raise ConfigError(
-                    f"plan: lr_rounds = {self.lr_rounds} and lr_warmup = {self.lr_warmup} leave the cosine no round"
+                    f"plan: lr_rounds = {self.lr_rounds} and lr_warmup = {self.lr_warmup} leave "
+                    "the cosine no round"
                 )
             share = (1 + math.cos(math.pi * min(since, length - 1) / length)) / 2
             return float(self.lr * (self.lr_end + (1 - self.lr_end) * share))

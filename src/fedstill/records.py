@@ -1,4 +1,6 @@
-"""The frozen records that the parts of the library pass to each other; they hold data and do nothing."""
+"""The frozen records that the parts of the library pass to each other; they hold data and do
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ SERVER = -1
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a round: its name, the clients that act in it, and whether on their private or on public data."""
+    """One step of a round: its name, the clients that act in it, and whether on their private or on
+    public data.
+    """
 
     round: int
     index: int
@@ -58,7 +62,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client sends back: a payload, its number of examples, its metrics; or the reason why it failed.
+    """What a client sends back: a payload, its number of examples, its metrics; or the reason why
+    it failed.
 
     ``idle``: a real site that has no data in the round's task, and has nothing to do.
     """
@@ -75,7 +80,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class State:
-    """The server's whole state between two stages: the round, the stage to do next, global parameters, named extras.
+    """The server's whole state between two stages: the round, the stage to do next, global
+    parameters, named extras.
 
     ``model``: the architecture of ``params``, where a fold has changed it.
     """
@@ -86,14 +92,22 @@ class State:
     stage: int = 0
     model: ModelSpec | None = None
 
-    def next(self, params: Tensors | None = None, groups: Mapping[str, Group] = NOTHING, **extra: Group) -> State:
-        """The state with other parameters or extras, by name or as ``groups``; everything else is kept."""
+    def next(
+        self, params: Tensors | None = None, groups: Mapping[str, Group] = NOTHING, **extra: Group
+    ) -> State:
+        """The state with other parameters or extras, by name or as ``groups``; everything else is
+        kept.
+        """
         extras = Payload({**self.extra, **groups}, **extra)
         return replace(self, params=self.params if params is None else params, extra=extras)
 
     def without(self, *groups: str) -> State:
-        """The state without some extras (a prefix ``name.`` drops all groups that ``many`` made under a name)."""
-        drop = {g for g in self.extra for d in groups if g == d or (d.endswith(".") and g.startswith(d))}
+        """The state without some extras (a prefix ``name.`` drops all groups that ``many`` made
+        under a name).
+        """
+        drop = {
+            g for g in self.extra for d in groups if g == d or (d.endswith(".") and g.startswith(d))
+        }
         return replace(self, extra=Payload({g: v for g, v in self.extra.items() if g not in drop}))
 
 
@@ -124,7 +138,9 @@ class World(Protocol):
 
     @property
     def asking(self) -> Asking | None:
-        """The rule by which clients raise their queries in the run; None: ``queries`` are known before."""
+        """The rule by which clients raise their queries in the run; None: ``queries`` are known
+        before.
+        """
 
     def with_queries(self, queries: Mapping[int, tuple[int, ...]]) -> World:
         """The same world with other queries."""
@@ -140,23 +156,35 @@ class Passes(Protocol):
     """The passes over a site's data that ``begin`` and ``end`` may ask the engine for."""
 
     def logits(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
-        """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or of another."""
+        """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or
+        of another.
+        """
 
-    def features(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
-        """Features (n, D), what the body gives, in evaluation mode; of the site's network, or of another."""
+    def features(
+        self, params: Tensors, examples: Examples, model: ModelSpec | None = None
+    ) -> Tensor:
+        """Features (n, D), what the body gives, in evaluation mode; of the site's network, or of
+        another.
+        """
 
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
     ) -> Iterator[Tensors]:
-        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained entry."""
+        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained
+        entry.
+        """
 
     def input_products(self, params: Tensors, examples: Examples) -> Tensors:
-        """For each linear layer and convolution of the body the sum of a a^T over its inputs a: (d, d) float64."""
+        """For each linear layer and convolution of the body the sum of a a^T over its inputs a: (d,
+        d) float64.
+        """
 
 
 @dataclass(frozen=True)
 class View:
-    """What one site sees in one stage: its model and data, its label counts, the public set, its own held-out data."""
+    """What one site sees in one stage: its model and data, its label counts, the public set, its
+    own held-out data.
+    """
 
     client: int
     model: ModelSpec
@@ -167,8 +195,10 @@ class View:
     test: Examples | None
     passes: Passes
     query: tuple[int, ...] = ()  # the classes that this client asks for
-    tests: Mapping[int, Examples] = field(default_factory=dict)  # of a real site with tasks: its own test set of each
-    head: Tensor | None = None  # (C,) bool, the outputs that take part in the stage's training; None: all
+    # of a real site with tasks: its own test set of each
+    tests: Mapping[int, Examples] = field(default_factory=dict)
+    # (C,) bool, the outputs that take part in the stage's training; None: all
+    head: Tensor | None = None
 
     @property
     def proportions(self) -> Tensor:
@@ -183,12 +213,16 @@ class View:
         only: Tensor | None = None,
         model: ModelSpec | None = None,
     ) -> Tensor:
-        """Logits (n, C) of these parameters on the site's own or on the public data, in their order.
+        """Logits (n, C) of these parameters on the site's own or on the public data, in their
+        order.
 
-        ``only``: positions, (n,) int64; all if it is left out. ``model``: their network, if it is not the site's.
+        ``only``: positions, (n,) int64; all if it is left out. ``model``: their network, if it is
+        not the site's.
         """
         examples = self._of(of)
-        return self.passes.logits(params, examples if only is None else examples.take(only), model).cpu()
+        return self.passes.logits(
+            params, examples if only is None else examples.take(only), model
+        ).cpu()
 
     def features(
         self,
@@ -197,24 +231,36 @@ class View:
         only: Tensor | None = None,
         model: ModelSpec | None = None,
     ) -> Tensor:
-        """Features (n, D) of these parameters, in evaluation mode; D is ``models.contract.width`` of their network.
+        """Features (n, D) of these parameters, in evaluation mode; D is ``models.contract.width``
+        of their network.
 
-        ``of``, ``only``, ``model``: as for ``logits``. Raises IncompatibleMethod for a network without body and head.
+        ``of``, ``only``, ``model``: as for ``logits``. Raises IncompatibleMethod for a network
+        without body and head.
         """
         examples = self._of(of)
-        return self.passes.features(params, examples if only is None else examples.take(only), model).cpu()
+        return self.passes.features(
+            params, examples if only is None else examples.take(only), model
+        ).cpu()
 
     def gradients(
-        self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data", seed: int | None = None
+        self,
+        params: Tensors,
+        loss: Any,
+        batch: int,
+        of: Literal["data", "public"] = "data",
+        seed: int | None = None,
     ) -> Iterator[Tensors]:
-        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)``, in evaluation mode.
+        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)``, in evaluation
+        mode.
 
-        The order is fixed and mixes the classes; stop when there are enough. ``seed``: augment as in training, from it.
+        The order is fixed and mixes the classes; stop when there are enough. ``seed``: augment as
+        in training, from it.
         """
         return self.passes.gradients(params, self._of(of), loss, batch, seed)
 
     def input_products(self, params: Tensors) -> Tensors:
-        """What enters the body's layers on the site's own data, in evaluation mode, as sums of a a^T (d, d), float64.
+        """What enters the body's layers on the site's own data, in evaluation mode, as sums of a
+        a^T (d, d), float64.
 
         By the name of the layer's weights; of a convolution the patches. Zeros without examples.
         """
@@ -224,5 +270,8 @@ class View:
         if of == "data":
             return self.data
         if self.public is None:
-            raise BadPayload(f"client {self.client} has no public data; set [data] public, or choose a method without")
+            raise BadPayload(
+                f"client {self.client} has no public data; set [data] public, or choose a method "
+                "without"
+            )
         return self.public

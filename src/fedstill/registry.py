@@ -1,7 +1,9 @@
-"""Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or import path.
+"""Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or
+import path.
 
-A thing registers itself by ``@register(kind, name)``; a kind's package is imported when one of its names is first asked
-for. A user's own is a file beside the config (``"mine.py:Mine"``, or ``"mine.py"``) or ``"package.module:Mine"``.
+A thing registers itself by ``@register(kind, name)``; a kind's package is imported when one of its
+names is first asked for. A user's own is a file beside the config (``"mine.py:Mine"``, or
+``"mine.py"``) or ``"package.module:Mine"``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ Target = TypeVar("Target")
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered thing: its target (a class or a function), and the fields fixed by this name."""
+    """One registered thing: its target (a class or a function), and the fields fixed by this
+    name.
+    """
 
     kind: str
     name: str
@@ -57,34 +61,49 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """One line that says what it is: the first paragraph of its docstring, unless ``about`` is given."""
+        """One line that says what it is: the first paragraph of its docstring, unless ``about`` is
+        given.
+        """
         first_paragraph = (inspect.getdoc(self.target) or "").partition("\n\n")[0]
         text = self.about or " ".join(first_paragraph.split())
         return text.replace("``", "")
 
     @functools.cached_property
     def fields(self) -> Mapping[str, tuple[Any, Any]]:
-        """{name: (annotation, default)} of what a config may set; a field without default has ``...``."""
+        """{name: (annotation, default)} of what a config may set; a field without default has
+        ``...``.
+        """
         hints = get_type_hints(_annotated(self.target), include_extras=True)
         out = {}
         for name, p in inspect.signature(self.target).parameters.items():
-            if name not in GIVEN.get(self.kind, ()) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            if name not in GIVEN.get(self.kind, ()) and p.kind not in (
+                p.VAR_POSITIONAL,
+                p.VAR_KEYWORD,
+            ):
                 default = ... if p.default is p.empty else p.default
                 out[name] = (hints.get(name, Any), self.preset.get(name, default))
         return out
 
     @property
     def sentences(self) -> dict[str, str]:
-        """{name: sentence} of what a config may set, as far as sentences are written (see ``fedstill.docstrings``)."""
-        return {name: text.replace("``", "") for name, text in docstrings.sentences(self.target).items()}
+        """{name: sentence} of what a config may set, as far as sentences are written (see
+        ``fedstill.docstrings``).
+        """
+        return {
+            name: text.replace("``", "") for name, text in docstrings.sentences(self.target).items()
+        }
 
     def build(self, *given: Any, **fields: Any) -> Any:
-        """Call the target with what the library gives and what the config says, over this name's preset."""
+        """Call the target with what the library gives and what the config says, over this name's
+        preset.
+        """
         return self.target(*given, **{**self.preset, **fields})
 
 
 def _annotated(target: Any) -> Any:
-    """Where the annotations of what can be called are: of a class, a function, a partial one, or another object."""
+    """Where the annotations of what can be called are: of a class, a function, a partial one, or
+    another object.
+    """
     while isinstance(target, functools.partial):
         target = target.func
     if inspect.isclass(target):
@@ -95,14 +114,19 @@ def _annotated(target: Any) -> Any:
 _entries: dict[tuple[str, str], Entry] = {}
 
 LIVE = "python:"
-"""How names of things begin that were handed over from Python, and that another process cannot import."""
+"""How names of things begin that were handed over from Python, and that another process cannot
+import.
+"""
 
 USER = "fedstill_user_"
-"""How modules made from users' files begin; what they register is found by its file: two files may share a name."""
+"""How modules made from users' files begin; what they register is found by its file: two files may
+share a name.
+"""
 
 
 def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[Target], Target]:
-    """Register a class or function under a name; with ``preset``, a registered setting of it (no copy).
+    """Register a class or function under a name; with ``preset``, a registered setting of it (no
+    copy).
 
     Raises ConfigError if the name is taken by a thing of another module.
     """
@@ -112,7 +136,10 @@ def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callabl
         home = entry.target.__module__
         key = f"{home}:{name}" if home.startswith(USER) else name
         if (old := _entries.get((kind, key))) and old.target.__module__ != home:
-            raise ConfigError(f"{kind} {name!r} is registered already, by {old.target.__module__}; choose another name")
+            raise ConfigError(
+                f"{kind} {name!r} is registered already, by {old.target.__module__}; choose "
+                "another name"
+            )
         _entries[kind, key] = entry
         return target
 
@@ -131,9 +158,11 @@ def names(kind: str) -> list[str]:
 
 
 def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
-    """The entry of a name, of a file ``"mine.py[:Thing]"`` relative to ``base``, or of ``"package.module:Thing"``.
+    """The entry of a name, of a file ``"mine.py[:Thing]"`` relative to ``base``, or of
+    ``"package.module:Thing"``.
 
-    Raises UnknownName with the nearest legal name, ConfigError if a file or module cannot be imported.
+    Raises UnknownName with the nearest legal name, ConfigError if a file or module cannot be
+    imported.
     """
     _import_home(kind)
     if (kind, name) in _entries:
@@ -141,21 +170,29 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
     if name.startswith(LIVE):
         raise ConfigError(
             f"{kind} {name!r} was handed over in Python, and cannot be imported here: "
-            f"resume the run with fedstill.resume(DIRECTORY, {kind}={name.removeprefix(LIVE).partition('-')[0]}), "
+            "resume the run with fedstill.resume(DIRECTORY, "
+            f"{kind}={name.removeprefix(LIVE).partition('-')[0]}), "
             f"or put it in a file and name that"
         )
     path, _, attribute = name.partition(":")
     if path.endswith(".py"):
         return _of_module(kind, name, _import_file((base or Path.cwd()) / path), attribute)
     if path and attribute:
-        return _of_module(kind, name, _imported(path, lambda: importlib.import_module(path)), attribute)
+        return _of_module(
+            kind, name, _imported(path, lambda: importlib.import_module(path)), attribute
+        )
     raise UnknownName(kind, name, names(kind))
 
 
 def registered_as(kind: str, target: object) -> str:
-    """The name under which a class or function is registered without a preset; empty if it is not."""
+    """The name under which a class or function is registered without a preset; empty if it is
+    not.
+    """
     _import_home(kind)
-    return next((n for (k, n), e in _entries.items() if k == kind and e.target is target and not e.preset), "")
+    return next(
+        (n for (k, n), e in _entries.items() if k == kind and e.target is target and not e.preset),
+        "",
+    )
 
 
 def enter(entry: Entry) -> None:
@@ -184,7 +221,10 @@ def _import_file(path: Path) -> ModuleType:
     if not there:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
     # By path and content: a file that was mended, in a notebook say, is another module.
-    name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
+    name = (
+        f"{USER}{path.stem}_"
+        f"{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
+    )
     if name in sys.modules and not beside.stale(path.parent):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -216,16 +256,26 @@ def _imported(what: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:
-    own = [e for (k, _), e in _entries.items() if k == kind and e.target.__module__ == module.__name__]
+    own = [
+        e for (k, _), e in _entries.items() if k == kind and e.target.__module__ == module.__name__
+    ]
     file = Path(name).name
     if attribute:
         if not callable(target := getattr(module, attribute, None)):
-            written = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+            written = [
+                n
+                for n, v in vars(module).items()
+                if getattr(v, "__module__", "") == module.__name__
+            ]
             raise UnknownName(kind, attribute, written, where=file.split(":")[0])
         entry = next((e for e in own if e.target is target), Entry(kind, name, target))
     elif len(own) != 1:
         targets = [e.target for e in own] or filter(callable, vars(module).values())
-        some = [f"{file}:{v.__name__}" for v in targets if getattr(v, "__module__", "") == module.__name__][:5]
+        some = [
+            f"{file}:{v.__name__}"
+            for v in targets
+            if getattr(v, "__module__", "") == module.__name__
+        ][:5]
         has = f"the file registers {len(own) or 'no'} {kind}{'s' * bool(own)}"
         raise ConfigError(f"{kind} {file!r}: {has}; say what of it is meant: {' or '.join(some)}")
     else:
@@ -235,14 +285,25 @@ def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entr
 
 
 def _refuse_undecorated(entry: Entry) -> None:
-    """Raise ConfigError for a class with fields below a dataclass that is none itself: a config could not set them."""
+    """Raise ConfigError for a class with fields below a dataclass that is none itself: a config
+    could not set them.
+    """
     lines = entry.target.__mro__ if inspect.isclass(entry.target) else ()
     for i, one in enumerate(lines):
-        if "__dataclass_fields__" in vars(one) or not any("__dataclass_fields__" in vars(b) for b in lines[i + 1 :]):
+        if "__dataclass_fields__" in vars(one) or not any(
+            "__dataclass_fields__" in vars(b) for b in lines[i + 1 :]
+        ):
             continue
-        fields = [name for name, hint in inspect.get_annotations(one).items() if "ClassVar" not in str(hint)]
+        fields = [
+            name
+            for name, hint in inspect.get_annotations(one).items()
+            if "ClassVar" not in str(hint)
+        ]
         if fields:
-            what = f"{entry.kind} {one.__name__}{_place(one)} has fields ({', '.join(fields)}) that no config can set"
+            what = (
+                f"{entry.kind} {one.__name__}{_place(one)} has fields ({', '.join(fields)}) that "
+                "no config can set"
+            )
             raise ConfigError(f"{what}: write @dataclass(frozen=True) above its class")
 
 

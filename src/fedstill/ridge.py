@@ -1,7 +1,10 @@
-"""The stage ``ridge``: a model's last layer solved in one step from sums that clients send; any method may end so.
+"""The stage ``ridge``: a model's last layer solved in one step from sums that clients send; any
+method may end so.
 
-Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained Models" (2025).
-Reading: the paper's clients send solved layers, which the server merges pair by pair, to what sums of ours give at
+Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained
+Models" (2025).
+Reading: the paper's clients send solved layers, which the server merges pair by pair, to what sums
+of ours give at
 once: the sums need no inverse at clients, and are as many numbers.
 Reading: the paper has no bias; here the last layer's own is solved for too, and has no penalty.
 """
@@ -16,7 +19,18 @@ from torch import Tensor
 from fedstill.errors import ConfigError
 from fedstill.labels import counts
 from fedstill.models.contract import width
-from fedstill.records import KEEP, SERVER, Carry, ModelSpec, Payload, Plan, Ran, Tensors, View, World
+from fedstill.records import (
+    KEEP,
+    SERVER,
+    Carry,
+    ModelSpec,
+    Payload,
+    Plan,
+    Ran,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.work import ClientWork
 
 RIDGE = "ridge"
@@ -31,24 +45,31 @@ def no_linear_head(world: World) -> str:
     shapes = {name: tuple(v.shape) for name, v in entries.items() if name.startswith("head.")}
     if shapes == {"head.weight": (spec.classes, width(spec)), "head.bias": (spec.classes,)}:
         return ""
-    return f"the head of model {spec.label} is no linear layer with a bias that is trained and sent; choose another"
+    return (
+        f"the head of model {spec.label} is no linear layer with a bias that is trained and sent; "
+        "choose another"
+    )
 
 
 def empty_sums(spec: ModelSpec, classes: int) -> Payload:
     """The sums of no examples: what all clients send looks like this."""
     side = width(spec) + 1
     return Payload(
-        gram=torch.zeros(side, side, dtype=torch.float64), cross=torch.zeros(side, classes, dtype=torch.float64)
+        gram=torch.zeros(side, side, dtype=torch.float64),
+        cross=torch.zeros(side, classes, dtype=torch.float64),
     )
 
 
-def feature_sums(features: Tensor, labels: Tensor, classes: int, weights: Tensor | None = None) -> Payload:
-    """What ridge regression must know of examples: ``gram`` (D+1, D+1) and ``cross`` (D+1, C), both float64.
+def feature_sums(
+    features: Tensor, labels: Tensor, classes: int, weights: Tensor | None = None
+) -> Payload:
+    """What ridge regression must know of examples: ``gram`` (D+1, D+1) and ``cross`` (D+1, C), both
+    float64.
 
-    features: (n, D); labels: (n,) int64 in [0, C); weights: (C,) of an example of each class, 1 if left out. With h the
-    features and a 1 for the bias, ``gram`` is the sum of w h h^T, ``cross`` that of w h y^T, y one-hot. Both add up
-    over any split of the examples. The last row of ``cross`` is the label counts, if they are not weighed. Raises
-    DataError for other labels.
+    features: (n, D); labels: (n,) int64 in [0, C); weights: (C,) of an example of each class, 1 if
+    left out. With h the features and a 1 for the bias, ``gram`` is the sum of w h h^T, ``cross``
+    that of w h y^T, y one-hot. Both add up over any split of the examples. The last row of
+    ``cross`` is the label counts, if they are not weighed. Raises DataError for other labels.
     """
     counts(labels, classes)
     h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
@@ -63,10 +84,14 @@ def empty_group_sums(spec: ModelSpec, classes: int, groups: int) -> Payload:
     return Payload(sums=sums, counts=torch.zeros(groups, classes, dtype=torch.int64))
 
 
-def group_sums(features: Tensor, labels: Tensor, classes: int, group: Tensor, groups: int) -> Payload:
-    """Of each group and class ``sums`` (groups, C, D+1) of the features and a 1, and ``counts`` (groups, C).
+def group_sums(
+    features: Tensor, labels: Tensor, classes: int, group: Tensor, groups: int
+) -> Payload:
+    """Of each group and class ``sums`` (groups, C, D+1) of the features and a 1, and ``counts``
+    (groups, C).
 
-    features: (n, D); labels, group: (n,) int64 in [0, C) and [0, groups). Raises DataError for other labels.
+    features: (n, D); labels, group: (n,) int64 in [0, C) and [0, groups). Raises DataError for
+    other labels.
     """
     counts(labels, classes)
     h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
@@ -77,11 +102,13 @@ def group_sums(features: Tensor, labels: Tensor, classes: int, group: Tensor, gr
 
 
 def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
-    """What the sum of h h^T over examples is on average, (D+1, D+1), if groups were drawn at random; exact for ones.
+    """What the sum of h h^T over examples is on average, (D+1, D+1), if groups were drawn at
+    random; exact for ones.
 
-    sums: (K, C, D+1) float64 and counts: (K, C) of all clients' groups, as ``group_sums`` gives them. Of a class with N
-    examples in K groups that have any: (N - 1) / (K - 1) of the sum of s s^T / n over groups, less
-    (N - K) / ((K - 1) N) of that of the whole; both factors at least 0. Of a class in one group it is s s^T / N.
+    sums: (K, C, D+1) float64 and counts: (K, C) of all clients' groups, as ``group_sums`` gives
+    them. Of a class with N examples in K groups that have any: (N - 1) / (K - 1) of the sum of s
+    s^T / n over groups, less (N - K) / ((K - 1) N) of that of the whole; both factors at least 0.
+    Of a class in one group it is s s^T / N.
 
     >>> one = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]], dtype=torch.float64)
     >>> estimated_gram(one, torch.ones(2, 1, dtype=torch.int64)).tolist()
@@ -104,12 +131,16 @@ def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
-    """The last layer, ``head.weight`` (C, D) and ``head.bias`` (C,), with the least sum of squares to one-hot labels.
+    """The last layer, ``head.weight`` (C, D) and ``head.bias`` (C,), with the least sum of squares
+    to one-hot labels.
 
-    gram, cross: as in ``feature_sums``; ridge >= 0 penalises the squares of the weights. Raises ConfigError where there
-    is no one solution: no example at all, or features that depend on each other, without a penalty.
+    gram, cross: as in ``feature_sums``; ridge >= 0 penalises the squares of the weights. Raises
+    ConfigError where there is no one solution: no example at all, or features that depend on each
+    other, without a penalty.
 
-    >>> exact = solved(*feature_sums(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), 2).values(), ridge=0.0)
+    >>> exact = solved(
+    ...     *feature_sums(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), 2).values(), ridge=0.0
+    ... )
     >>> exact["head.weight"].tolist(), exact["head.bias"].tolist()
     ([[-0.5], [0.5]], [1.0, 0.0])
     """
@@ -127,10 +158,16 @@ def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class SendSums(ClientWork):
-    """The sums of the client's features under the model it was sent; nothing is trained, and memories stay."""
+    """The sums of the client's features under the model it was sent; nothing is trained, and
+    memories stay.
+    """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={}, constants={"params": down.params})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        return feature_sums(view.features(carry["params"]), view.data.labels.cpu(), world.classes), KEEP
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        return feature_sums(
+            view.features(carry["params"]), view.data.labels.cpu(), world.classes
+        ), KEEP

@@ -21,22 +21,36 @@ from fedstill.work import ClientWork
 class Engine(Protocol):
     """Carries a stage out. The method decides what is done, the engine decides how."""
 
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        """The replies of the clients that were sent something; a client that fails replies with the reason."""
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies of the clients that were sent something; a client that fails replies with the
+        reason.
+        """
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what these clients remember of a stage; what the others remember of it is dropped."""
+        """Keep what these clients remember of a stage; what the others remember of it is
+        dropped.
+        """
 
 
 def run_round(
-    method: Method, state: State, stages: Sequence[Stage], world: World, engine: Engine, watch: Watch, rules: Rules
+    method: Method,
+    state: State,
+    stages: Sequence[Stage],
+    world: World,
+    engine: Engine,
+    watch: Watch,
+    rules: Rules,
 ) -> State:
-    """One round, from the stage that the state names: the same for every method, topology and engine.
+    """One round, from the stage that the state names: the same for every method, topology and
+    engine.
 
-    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of a chain is skipped
-    instead, unless the whole chain failed), Diverged if parameters blow up, MethodFailed for a mistake in the method.
-    Then ``watch`` has been told of the stage's refusals, and the last good state is the one that it was given last.
-    Within a chain's round the state holds ``answered``, too: how many of its clients have replied.
+    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of
+    a chain is skipped instead, unless the whole chain failed), Diverged if parameters blow up,
+    MethodFailed for a mistake in the method. Then ``watch`` has been told of the stage's refusals,
+    and the last good state is the one that it was given last. Within a chain's round the state
+    holds ``answered``, too: how many of its clients have replied.
     """
     if state.stage == 0:
         draws = drawing_from(seed_for(world.seed, state.round, 0, SERVER, "open"))
@@ -60,7 +74,9 @@ def _run_stage(
     rules: Rules,
     asked_in: set[int],
 ) -> State:
-    """The state after one stage; ``asked_in``: the stages of the round in which clients were sent something."""
+    """The state after one stage; ``asked_in``: the stages of the round in which clients were sent
+    something.
+    """
     method, where, world = acting(method, stage), place(stage), as_asked(world, state)
     with part(method, "down", where):
         needs, sent = method.requires(), _sent_down(method, state, stage, world)
@@ -70,7 +86,9 @@ def _run_stage(
         downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
-    came, downs = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came, downs = replies_of(
+        lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch
+    )
     with part(method, "expects", where):
         labels = state.extra.get("labels") if "label_counts" in needs else None
         expected = with_asks(method.expects, stage, world)
@@ -94,10 +112,14 @@ def _run_stage(
 def _sent_down(method: Method, state: State, stage: Stage, world: World) -> dict[int, Payload]:
     """What each client is sent in a stage, without those that are sent nothing."""
     given = {c: method.down(state, c, stage, world) for c in stage.clients}
-    return {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+    return {
+        c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None
+    }
 
 
-def _folded(method: Method, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+def _folded(
+    method: Method, state: State, replies: Sequence[Reply], stage: Stage, world: World
+) -> State:
     """The state that a method makes of the accepted replies, and that can be gone on with."""
     with part(method, "fold", place(stage)):
         after = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")

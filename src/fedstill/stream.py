@@ -1,7 +1,8 @@
-"""Tasks that come and go: a stream is a clock, which says who is in which task in a round, and a cut of the data.
+"""Tasks that come and go: a stream is a clock, which says who is in which task in a round, and a
+cut of the data.
 
-Both are pure functions of the config and the seed, so there is nothing to save. Tasks are counted from 0 here, and from
-1 where people read them.
+Both are pure functions of the config and the seed, so there is nothing to save. Tasks are counted
+from 0 here, and from 1 where people read them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor
 from fedstill.keys import generator, seed_for
 
 Head = Literal["all", "seen", "task"]
-"""Which outputs take part in training: all, those of the classes seen so far, or those of the task's own classes."""
+"""Which outputs take part in training: all, those of the classes seen so far, or those of the
+task's own classes.
+"""
 
 OFF = -1e4
 """The logit of an output that takes no part: finite, as 0 times infinity has no value."""
@@ -36,9 +39,10 @@ Transform = Callable[[Tensor], Tensor]
 class Cut:
     """What a stream's kind makes of the training set.
 
-    ``task``: (n,) int64, the task of each example, from 0; None where every task shows all of them. ``classes``: those
-    of each task. ``transforms``: how each task shows its images; empty: as they are. ``mix``: for each task the share
-    of examples that go to their client of a second split instead of the first; empty: there is one split.
+    ``task``: (n,) int64, the task of each example, from 0; None where every task shows all of
+    them. ``classes``: those of each task. ``transforms``: how each task shows its images; empty: as
+    they are. ``mix``: for each task the share of examples that go to their client of a second split
+    instead of the first; empty: there is one split.
     ``by_domain``: test examples, too, belong to the task of their column's value.
     """
 
@@ -51,14 +55,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Stream:
-    """The schedule of a run's tasks, which everybody may know: as it stands, one task for the whole run.
+    """The schedule of a run's tasks, which everybody may know: as it stands, one task for the whole
+    run.
 
-    ``starts``: the first round of each task; ``rounds``: of the run. ``by_task``: the classes of each task. ``head``:
-    which outputs take part in training. ``restarts``: the learning rate's schedule counts within a task. ``lag``: a
-    client's clock is from 0 to so many rounds late. ``join``: the share of clients that is there from the start, the
-    others enter evenly over the tasks. ``stay``: the share that stays with its task at a change. ``kept``: whether
-    clients train on the data of earlier tasks, too. ``absent``: pairs (task, client) of those without examples. All
-    that is drawn is drawn by key from ``seed``.
+    ``starts``: the first round of each task; ``rounds``: of the run. ``by_task``: the classes of
+    each task. ``head``: which outputs take part in training. ``restarts``: the learning rate's
+    schedule counts within a task. ``lag``: a client's clock is from 0 to so many rounds
+    late. ``join``: the share of clients that is there from the start, the others enter evenly over
+    the tasks. ``stay``: the share that stays with its task at a change. ``kept``: whether clients
+    train on the data of earlier tasks, too. ``absent``: pairs (task, client) of those without
+    examples. All that is drawn is drawn by key from ``seed``.
     """
 
     starts: tuple[int, ...] = (1,)
@@ -76,11 +82,14 @@ class Stream:
 
     @property
     def nothing_before(self) -> str:
-        """What to say of a method that minds earlier tasks, where there are none; empty where there are."""
+        """What to say of a method that minds earlier tasks, where there are none; empty where there
+        are.
+        """
         return (
             ""
             if self.tasks > 1
-            else "without [stream] there is no earlier task, and this trains as fedavg; add [stream]"
+            else "without [stream] there is no earlier task, and this trains as fedavg; add "
+            "[stream]"
         )
 
     @property
@@ -89,7 +98,9 @@ class Stream:
         return len(self.starts)
 
     def task(self, round: int, client: int = EVERYONE) -> int:
-        """The task that a client is in, from 0; -1 while it has not joined. Without a client the run's own task."""
+        """The task that a client is in, from 0; -1 while it has not joined. Without a client the
+        run's own task.
+        """
         if self.tasks == 1:
             return 0
         now = self._clock(round - (self._lags[client] if client >= 0 and self.lag else 0))
@@ -102,7 +113,9 @@ class Stream:
         return now
 
     def been_in(self, client: int, round: int) -> list[int]:
-        """The tasks that a client has been in by a round, ascending; those that it passed over are not among them."""
+        """The tasks that a client has been in by a round, ascending; those that it passed over are
+        not among them.
+        """
         late = self._lags[client] if self.lag else 0
         changes = (start + late for start in self.starts if start + late < round)
         return sorted({self.task(r, client) for r in (*changes, round)} - {-1})
@@ -123,7 +136,9 @@ class Stream:
         return any(round - by in self.starts[1:] for by in late)
 
     def within(self, round: int) -> int:
-        """The round counted within its task, from 1; as it is where schedules go on over the run."""
+        """The round counted within its task, from 1; as it is where schedules go on over the
+        run.
+        """
         return round - self.starts[self._clock(round)] + 1 if self.restarts else round
 
     def classes(self, task: int) -> tuple[int, ...]:
@@ -152,7 +167,9 @@ class Stream:
         return [client for client, task in now if task >= 0 and (task, client) not in self.absent]
 
     def mask(self, round: int, client: int, classes: int) -> Tensor | None:
-        """Which outputs take part in a client's training in a round, (C,) bool; None where all do."""
+        """Which outputs take part in a client's training in a round, (C,) bool; None where all
+        do.
+        """
         task = self.task(round, client)
         on = tuple(range(classes)) if task < 0 else self.outputs(task, classes)
         if len(on) == classes:
@@ -169,7 +186,9 @@ class Stream:
 
     @cached_property
     def _lags(self) -> list[int]:
-        lags: list[int] = torch.randint(0, self.lag + 1, (self.clients,), generator=self._draw("lag")).tolist()
+        lags: list[int] = torch.randint(
+            0, self.lag + 1, (self.clients,), generator=self._draw("lag")
+        ).tolist()
         return lags
 
     @cached_property
@@ -187,7 +206,10 @@ class Stream:
     def _staying(self) -> list[frozenset[int]]:
         """The clients that stay with the task before, at the change to each task."""
         count = round(self.stay * self.clients)
-        each = [torch.randperm(self.clients, generator=self._draw("stay", t)).tolist() for t in range(self.tasks)]
+        each = [
+            torch.randperm(self.clients, generator=self._draw("stay", t)).tolist()
+            for t in range(self.tasks)
+        ]
         return [frozenset(), *(frozenset(order[:count]) for order in each[1:])]
 
 

@@ -1,4 +1,6 @@
-"""Arithmetic on named tensors, {name: tensor}: entry by entry, new tensors out, nothing changed in place."""
+"""Arithmetic on named tensors, {name: tensor}: entry by entry, new tensors out, nothing changed in
+place.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def on_cpu(a: Tensors) -> dict[str, Tensor]:
 
 
 def norm(a: Tensors) -> float:
-    """The Euclidean norm over all real entries, each entry's at least in float32; NaN or infinite if an entry is.
+    """The Euclidean norm over all real entries, each entry's at least in float32; NaN or infinite
+    if an entry is.
 
     It is infinite, too, where an entry's squares are beyond its type.
 
@@ -66,7 +69,9 @@ def norm(a: Tensors) -> float:
     real = [v.detach() if v.element_size() > 2 else v.detach().float() for v in floats(a).values()]
     if not real:
         return 0.0
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real)), dtype=torch.float64))
+    return float(
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real)), dtype=torch.float64)
+    )
 
 
 def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
@@ -76,7 +81,9 @@ def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor
     """
     total = sum(weights)
     if len(weights) != len(trees) or not total > 0:
-        raise ValueError(f"{len(trees)} trees need as many weights with a positive sum, not {list(weights)}")
+        raise ValueError(
+            f"{len(trees)} trees need as many weights with a positive sum, not {list(weights)}"
+        )
     names, shares = list(floats(trees[0])), [weight / total for weight in weights]
     out = {k: v.clone() for k, v in trees[0].items() if k not in names}
     if names:

@@ -22,12 +22,20 @@ class Watch(Protocol):
         downs: Mapping[int, Payload],
         state: State,
     ) -> None:
-        """A stage is done: its accepted replies, its refusals, what was sent down, and the state after it."""
+        """A stage is done: its accepted replies, its refusals, what was sent down, and the state
+        after it.
+        """
 
     def failed(
-        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
     ) -> None:
-        """A stage ends the run: the error that says why comes next, and the state is still the one before the stage."""
+        """A stage ends the run: the error that says why comes next, and the state is still the one
+        before the stage.
+        """
 
 
 class Unwatched:
@@ -42,7 +50,11 @@ class Unwatched:
 
 @contextmanager
 def told(
-    watch: Watch, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+    watch: Watch,
+    stage: Stage,
+    replies: Sequence[Reply],
+    refused: Sequence[Refusal],
+    downs: Mapping[int, Payload],
 ) -> Iterator[None]:
     """Where a stage may end the run: the watch is told of its refusals first."""
     try:
@@ -58,9 +70,14 @@ def place(stage: Stage) -> str:
 
 
 def replies_of(
-    run: Callable[[], list[Reply]], stage: Stage, downs: Mapping[int, Payload], rules: Rules, watch: Watch
+    run: Callable[[], list[Reply]],
+    stage: Stage,
+    downs: Mapping[int, Payload],
+    rules: Rules,
+    watch: Watch,
 ) -> tuple[list[Reply], dict[int, Payload]]:
-    """What an engine's ``run`` gives, and what was sent, both without the clients that had nothing to do.
+    """What an engine's ``run`` gives, and what was sent, both without the clients that had nothing
+    to do.
 
     Raises ClientFailed for a client that failed, unless the rules tolerate that.
     An engine may raise it itself, at the first one. The watch is told before.
@@ -71,7 +88,11 @@ def replies_of(
             if reply.failure:
                 raise ClientFailed(place(stage), [reply.client], reply.failure)
     except ClientFailed as error:
-        watch.failed(stage, (), [Refusal(c, f"failed: {error.why}", "failed") for c in error.clients], downs)
+        watch.failed(
+            stage, (), [Refusal(c, f"failed: {error.why}", "failed") for c in error.clients], downs
+        )
         raise
     idle = {reply.client for reply in came if reply.idle and not reply.failure}
-    return [r for r in came if r.client not in idle], {c: down for c, down in downs.items() if c not in idle}
+    return [r for r in came if r.client not in idle], {
+        c: down for c, down in downs.items() if c not in idle
+    }

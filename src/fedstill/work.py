@@ -8,14 +8,28 @@ from torch import Tensor
 
 from fedstill.hooks import reject_misspelt_hooks
 from fedstill.losses import cross_entropy
-from fedstill.records import KEEP, NOTHING, Carry, ModelSpec, Payload, Ran, Step, Teacher, Tensors, View, World
+from fedstill.records import (
+    KEEP,
+    NOTHING,
+    Carry,
+    ModelSpec,
+    Payload,
+    Ran,
+    Step,
+    Teacher,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.stream import OFF
 
 
 class ClientWork:
-    """The client's half of a method. It holds no state, no loop over batches, no device, no file and no seed.
+    """The client's half of a method. It holds no state, no loop over batches, no device, no file
+    and no seed.
 
-    Without changes it is plain local training: the parameters received, cross-entropy, the parameters sent back.
+    Without changes it is plain local training: the parameters received, cross-entropy, the
+    parameters sent back.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -28,15 +42,22 @@ class ClientWork:
         return Carry(params=down.params)
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        """Named terms of the objective: a (B,) tensor is averaged over real examples, a () tensor is added as it is."""
+        """Named terms of the objective: a (B,) tensor is averaged over real examples, a () tensor
+        is added as it is.
+        """
         return {"ce": cross_entropy(step.logits(), step.y)}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it did before."""
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it
+        did before.
+        """
         return Payload(params=params), NOTHING
 
     def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
-        """The model that this client answers with, made of what training left of its network; measures take it.
+        """The model that this client answers with, made of what training left of its network;
+        measures take it.
 
         Parameters of that network, or another network with its own.
         """
@@ -47,13 +68,17 @@ class ClientWork:
         return {}
 
     def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        """Named terms of a first pass, whose gradient ``lookahead`` is given; without them it is given zeros."""
+        """Named terms of a first pass, whose gradient ``lookahead`` is given; without them it is
+        given zeros.
+        """
         return {}
 
     def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
-        """Where the gradient of ``terms`` is taken; the step that follows still starts from ``params``.
+        """Where the gradient of ``terms`` is taken; the step that follows still starts from
+        ``params``.
 
-        Both have the trained entries only. Statistics of normalisation take up a batch once, in the first pass.
+        Both have the trained entries only. Statistics of normalisation take up a batch once, in the
+        first pass.
         """
         return params
 
@@ -64,14 +89,17 @@ class ClientWork:
     def settle(
         self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
     ) -> tuple[Tensors, Tensors]:
-        """Parameters and trace after an optimiser step, which moved trained entries from ``before`` to ``after``."""
+        """Parameters and trace after an optimiser step, which moved trained entries from ``before``
+        to ``after``.
+        """
         return after, trace
 
     def score(self, params: Tensors, view: View) -> float | None:
-        """How good these parameters are, once an epoch, for early stopping: accuracy on the client's held-out data.
+        """How good these parameters are, once an epoch, for early stopping: accuracy on the
+        client's held-out data.
 
-        An output that takes no part in training is no answer. None where nothing is held out, as by the server and a
-        client of one example: all epochs run, and the last counts.
+        An output that takes no part in training is no answer. None where nothing is held out, as by
+        the server and a client of one example: all epochs run, and the last counts.
         """
         held = view.validation
         if held is None or len(held) == 0:
@@ -87,10 +115,14 @@ class ClientWork:
 
 
 class Census(ClientWork):
-    """Send the label counts, before round 1 and where tasks change: for methods that need ``label_counts``."""
+    """Send the label counts, before round 1 and where tasks change: for methods that need
+    ``label_counts``.
+    """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(labels=view.counts), KEEP

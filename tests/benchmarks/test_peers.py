@@ -89,12 +89,17 @@ def test_accuracy_is_the_share_of_test_images_that_are_right(small):
     task = hand_out.task_of(ready, 1)
     predict = contract.predictor(ready.world.model(SERVER), task.initial)
     right = [predict(x).argmax(1) for x in task.examples["test_images"].split(250)]
-    assert accuracy(task, task.initial) == float((torch.cat(right) == task.examples["test_labels"]).double().mean())
+    assert accuracy(task, task.initial) == float(
+        (torch.cat(right) == task.examples["test_labels"]).double().mean()
+    )
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="processes are found in Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="processes are found in Linux's /proc"
+)
 @pytest.mark.parametrize(
-    ("does", "failure"), [(LEAVES, "ValueError: no good"), ("import time; time.sleep(600)", "not done within 2 s")]
+    ("does", "failure"),
+    [(LEAVES, "ValueError: no good"), ("import time; time.sleep(600)", "not done within 2 s")],
 )
 def test_nothing_that_a_contestant_started_goes_on(tmp_path, does, failure):
     root = str(Path(hand_out.__file__).parents[2])
@@ -107,11 +112,15 @@ def test_nothing_that_a_contestant_started_goes_on(tmp_path, does, failure):
     )
     why, left, measured = done.stdout.strip().split(";")
     assert (why, left) == (failure, "0"), done.stderr
-    assert measured == "True" or does == LEAVES, "one that ends at once may have ended before its memory is looked at"
+    assert measured == "True" or does == LEAVES, (
+        "one that ends at once may have ended before its memory is looked at"
+    )
 
 
 def test_the_reason_of_a_failure_is_the_first_error_named(tmp_path):
-    (tmp_path / "said").write_text("Traceback:\n  x\nImportError: no such thing\nlauncher.ChildFailedError:\n=====\n")
+    (tmp_path / "said").write_text(
+        "Traceback:\n  x\nImportError: no such thing\nlauncher.ChildFailedError:\n=====\n"
+    )
     assert processes._reason(tmp_path / "said") == "ImportError: no such thing"
 
 
@@ -121,7 +130,14 @@ def test_a_python_that_is_not_here_is_said_so():
 
 
 def test_the_plain_chain_ends_with_our_model():
-    workload = replace(WORKLOADS["W2"], clients=4, sampled=3, images=20, shape=(1, 8, 8), model={"name": "digits_cnn"})
+    workload = replace(
+        WORKLOADS["W2"],
+        clients=4,
+        sampled=3,
+        images=20,
+        shape=(1, 8, 8),
+        model={"name": "digits_cnn"},
+    )
     ready = in_double(prepare(settle(workload.experiment("fedseq")), workload.dataset()))
     task = hand_out.task_of(ready, 2)
     ours, plain = Ours(ready), PlainLoop(task, task.network().double())

@@ -25,7 +25,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_run_resume_report_and_explain(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resume_report_and_explain(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["run", str(config), "--out", "one", "-s", "method.beta=0.5"]) == 0
     assert "forgetting" in capsys.readouterr().out
     assert "beta = 0.5" in (tmp_path / "one" / "config.toml").read_text()
@@ -47,7 +49,9 @@ def test_a_directory_is_made_under_runs(config: Path, tmp_path: Path) -> None:
     assert names == ["fedntd-digits-seed0-1", "fedntd-digits-seed0-2"]
 
 
-@pytest.mark.parametrize("kind", ["method", "dataset", "partition", "model", "topology", "measure", "stream"])
+@pytest.mark.parametrize(
+    "kind", ["method", "dataset", "partition", "model", "topology", "measure", "stream"]
+)
 def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["list", kind]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
@@ -66,7 +70,10 @@ def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "small.toml", "-s", "rounds=0"], "rounds = 0"),
         (["run", "small.toml", "-s", "plan.lr=-1"], "lr = -1"),
         (["run", "small.toml", "-s", "topology.sampled=7"], "more than the 6 clients"),
-        (["run", "small.toml", "-s", "partition=sharding", "-s", "partition.shards=900"], "take fewer shards"),
+        (
+            ["run", "small.toml", "-s", "partition=sharding", "-s", "partition.shards=900"],
+            "take fewer shards",
+        ),
         (["run", "small.toml", "-s", "data.train_size=99999"], "train_size"),
         (["run", "small.toml", "-s", "model=lenet5"], "lenet5"),
         (["resume", "absent"], "absent"),
@@ -117,7 +124,9 @@ def test_a_path_that_cannot_be_asked_for_is_one_line(
     assert said.endswith(": File name too long; name another path\n")
 
 
-def test_a_directory_with_another_run_is_left_alone(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_with_another_run_is_left_alone(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["run", str(config), "--out", "one", "-q"]) == 0
     before = Path("one/summary.json").read_bytes()
     assert call(["run", str(config), "--out", "one", "-q"]) == 2
@@ -125,27 +134,54 @@ def test_a_directory_with_another_run_is_left_alone(config: Path, capsys: pytest
     assert Path("one/summary.json").read_bytes() == before
 
 
-def test_compare_goes_on_and_keeps_what_is_done(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that fails is named and does not stop the others; the same command again leaves finished runs alone."""
-    words = ["compare", str(config), "--methods", "fedavg,fedntd", "--seeds", "1,2", "--out", "all", "-q"]
+def test_compare_goes_on_and_keeps_what_is_done(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that fails is named and does not stop the others; the same command again leaves
+    finished runs alone.
+    """
+    words = [
+        "compare",
+        str(config),
+        "--methods",
+        "fedavg,fedntd",
+        "--seeds",
+        "1,2",
+        "--out",
+        "all",
+        "-q",
+    ]
     assert call(words) == 0
     said = capsys.readouterr().out
     assert "fedavg" in said
     assert "±" in said
     assert Path("all/report.html").is_file()
-    seconds = {p: json.loads(p.read_text())["seconds"] for p in Path("all").glob("*/*/summary.json")}
+    seconds = {
+        p: json.loads(p.read_text())["seconds"] for p in Path("all").glob("*/*/summary.json")
+    }
     assert len(seconds) == 4
     assert call([*words, "--grid", "plan.lr=0.01"]) == 0, "other settings are other folders"
     for model in Path("all").glob("*/*/model.safetensors"):
         model.unlink()  # as in a folder of results, which keeps no models
     for config_there in Path("all").glob("*/*/config.toml"):
         text = config_there.read_text()
-        resealed(config_there.parent, text.replace('device = "cpu"\n', ""))  # as written before there was such a key
+        # as written before there was such a key
+        resealed(config_there.parent, text.replace('device = "cpu"\n', ""))
     assert call(words) == 0
     assert {p: json.loads(p.read_text())["seconds"] for p in seconds} == seconds
     assert call([*words, "-s", "rounds=3"]) == 2
     assert "other settings" in capsys.readouterr().err
-    failing = ["compare", str(config), "--grid", "plan.lr=0.01,1e8", "--seeds", "1", "--out", "two", "-q"]
+    failing = [
+        "compare",
+        str(config),
+        "--grid",
+        "plan.lr=0.01,1e8",
+        "--seeds",
+        "1",
+        "--out",
+        "two",
+        "-q",
+    ]
     assert call(failing) == 1
     said = capsys.readouterr()
     assert "plan.lr" in said.err
@@ -154,9 +190,21 @@ def test_compare_goes_on_and_keeps_what_is_done(config: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_ctrl_c_ends_after_the_stage(config: Path) -> None:
-    command = [sys.executable, "-m", "fedstill", "run", str(config), "--out", "long", "-s", "rounds=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "fedstill",
+        "run",
+        str(config),
+        "--out",
+        "long",
+        "-s",
+        "rounds=100000",
+    ]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
-    while not Path("long/journal.jsonl").is_file() or Path("long/journal.jsonl").stat().st_size < 5000:
+    while (
+        not Path("long/journal.jsonl").is_file() or Path("long/journal.jsonl").stat().st_size < 5000
+    ):
         time.sleep(0.1)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=30)
@@ -164,10 +212,15 @@ def test_ctrl_c_ends_after_the_stage(config: Path) -> None:
     assert "fedstill resume long" in said
 
 
-def test_windows_is_told_where_to_run_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_is_told_where_to_run_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    line = "fedstill: this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is Linux\n"
+    line = (
+        "fedstill: this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is "
+        "Linux\n"
+    )
     assert capsys.readouterr().err == line

@@ -1,4 +1,6 @@
-"""On a machine whose texts and terminal are not in UTF-8, as clusters have it with ``LANG=en_US``."""
+"""On a machine whose texts and terminal are not in UTF-8, as clusters have it with
+``LANG=en_US``.
+"""
 
 from __future__ import annotations
 

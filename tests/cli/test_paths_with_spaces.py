@@ -16,7 +16,16 @@ def test_a_run_in_a_folder_with_a_space_names_a_command_that_works(
 ) -> None:
     folder = tmp_path / "my runs" / "first one"
     (tmp_path / "a.toml").write_text("")
-    run = ["run", str(tmp_path / "a.toml"), "-s", "rounds=1", "-s", "topology.clients=2", "--out", str(folder)]
+    run = [
+        "run",
+        str(tmp_path / "a.toml"),
+        "-s",
+        "rounds=1",
+        "-s",
+        "topology.clients=2",
+        "--out",
+        str(folder),
+    ]
     assert call(run) == 0
     capsys.readouterr()
     assert call(run) == 2

@@ -1,4 +1,6 @@
-"""``fedstill query``: one query answered from a finished local run; what cannot be answered is one line."""
+"""``fedstill query``: one query answered from a finished local run; what cannot be answered is one
+line.
+"""
 
 from __future__ import annotations
 
@@ -69,17 +71,36 @@ def test_the_command_says_who_teaches_and_writes_the_students_model(
 ) -> None:
     out = tmp_path / "student.safetensors"
     few = [w for k, v in CHANGES.items() for w in ("-s", f"{k}={v}")]
-    tokens = ["query", str(local), "--client", "0", "--classes", str(lacking[0]), "--out", str(out), *few]
+    tokens = [
+        "query",
+        str(local),
+        "--client",
+        "0",
+        "--classes",
+        str(lacking[0]),
+        "--out",
+        str(out),
+        *few,
+    ]
     assert call(tokens) == 0
     said = capsys.readouterr().out
-    for words in ("client 0 asks for", "client 5", "asked for", "forgetting", "average accuracy", "yes"):
+    for words in (
+        "client 0 asks for",
+        "client 5",
+        "asked for",
+        "forgetting",
+        "average accuracy",
+        "yes",
+    ):
         assert words in said
     spec, params = read_model(out)
     assert spec.name == "mlp"
     assert set(params) == set(initial(spec, 0))
 
 
-def test_it_is_what_qkt_does_in_a_run(local: Path, lacking: tuple[int, int], tmp_path: Path) -> None:
+def test_it_is_what_qkt_does_in_a_run(
+    local: Path, lacking: tuple[int, int], tmp_path: Path
+) -> None:
     found = ask(local, 0, [lacking[0]], CHANGES)
     tree = json.loads(json.dumps({"classes": {"0": [lacking[0]]}, "fewer_than": 1}))
     experiment = Experiment(
@@ -91,13 +112,19 @@ def test_it_is_what_qkt_does_in_a_run(local: Path, lacking: tuple[int, int], tmp
         partition={"kind": "pathological", "classes_per_client": 3},
         topology={"clients": 6},
         query=tree,
-        plan={"fit": {"epochs": 20, "lr": 0.01}, "transfer": {"epochs": 2}, "refine": {"epochs": 2}},
+        plan={
+            "fit": {"epochs": 20, "lr": 0.01},
+            "transfer": {"epochs": 2},
+            "refine": {"epochs": 2},
+        },
     )
     run(experiment, tmp_path / "qkt")
     (told,) = read_journal(tmp_path / "qkt" / "journal.jsonl")[-1]["answers"]
     gain = found.after[lacking[0]] - found.before[lacking[0]]
     assert told["gain"] == pytest.approx(gain)
-    events = [e for e in read_journal(tmp_path / "qkt" / "journal.jsonl") if e.get("name") == "transfer"]
+    events = [
+        e for e in read_journal(tmp_path / "qkt" / "journal.jsonl") if e.get("name") == "transfer"
+    ]
     assert [e["teachers"] for e in events if "teachers" in e] == [found.used]
 
 
@@ -158,7 +185,12 @@ def test_a_bad_teacher_file_is_named(local: Path, lacking: tuple[int, int], tmp_
     ],
 )
 def test_a_query_that_cannot_be_answered_is_one_line_and_exit_code_2(
-    local: Path, lacking: tuple[int, int], capsys: pytest.CaptureFixture[str], client: str, classes: str, said: str
+    local: Path,
+    lacking: tuple[int, int],
+    capsys: pytest.CaptureFixture[str],
+    client: str,
+    classes: str,
+    said: str,
 ) -> None:
     asked = {"own": str(lacking[1]), "lacking": str(lacking[0])}.get(classes, classes)
     assert call(["query", str(local), "--client", client, "--classes", asked]) == 2
@@ -174,7 +206,9 @@ def test_a_run_without_local_models_is_refused(tmp_path: Path) -> None:
         ask(tmp_path / "fedavg", 0, [1], data=toys.blobs())
 
 
-def test_a_damaged_checkpoint_is_said(local: Path, lacking: tuple[int, int], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_said(
+    local: Path, lacking: tuple[int, int], tmp_path: Path
+) -> None:
     import shutil
 
     other = tmp_path / "copy"
@@ -185,7 +219,9 @@ def test_a_damaged_checkpoint_is_said(local: Path, lacking: tuple[int, int], tmp
         ask(other, 0, [lacking[0]], CHANGES)
 
 
-def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(weak: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
+    weak: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines, out = ["--by", "accuracy", "--under", "1"], weak.parent / "raised.safetensors"
     few = [w for k, v in CHANGES.items() for w in ("-s", f"{k}={v}")]
     assert call(["query", str(weak), "--client", "0", *lines, "--out", str(out), *few]) == 0
@@ -193,9 +229,16 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(weak: Path, caps
     said = capsys.readouterr().out
     assert raised.why
     for c, why in raised.why.items():
-        assert f"{c} ({c}): right on {100 * why['accuracy']:.0f} % of {why['held_out']:g} held out" in said
+        assert (
+            f"{c} ({c}): right on {100 * why['accuracy']:.0f} % of {why['held_out']:g} held out"
+            in said
+        )
     written = ask(weak, 0, raised.query, {**CHANGES, "query.fewer_than": 1000})
-    assert (written.query, written.before, written.after) == (raised.query, raised.before, raised.after)
+    assert (written.query, written.before, written.after) == (
+        raised.query,
+        raised.before,
+        raised.after,
+    )
 
 
 def test_by_lack_it_asks_for_all_that_it_lacks(local: Path) -> None:
@@ -237,7 +280,9 @@ def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
     short = {**CHANGES, "plan.fit.epochs": 3}
     second = ask(local, 0, [other], short, later=Later(tmp_path / "student.safetensors", new))
     assert second.new == 40
-    assert second.own[lacking[0]] == pytest.approx(40 / (sum(counts) + 40)), "the class is its own by now"
+    assert second.own[lacking[0]] == pytest.approx(40 / (sum(counts) + 40)), (
+        "the class is its own by now"
+    )
     assert second.before[lacking[0]] > 0.5, "it learned the class, and has data of it"
     assert second.before != first.after, "it trained alone on the new data first"
     alone = ask(local, 0, [other], short, later=Later(new=new))
@@ -253,7 +298,9 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
         own, held = prepared.sites._split(client, 0.1)
         assert (held.min() >= total) == (client == 0)
         assert not set(own.tolist()) & set(held.tolist())
-    assert len(prepared.sites.view(0, Stage(1, 1, "transfer", (0,))).data) == len(prepared.sites.parts[0])
+    assert len(prepared.sites.view(0, Stage(1, 1, "transfer", (0,))).data) == len(
+        prepared.sites.parts[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,8 +315,14 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
         (["--by", "lack", "--need", "7"], "--by need and --need go together"),
         (["--by", "need", "--need", "17"], "there is no class 17"),
         (["--by", "need", "--need", "seven"], "seven"),
-        (["--by", "need", "--need", "7", "-s", "query.needs={1=[7]}"], "no class is named that it will need"),
-        (["--by", "lack", "-s", "query.by=lack", "--student", "none.safetensors"], "there is no model file none"),
+        (
+            ["--by", "need", "--need", "7", "-s", "query.needs={1=[7]}"],
+            "no class is named that it will need",
+        ),
+        (
+            ["--by", "lack", "-s", "query.by=lack", "--student", "none.safetensors"],
+            "there is no model file none",
+        ),
         (["--by", "lack", "--new-data", "nowhere"], "nowhere"),
     ],
 )
@@ -282,19 +335,31 @@ def test_a_raised_query_that_cannot_be_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_what_cannot_be_a_later_query_is_refused(local: Path, lacking: tuple[int, int], tmp_path: Path) -> None:
+def test_what_cannot_be_a_later_query_is_refused(
+    local: Path, lacking: tuple[int, int], tmp_path: Path
+) -> None:
     spec = spec_for("mlp", (1, 8, 8), 10, {"hidden": (16,)})
     save_model(tmp_path / "m.safetensors", spec, initial(spec, 0))
     with pytest.raises(ConfigError, match=r"was trained on all data of client 0; .* give new data"):
-        ask(local, 0, {"by": ("accuracy",), "accuracy_under": 0.5}, later=Later(tmp_path / "m.safetensors"))
+        ask(
+            local,
+            0,
+            {"by": ("accuracy",), "accuracy_under": 0.5},
+            later=Later(tmp_path / "m.safetensors"),
+        )
     wide = spec_for("mlp", (1, 8, 8), 10, {"hidden": (17,)})
     save_model(tmp_path / "wide.safetensors", wide, initial(wide, 0))
-    with pytest.raises(ConfigError, match=r"wide.safetensors is a mlp\(hidden=\(17,\)\), client 0 has a mlp"):
+    with pytest.raises(
+        ConfigError, match=r"wide.safetensors is a mlp\(hidden=\(17,\)\), client 0 has a mlp"
+    ):
         ask(local, 0, [lacking[0]], later=Later(tmp_path / "wide.safetensors"))
-    with pytest.raises(ConfigError, match=r"examples have shape \(1, 4, 4\), those of the run \(1, 8, 8\)"):
+    with pytest.raises(
+        ConfigError, match=r"examples have shape \(1, 4, 4\), those of the run \(1, 8, 8\)"
+    ):
         ask(local, 0, [lacking[0]], later=Later(new=toys.blobs()))
     with pytest.raises(
-        ConfigError, match=r"client 0 has no reason to ask: its model is right on 1e-07 % or more of each"
+        ConfigError,
+        match=r"client 0 has no reason to ask: its model is right on 1e-07 % or more of each",
     ):
         ask(local, 0, {"by": ("accuracy",), "accuracy_under": 1e-9})
     digits = load_dataset("digits")
@@ -308,8 +373,12 @@ def test_a_run_whose_clients_ask_again_says_what_each_query_gained(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     tree = toys.asking_again(data={"name": "digits", "train_size": 300, "test_size": 100})
-    (tmp_path / "again.toml").write_text(as_toml({k: v for k in KEYS if (v := getattr(tree, k)) != {}}))
-    assert call(["run", str(tmp_path / "again.toml"), "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    (tmp_path / "again.toml").write_text(
+        as_toml({k: v for k in KEYS if (v := getattr(tree, k)) != {}})
+    )
+    assert (
+        call(["run", str(tmp_path / "again.toml"), "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    )
     said = capsys.readouterr().out
     rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
     gains = [f"{100 * e['query_gain']:.2f} %" for e in rounds]

@@ -62,7 +62,9 @@ def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "joint" in said
     entries = tmp_path / "out" / "entries" / "digits-space"
     assert sorted(p.name for p in entries.iterdir()) == ["fedavg", "fedntd", "joint"]
-    journals = {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "digits-space").rglob("journal.jsonl")}
+    journals = {
+        p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "digits-space").rglob("journal.jsonl")
+    }
     assert call(["rank", "run", "digits", "--track", "space", "--out", "out"]) == 0
     assert {p: p.stat().st_mtime_ns for p in journals} == journals, "nothing is run again"
     capsys.readouterr()
@@ -112,14 +114,25 @@ def test_a_replay_that_is_stopped_has_no_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has the same bits as far as it came."""
-    assert call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"]) == 0
+    assert (
+        call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"])
+        == 0
+    )
 
     def stopped(runs: Sequence[Variant], *_: object, **__: object) -> list[Outcome]:
         return [replace(outcome, state="stopped") for outcome in tiny_ranking.do(runs)]
 
     monkeypatch.setattr(side_by_side, "followed_outcomes", stopped)
     capsys.readouterr()
-    check = ["rank", "check", "out/entries/digits-space/fedavg", "--replay", "1", "--note", "levels"]
+    check = [
+        "rank",
+        "check",
+        "out/entries/digits-space/fedavg",
+        "--replay",
+        "1",
+        "--note",
+        "levels",
+    ]
     assert call(check) == 1
     said = capsys.readouterr()
     assert "replayed here" not in said.out
@@ -127,14 +140,34 @@ def test_a_replay_that_is_stopped_has_no_level(
     assert not (tmp_path / "levels").exists()
 
 
-def test_a_forged_entry_is_said_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg,fedntd", "--out", "out"]) == 0
+def test_a_forged_entry_is_said_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        call(
+            [
+                "rank",
+                "run",
+                "digits",
+                "--track",
+                "space",
+                "--methods",
+                "fedavg,fedntd",
+                "--out",
+                "out",
+            ]
+        )
+        == 0
+    )
     forged = tmp_path / "out" / "entries" / "digits-space" / "fedntd"
     path = forged / "even" / "seed0" / "config.toml"
     path.write_text(path.read_text().replace("epochs = 1", "epochs = 9"))
     capsys.readouterr()
     assert call(["rank", "check", str(forged.parent)]) == 1
-    assert "REFUSED  files are those of entry.toml: even/seed0/config.toml is not the file" in capsys.readouterr().out
+    assert (
+        "REFUSED  files are those of entry.toml: even/seed0/config.toml is not the file"
+        in capsys.readouterr().out
+    )
     assert call(["rank", "page", str(forged.parent), "--out", "page"]) == 1
     assert "left out: fedntd: files are those of entry.toml" in capsys.readouterr().err
     rows = csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text()))
@@ -144,7 +177,10 @@ def test_a_forged_entry_is_said_and_left_out(tmp_path: Path, capsys: pytest.Capt
 def test_an_entry_whose_data_are_not_here_is_not_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"]) == 0
+    assert (
+        call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"])
+        == 0
+    )
 
     def absent(*_: object, **__: object) -> None:
         raise DataAbsent("dataset 'digits' is not here: FEDSTILL_DATA is not set")
@@ -152,15 +188,30 @@ def test_an_entry_whose_data_are_not_here_is_not_refused(
     monkeypatch.setattr(checking, "read_data", absent)
     capsys.readouterr()
     assert call(["rank", "check", "out/entries/digits-space/fedavg"]) == 0
-    assert "  not seen splits, tasks and clients of rounds are what is drawn here: dataset" in capsys.readouterr().out
+    assert (
+        "  not seen splits, tasks and clients of rounds are what is drawn here: dataset"
+        in capsys.readouterr().out
+    )
     assert call(["rank", "check", "out/entries/digits-space/fedavg", "--replay", "1"]) == 1
     said = capsys.readouterr().out
     assert "REFUSED" not in said
     assert said.endswith("  not replayed here: its data are missing\n")
 
 
-def test_choose_prints_what_it_chose_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["rank", "choose", "digits", "--track", "space", "--methods", "fedntd", "--out", "out"]
+def test_choose_prints_what_it_chose_and_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "rank",
+        "choose",
+        "digits",
+        "--track",
+        "space",
+        "--methods",
+        "fedntd",
+        "--out",
+        "out",
+    ]
     assert call(command) == 0
     said = capsys.readouterr().out
     assert "try 2 [%]" in said
@@ -168,11 +219,14 @@ def test_choose_prints_what_it_chose_and_keeps_it(tmp_path: Path, capsys: pytest
     assert (tmp_path / "out" / "digits-space" / "chosen.toml").is_file()
 
 
-def test_choosing_a_track_whose_fields_another_chooses_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+def test_choosing_a_track_whose_fields_another_chooses_says_which(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert call(["rank", "choose", "digits", "--track", "both", "--out", "out"]) == 0
     said = capsys.readouterr().out
     assert said == (
-        "digits-both has the fields that are chosen in digits-time: fedstill rank choose digits --track time\n"
+        "digits-both has the fields that are chosen in digits-time: fedstill rank choose digits "
+        "--track time\n"
     )
     assert not Path("out").exists(), "nothing is run"
 
@@ -187,17 +241,23 @@ def test_a_newcomer_in_both_is_tried_in_the_suite_that_chooses_and_its_entry_is_
     assert line in text
     assert column in text
     text = text.replace(line, f'choosing = {{ of = "{tiny_ranking.NAME}" }}').replace(column, "")
-    monkeypatch.setattr(suites, "recipe_text", lambda name: text if name == "rank/digits-both" else whole(name))
+    monkeypatch.setattr(
+        suites, "recipe_text", lambda name: text if name == "rank/digits-both" else whole(name)
+    )
     (tmp_path / "mine.py").write_text(MINE)
     assert call(["rank", "enter", "mine.py", "--track", "both", "--out", "out"]) == 0
-    tried = [p.read_text() for p in (tmp_path / "out" / "digits-space" / "choosing").rglob("config.toml")]
+    tried = [
+        p.read_text() for p in (tmp_path / "out" / "digits-space" / "choosing").rglob("config.toml")
+    ]
     assert len(tried) == 2 * 3
     assert all('kind = "dirichlet"' in text for text in tried)
     entry = tmp_path / "out" / "entries" / "digits-both" / "mine"
     entered = [p.read_text() for p in entry.rglob("config.toml")]
     assert len(entered) == 5
     assert all('kind = "iid"' in text for text in entered)
-    assert "Fields were chosen in digits-space, on the column uneven." in " ".join(capsys.readouterr().out.split())
+    assert "Fields were chosen in digits-space, on the column uneven." in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert call(["rank", "check", str(entry)]) == 0, capsys.readouterr().out
 
 
@@ -217,7 +277,9 @@ def test_a_newcomer_to_a_suite_of_ones_own_stands_beside_the_entries_that_are_th
     assert "no entry yet: FedNTD, joint\n" in said
 
 
-def test_the_page_on_adding_a_method_gives_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_on_adding_a_method_gives_an_entry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The FedGap of the documents, with the line on its tries that the page on the ranking adds."""
     page = (Path(__file__).parents[2] / "docs" / "add_a_method.md").read_text()
     text = page.partition('```python title="fedgap.py"\n')[2].partition("```")[0]
@@ -229,7 +291,10 @@ def test_the_page_on_adding_a_method_gives_an_entry(tmp_path: Path, capsys: pyte
     text = text.replace(line, f"{line}    {tries}")
     text = text.replace("import dataclass\n", "import dataclass\nfrom typing import ClassVar\n")
     (tmp_path / "fedgap.py").write_text(text)
-    assert call(["rank", "enter", "fedgap.py", "--tier", "digits", "--track", "space", "--out", "out"]) == 0
+    assert (
+        call(["rank", "enter", "fedgap.py", "--tier", "digits", "--track", "space", "--out", "out"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "FedGap" in said
     entry = tmp_path / "out" / "entries" / "digits-space" / "fedgap"
@@ -254,10 +319,15 @@ def test_the_page_on_adding_a_method_gives_an_entry(tmp_path: Path, capsys: pyte
         (["map", "fedlcc"], "unknown method 'fedlcc'; did you mean 'fedlc'?"),
         (["map", "fedntd"], "topology.sampled = 5 is more than the 4 clients there are"),
         (["map", "fedmd", "--grid", "rounds=1"], "public"),
-        (["map", "fedntd", "--into-package", "--grid", "rounds=1"], "a map that ships is of a method of fedstill"),
+        (
+            ["map", "fedntd", "--into-package", "--grid", "rounds=1"],
+            "a map that ships is of a method of fedstill",
+        ),
     ],
 )
-def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["rank", *words]) == 2
     err = capsys.readouterr().err
     assert said in err
@@ -273,7 +343,9 @@ def test_a_method_without_a_row_is_mapped_and_ships(
     assert call(["rank", "map", "FedLC", "--out", "out", "--into-package"]) == 0
     said = capsys.readouterr().out
     assert "FedLC helps in " in said
-    assert (tmp_path / "maps" / "fedlc.csv").read_text() == (tmp_path / "out" / "fedlc" / "map.csv").read_text()
+    assert (tmp_path / "maps" / "fedlc.csv").read_text() == (
+        tmp_path / "out" / "fedlc" / "map.csv"
+    ).read_text()
     assert call(["rank", "page", "--out", "page"]) == 0
     page = (tmp_path / "page" / "index.html").read_text()
     assert map_file.shipped_maps()["fedlc"].summary in page
@@ -282,7 +354,10 @@ def test_a_method_without_a_row_is_mapped_and_ships(
     (config,) = (tmp_path / "out" / "runs").glob("*alpha_even*epochs_4*FedLC*/seed0/config.toml")
     assert call(["explain", str(config), "--no-split"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "map: the nearest cell of the ranking's maps (digits) is alpha even, epochs 4: labels " in said
+    assert (
+        "map: the nearest cell of the ranking's maps (digits) is alpha even, epochs 4: labels "
+        in said
+    )
     assert "map: FedLC was " in said
     assert call(["explain", str(config), "--no-split", "-s", "plan.train.epochs=400"]) == 0
     assert "map:" not in capsys.readouterr().out, "too far from every cell"
@@ -304,7 +379,9 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
     )
     (tmp_path / "mine.py").write_text(FEW)
     commands = [line.split() for line in after.split("```")[1].splitlines() if line]
-    assert [words[:3] for words in commands] == [["fedstill", "rank", v] for v in ("choose", "run", "check", "page")]
+    assert [words[:3] for words in commands] == [
+        ["fedstill", "rank", v] for v in ("choose", "run", "check", "page")
+    ]
     said = []
     for words in commands:
         assert call(words[1:]) == 0
@@ -322,7 +399,9 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
         (elsewhere / part).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / part).rename(elsewhere / part)
     monkeypatch.chdir(elsewhere)
-    assert call(["rank", "check", "clinics/entries/clinics", "--suite", "clinics.toml"]) == 0, capsys.readouterr().out
+    assert call(["rank", "check", "clinics/entries/clinics", "--suite", "clinics.toml"]) == 0, (
+        capsys.readouterr().out
+    )
     configs = [path.read_text() for path in (elsewhere / "clinics").rglob("config.toml")]
     assert configs
     assert not any(str(tmp_path) in text for text in configs)

@@ -1,4 +1,6 @@
-"""What `list` and `explain` say of methods and their fields: defaults, ranges, sentences, state and memory."""
+"""What `list` and `explain` say of methods and their fields: defaults, ranges, sentences, state and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,22 @@ def test_list_of_methods_has_a_line_for_each_field(capsys: pytest.CaptureFixture
         for field in entry.fields:
             at = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(f"{field} = "))
             assert joined(entry.sentences[field]) in whole
-    mix = "mix = 0.0 Share of the not-true distillation; the rest is that of all classes (lambda). (number in [0, 1])"
+    mix = (
+        "mix = 0.0 Share of the not-true distillation; the rest is that of all classes (lambda). "
+        "(number in [0, 1])"
+    )
     assert mix in whole
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("words", [["method"], ["partition"], ["method", "fedadkd"], ["method", "pfnm"]])
+@pytest.mark.parametrize(
+    "words", [["method"], ["partition"], ["method", "fedadkd"], ["method", "pfnm"]]
+)
 def test_nothing_is_cut_however_wide_the_terminal(
-    words: list[str], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    width: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     text = said(["list", *words], capsys)
@@ -70,14 +80,17 @@ def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFi
     card = joined(said(["list", "method", "fedadkd"], capsys))
     for part in (
         "method fedadkd FedDKD whose true-class weight follows each client's label heterogeneity.",
-        'source Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge Distillation".',
+        'source Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled '
+        'Knowledge Distillation".',
         "symbols alpha, beta = weights",
-        "state the global parameters gini = G of each client (clients,) as it sent it last, 1 at first",
+        "state the global parameters gini = G of each client (clients,) as it sent it last, 1 at "
+        "first",
         "memory nothing.",
         "topology parallel",
         "needs same_shapes",
         "permits robust_fold",
-        'plan train epochs = 5, batch = 50, optimiser = "sgd", lr = 0.01, lr_decay = 0.99, momentum = 0.9',
+        'plan train epochs = 5, batch = 50, optimiser = "sgd", lr = 0.01, lr_decay = 0.99, '
+        "momentum = 0.9",
         "code fedstill.methods.fedadkd.FedADKD",
         "delta = 1.0 Spread of the heterogeneity map f(G) = log(1 + delta G). (number in (0, 1e9])",
         'phi_timing = "stale"',
@@ -88,11 +101,15 @@ def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFi
     assert 'topology peer_to_peer, server = "transfer_server", transfer = false' in peers
     assert "plan transfer_server epochs = 25" in peers
     assert "needs head, public_data, queries, same_shapes" in peers
-    assert "needs label_counts, public_data" in joined(said(["list", "method", "hiper_fedkd"], capsys))
+    assert "needs label_counts, public_data" in joined(
+        said(["list", "method", "hiper_fedkd"], capsys)
+    )
     assert "shared = the model of phase 1" in peers
 
 
-def test_a_name_that_is_a_setting_of_another_has_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_a_setting_of_another_has_its_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert "mix = 0.0 " in joined(said(["list", "method", "kd"], capsys))
     assert "mix = 0.5 " in joined(said(["list", "method", "kd_ntd"], capsys))
 
@@ -131,10 +148,13 @@ def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "did you mean 'fedntd'" in capsys.readouterr().err
 
 
-def test_explain_says_what_each_value_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_explain_says_what_each_value_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     config = tmp_path / "c.toml"
     config.write_text(
-        'method = "fedadkd"\nengine = "flower"\n[partition]\nkind = "hybrid"\niid_share = 0.5\n[model]\nname = "mlp"\n'
+        'method = "fedadkd"\nengine = "flower"\n[partition]\nkind = "hybrid"\niid_share = 0.5\n'
+        '[model]\nname = "mlp"\n'
         '[clients.models]\n1 = "mlp"\n[query.classes]\n3 = [1]\n'
     )
     settings = settle(load(config))
@@ -142,13 +162,28 @@ def test_explain_says_what_each_value_is(capsys: pytest.CaptureFixture[str], tmp
     for key, _, _ in resolved_values(settings):
         assert about_key(settings, key).endswith("."), key
         assert about_key(settings, key) in text, key
-    assert "partition.iid_share 0.5 file c.toml Share of the clients, rounded to whole ones," in text
-    assert "privacy.clip 0.0 default The largest norm of one example's logits; 0: logits are sent as they are." in text
+    assert (
+        "partition.iid_share 0.5 file c.toml Share of the clients, rounded to whole ones," in text
+    )
+    assert (
+        "privacy.clip 0.0 default The largest norm of one example's logits; 0: logits are sent as "
+        "they are." in text
+    )
     assert "privacy.delta 1e-05 default At which delta" in text
     assert "plan.train.lr 0.01 default Learning rate of the first round." in text
 
 
-SPLIT = ["explain", "-s", "method=qkt", "-s", "rounds=1", "-s", "topology.clients=3", "-s", "data.train_size=90"]
+SPLIT = [
+    "explain",
+    "-s",
+    "method=qkt",
+    "-s",
+    "rounds=1",
+    "-s",
+    "topology.clients=3",
+    "-s",
+    "data.train_size=90",
+]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +193,14 @@ SPLIT = ["explain", "-s", "method=qkt", "-s", "rounds=1", "-s", "topology.client
         ({"draw": "all", "by": "need", "needs": {"1": [4]}}, "4: will need it"),
         ({"classes": {"1": [4]}, "fewer_than": 99}, "written in the config"),
         (
-            {"draw": "single", "by": ["accuracy", "need"], "accuracy_under": 0.5, "needs": {"0": [1]}},
-            "after the stage 'fit', for one class on which their model's accuracy is under 0.5 or that they say",
+            {
+                "draw": "single",
+                "by": ["accuracy", "need"],
+                "accuracy_under": 0.5,
+                "needs": {"0": [1]},
+            },
+            "after the stage 'fit', for one class on which their model's accuracy is under 0.5 or "
+            "that they say",
         ),
     ],
 )
@@ -172,13 +213,23 @@ def test_explain_says_who_asks_for_what_and_why(
     assert says in text
 
 
-def test_explain_says_with_how_much_data_clients_ask_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_with_how_much_data_clients_ask_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tokens = [*SPLIT, "-s", "query.draw=all", "-s", "query.again=mixed", "-s", "rounds=4"]
     assert "in round 1 with 25 % of their data, in round 4 with all" in joined(said(tokens, capsys))
 
 
-def test_what_is_no_terminal_gets_no_spaces_at_the_end_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["list"], ["list", "method"], ["list", "method", "fedadkd"], ["explain"], ["reproduce"]):
+def test_what_is_no_terminal_gets_no_spaces_at_the_end_of_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (
+        ["list"],
+        ["list", "method"],
+        ["list", "method", "fedadkd"],
+        ["explain"],
+        ["reproduce"],
+    ):
         lines = said(words, capsys).splitlines()
         assert len(lines) > 10
         assert [line for line in lines if line != line.rstrip()] == [], words
@@ -199,11 +250,23 @@ COMMANDS = list(commands(app))
 
 def test_all_commands_are_looked_at() -> None:
     every = {" ".join(words) for words in COMMANDS}
-    assert every >= {"run", "resume", "compare", "demo", "reproduce", "pack", "unpack", "deploy admit", "deploy key"}
+    assert every >= {
+        "run",
+        "resume",
+        "compare",
+        "demo",
+        "reproduce",
+        "pack",
+        "unpack",
+        "deploy admit",
+        "deploy key",
+    }
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_help_says_what_each_parameter_is(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_each_parameter_is(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     command = functools.reduce(lambda group, word: group[word], words, app).default_command
     assert command is not None
     sentences = dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(command) or "", re.MULTILINE))

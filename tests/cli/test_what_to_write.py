@@ -15,7 +15,10 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.config.tables import TopKeys
 from fedstill.experiment.explain import resolved_values
 
-CONFIG = "rounds = 1\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\nepochs = 1\n"
+CONFIG = (
+    "rounds = 1\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\n"
+    "epochs = 1\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("explain small.toml --method fedntd", "-s method=fedntd"),
         ("compare small.toml --seed 3", "--seeds"),
         ("run small.toml --nothing 3", "--nothing"),
-        ("compare small.toml --methods fedavg,fedadkd --grid method.tckd=target,binary", "'method.tckd'"),
+        (
+            "compare small.toml --methods fedavg,fedadkd --grid method.tckd=target,binary",
+            "'method.tckd'",
+        ),
         ("compare small.toml --grid method.zzz=1,2", "'method.zzz'"),
         ("run small.toml -s data.mean=0.5", "[0.5]"),
         ("run small.toml -s plan.lr=.5", "write 0.5"),
@@ -72,14 +78,18 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("list recipes", "dataset, measure, method, model, partition, stream, topology"),
     ],
 )
-def test_the_line_says_what_to_write(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_says_what_to_write(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fedstill: ")
     assert said in line
 
 
-@pytest.mark.parametrize("words", ["--methods fedavg small.toml", "--seeds 1,2 small.toml", "small.toml --seeds 1"])
+@pytest.mark.parametrize(
+    "words", ["--methods fedavg small.toml", "--seeds 1,2 small.toml", "small.toml --seeds 1"]
+)
 def test_a_list_of_one_word_before_the_config_is_taken(words: str) -> None:
     assert call(["compare", *words.split(), "--out", "all", "-q", "--jobs", "1"]) == 0
 
@@ -106,23 +116,32 @@ def test_every_option_that_takes_a_list_or_may_be_repeated_is_known() -> None:
         ("measures", "measure"),
     ],
 )
-def test_list_takes_the_plural_too(plural: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_takes_the_plural_too(
+    plural: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["list", kind]) == 0
     want = capsys.readouterr().out
     assert call(["list", plural]) == 0
     assert capsys.readouterr().out == want
 
 
-def test_the_option_takes_every_engine_that_the_key_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_takes_every_engine_that_the_key_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert get_args(Engine) == get_args(get_type_hints(TopKeys)["engine"])
     assert call(["run", "small.toml", "--engine", "vectorised", "--out", "one", "-q"]) == 0
     assert 'engine = "vectorised"' in Path("one/config.toml").read_text()
     assert call(["run", "small.toml", "--engine", "vector", "--out", "two", "-q"]) == 2
-    assert 'Choose from: "serial", "pooled", "vectorised", "auto", "flower".' in capsys.readouterr().err
+    assert (
+        'Choose from: "serial", "pooled", "vectorised", "auto", "flower".'
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("split", [[], ["--no-split"]])
-def test_explain_checks_what_a_run_would_check(split: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_checks_what_a_run_would_check(
+    split: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["explain", "small.toml", "-s", "method=fedmd", *split]) == 2
     said = capsys.readouterr()
     assert "data.public" in said.err
@@ -133,10 +152,24 @@ def test_explain_checks_what_a_run_would_check(split: list[str], capsys: pytest.
     assert ("each mark is a class" in said.out) == (not split)
 
 
-def test_forgetting_below_zero_is_explained_where_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    learns = [f"-s{v}" for v in ("rounds=2", "data.train_size=1000", "partition=iid", "plan.epochs=2", "plan.lr=0.1")]
+def test_forgetting_below_zero_is_explained_where_it_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    learns = [
+        f"-s{v}"
+        for v in (
+            "rounds=2",
+            "data.train_size=1000",
+            "partition=iid",
+            "plan.epochs=2",
+            "plan.lr=0.1",
+        )
+    ]
     learns.append("-q")
-    why = "forgetting below 0: in the last round the classes are on average better than in any earlier one\n"
+    why = (
+        "forgetting below 0: in the last round the classes are on average better than in any "
+        "earlier one\n"
+    )
     assert call(["run", "small.toml", "--out", "one", *learns]) == 0
     said = capsys.readouterr().out
     assert why in said
@@ -170,7 +203,16 @@ def test_what_is_ones_own_is_called_by_its_file_and_not_by_a_path(
     said = capsys.readouterr()
     assert said.out.startswith("own.py:Mine ")
     assert said.err.startswith("own.py:Mine: 1 rounds, in one")
-    words = ["compare", "small.toml", "--methods", "own.py:Mine,own.py:Other", "--seeds", "1", "--out", "all"]
+    words = [
+        "compare",
+        "small.toml",
+        "--methods",
+        "own.py:Mine,own.py:Other",
+        "--seeds",
+        "1",
+        "--out",
+        "all",
+    ]
     assert call(words) == 0, "two methods of one file are two"
     said = capsys.readouterr()
     for name in ("own.py:Mine", "own.py:Other"):
@@ -183,14 +225,21 @@ def test_what_is_ones_own_is_called_by_its_file_and_not_by_a_path(
 
 @pytest.mark.parametrize("words", ["a,b", "[a,b]", '["a","b"]', "a, b"])
 def test_a_list_with_commas_is_a_list_where_one_is_wanted(words: str) -> None:
-    settings = settle(load("small.toml", (f"data.columns={words}", "measure=local,personal", "data.label_column=x,y")))
+    settings = settle(
+        load(
+            "small.toml",
+            (f"data.columns={words}", "measure=local,personal", "data.label_column=x,y"),
+        )
+    )
     assert settings.data.columns == ("a", "b")
     assert settings.measure == ("local", "personal")
     assert settings.data.label_column == "x,y"
     assert 'columns = [\n    "a",\n    "b",\n]' in settings.toml
 
 
-def test_what_was_typed_for_a_table_is_not_said_of_its_other_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_typed_for_a_table_is_not_said_of_its_other_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     settings = settle(load("small.toml", ("data=digits", "partition=iid")))
     origins = {key: origin for key, _, origin in resolved_values(settings)}
     assert (origins["data.name"], origins["data.kind"], origins["partition.kind"]) == (
@@ -204,7 +253,10 @@ def test_the_maps_of_digits_say_nothing_of_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("t.csv").write_text("a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60)))
-    monkeypatch.setattr("fedstill.experiment.ranking.nearest.told_of_maps", lambda maps, method, here: [f"here {here}"])
+    monkeypatch.setattr(
+        "fedstill.experiment.ranking.nearest.told_of_maps",
+        lambda maps, method, here: [f"here {here}"],
+    )
     for data, said in (("t.csv", "here None"), ("digits", "here Setting(")):
         assert call(["explain", "small.toml", "-s", f"data={data}", "-s", "partition=iid"]) == 0
         assert said in capsys.readouterr().out

@@ -1,5 +1,6 @@
-"""The wheel without extras, in an empty environment and outside of any checkout: every command works, or says what to
-install."""
+"""The wheel without extras, in an empty environment and outside of any checkout: every command
+works, or says what to install.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MINUTES = 60.0
-SMALLER = ["topology.clients=10", "topology.sampled=3", "plan.epochs=1", "data.augment=[]", "data.train_size=400"]
+SMALLER = [
+    "topology.clients=10",
+    "topology.sampled=3",
+    "plan.epochs=1",
+    "data.augment=[]",
+    "data.train_size=400",
+]
 Fedstill = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -31,7 +38,18 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = (place / "dist").glob("*.whl")
     uv(["venv", "--python", sys.executable, str(place / "environment")], MINUTES)
     python = place / "environment" / "bin" / "python"
-    uv(["pip", "install", "--python", str(python), "-c", str(ROOT / "constraints.txt"), str(wheel)], 30 * MINUTES)
+    uv(
+        [
+            "pip",
+            "install",
+            "--python",
+            str(python),
+            "-c",
+            str(ROOT / "constraints.txt"),
+            str(wheel),
+        ],
+        30 * MINUTES,
+    )
     for name in ("home", "elsewhere"):
         (place / name).mkdir()
     (place / "elsewhere" / "small.toml").write_text(toys.SMALL)
@@ -50,7 +68,13 @@ def fedstill(elsewhere: Path) -> Fedstill:
     def call(*words: str, folder: Path = elsewhere) -> subprocess.CompletedProcess[str]:
         what, settings = command(elsewhere, *words)
         return subprocess.run(
-            what, cwd=folder, env=settings, capture_output=True, text=True, timeout=30 * MINUTES, check=False
+            what,
+            cwd=folder,
+            env=settings,
+            capture_output=True,
+            text=True,
+            timeout=30 * MINUTES,
+            check=False,
         )
 
     return call
@@ -58,7 +82,10 @@ def fedstill(elsewhere: Path) -> Fedstill:
 
 def test_nothing_of_a_checkout_or_an_extra_is_there(elsewhere: Path) -> None:
     python = elsewhere.parent / "environment" / "bin" / "python"
-    code = "import importlib.util as u, fedstill; print(fedstill.__file__, *map(u.find_spec, ('flwr', 'tensorboard')))"
+    code = (
+        "import importlib.util as u, fedstill; print(fedstill.__file__, *map(u.find_spec, ('flwr', "
+        "'tensorboard')))"
+    )
     said = subprocess.run(
         [python, "-c", code], cwd=elsewhere, env={}, capture_output=True, text=True, check=True
     ).stdout
@@ -81,7 +108,20 @@ def test_a_run_and_what_can_be_made_of_it(elsewhere: Path, fedstill: Fedstill) -
         (["run", "small.toml", "--out", "one", "-q"], "forgetting"),
         (["resume", "one"], "forgetting"),
         (["report", "one"], "one/report.html"),
-        (["compare", "small.toml", "--methods", "fedavg,fedntd", "--seeds", "1,2", "--out", "two", "-q"], "±"),
+        (
+            [
+                "compare",
+                "small.toml",
+                "--methods",
+                "fedavg,fedntd",
+                "--seeds",
+                "1,2",
+                "--out",
+                "two",
+                "-q",
+            ],
+            "±",
+        ),
     ):
         done = fedstill(*words)
         assert done.returncode == 0, done.stderr
@@ -91,7 +131,18 @@ def test_a_run_and_what_can_be_made_of_it(elsewhere: Path, fedstill: Fedstill) -
 
 
 def test_a_papers_cell_on_digits(fedstill: Fedstill) -> None:
-    words = ["reproduce", "fedadkd/figure7", "--data", "digits", "--rounds", "2", "--seeds", "1", "--cells", "full:*"]
+    words = [
+        "reproduce",
+        "fedadkd/figure7",
+        "--data",
+        "digits",
+        "--rounds",
+        "2",
+        "--seeds",
+        "1",
+        "--cells",
+        "full:*",
+    ]
     done = fedstill(*words, "-q", "--out", "cell", *(word for s in SMALLER for word in ("-s", s)))
     assert done.returncode == 0, done.stderr
     assert "REDUCED OR CHANGED" in done.stdout
@@ -124,7 +175,9 @@ def test_a_stopped_run_is_resumed(elsewhere: Path, fedstill: Fedstill) -> None:
         (["report", "reported", "--tensorboard", "board"], "tensorboard"),
     ],
 )
-def test_a_missing_extra_is_one_line(words: list[str], extra: str, elsewhere: Path, fedstill: Fedstill) -> None:
+def test_a_missing_extra_is_one_line(
+    words: list[str], extra: str, elsewhere: Path, fedstill: Fedstill
+) -> None:
     if words[0] == "report" and not (elsewhere / "reported").exists():
         assert fedstill("run", "small.toml", "--out", "reported", "-q").returncode == 0
     before = {path.name for path in elsewhere.iterdir()}

@@ -1,7 +1,7 @@
 """The demo's three methods where no extra is installed, as after ``make demo``.
 
-The tests' environment has the extras, so a child process hides them. test_wheel.py runs the demo in an environment that
-has none.
+The tests' environment has the extras, so a child process hides them. test_wheel.py runs the demo in
+an environment that has none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def required_packages(name: str) -> set[str]:
 
 
 def modules_of_extras() -> list[str]:
-    """The importable modules that are here, but not where only fedstill and its dependencies are installed."""
+    """The importable modules that are here, but not where only fedstill and its dependencies are
+    installed.
+    """
     required = required_packages("fedstill")
     return [
         module
@@ -61,9 +63,22 @@ def test_the_demos_methods_need_no_extra(tmp_path: Path) -> None:
     assert "pytest" in hidden
     assert "torch" not in hidden
     (tmp_path / "small.toml").write_text(toys.SMALL)
-    command = ["compare", "small.toml", "--methods", "fedavg,fedprox,fedntd", "--out", "runs", "--jobs", "1", "--quiet"]
+    command = [
+        "compare",
+        "small.toml",
+        "--methods",
+        "fedavg,fedprox,fedntd",
+        "--out",
+        "runs",
+        "--jobs",
+        "1",
+        "--quiet",
+    ]
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ",".join(hidden), *command], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, ",".join(hidden), *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "runs" / "report.html").is_file()

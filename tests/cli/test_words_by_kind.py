@@ -1,4 +1,6 @@
-"""``explain`` and the report say what examples are, what reading them left out, and who the clients are."""
+"""``explain`` and the report say what examples are, what reading them left out, and who the clients
+are.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,17 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for i in range(80):
         missing = i % 8 == 0
         lines.append(
-            f"{'' if missing else 40 + i % 7},{'AB'[i % 2]},3,{'south' if i % 16 < 8 else 'north'},{i // 4 % 2}"
+            f"{'' if missing else 40 + i % 7},{'AB'[i % 2]},3,{'south' if i % 16 < 8 else 'north'},"
+            f"{i // 4 % 2}"
         )
     (tmp_path / "wards.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "c.toml").write_text(CONFIG)
     return tmp_path / "c.toml"
 
 
-def test_explain_says_what_was_read_and_whose_it_is(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_what_was_read_and_whose_it_is(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["explain", str(config)]) == 0
     said = capsys.readouterr().out
     assert "examples trained on a round" in said
@@ -65,7 +70,9 @@ def test_explain_says_what_was_read_and_whose_it_is(config: Path, capsys: pytest
     assert [line.split()[0] for line in rows] == ["north", "south"]
 
 
-def test_the_journal_and_the_report_say_it_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_journal_and_the_report_say_it_too(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["run", str(config), "--out", "run", "--quiet"]) == 0
     start = read_journal(Path("run/journal.jsonl"))[0]
     assert start["notes"] == NOTES
@@ -79,10 +86,15 @@ def test_the_journal_and_the_report_say_it_too(config: Path, capsys: pytest.Capt
     assert "Constant to six digits, and left at 0: floor." in page
 
 
-def test_images_have_their_word_and_no_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_have_their_word_and_no_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["data.train_size=60", "data.test_size=20", "topology.clients=2", "rounds=1"]
     (tmp_path / "d.toml").write_text("")
-    assert call(["explain", str(tmp_path / "d.toml"), *(word for s in small for word in ("-s", s))]) == 0
+    assert (
+        call(["explain", str(tmp_path / "d.toml"), *(word for s in small for word in ("-s", s))])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "images trained on a round" in said
     assert [line for line in said.splitlines() if line.startswith("data: ")] == [

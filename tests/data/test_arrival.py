@@ -1,4 +1,6 @@
-"""New data: by a stated rule, once there always there, and what is held out once is held out for good."""
+"""New data: by a stated rule, once there always there, and what is held out once is held out for
+good.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def test_class_after_class_comes_one_class_before_the_next() -> None:
     order = LABELS[turns.argsort()].tolist()
     assert len({tuple(order[i : i + 15]) for i in range(0, 60, 15)}) == 4
     assert all(len(set(order[i : i + 15])) == 1 for i in range(0, 60, 15))
-    firsts = {int(LABELS[Arrival("by_class", 0.25, 4, seed).turns(0, LABELS).argmin()]) for seed in range(20)}
+    firsts = {
+        int(LABELS[Arrival("by_class", 0.25, 4, seed).turns(0, LABELS).argmin()])
+        for seed in range(20)
+    }
     assert firsts == {0, 1, 2, 3}, "which class comes first is drawn"
 
 
@@ -57,7 +62,10 @@ def test_one_example_at_least_is_there_of_whatever_is_asked() -> None:
 
 
 def prepared(**query: object) -> Prepared:
-    return prepare(settle(toys.asking_again(rounds=4, query={"draw": "all", "again": "mixed", **query})), toys.blobs())
+    return prepare(
+        settle(toys.asking_again(rounds=4, query={"draw": "all", "again": "mixed", **query})),
+        toys.blobs(),
+    )
 
 
 def test_a_clients_views_grow_in_equal_parts_by_default() -> None:
@@ -68,7 +76,9 @@ def test_a_clients_views_grow_in_equal_parts_by_default() -> None:
             view = ready.sites.view(client, Stage(round, 0, "fit", (client,)))
             assert view.validation is not None
             share = math.floor(total * round / 4 + 0.5)
-            assert len(view.data) + len(view.validation) in (share, share + 1), "one is held out at least"
+            assert len(view.data) + len(view.validation) in (share, share + 1), (
+                "one is held out at least"
+            )
             assert view.counts.tolist() == ready.sites.counts(client, round).tolist()
             assert int(view.counts.sum()) == share
         assert view.counts.tolist() == ready.sites.counts(client).tolist()

@@ -1,4 +1,6 @@
-"""Augmentation: exact pixels, the papers' order of steps, and draws that come from the given generator alone."""
+"""Augmentation: exact pixels, the papers' order of steps, and draws that come from the given
+generator alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
 def batch(count=64, side=32, low=1):
     return torch.randint(
-        low, 256, (count, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+        low,
+        256,
+        (count, 3, side, side),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
     )
 
 
@@ -31,11 +37,12 @@ def pixels(images, steps, seed=0):
 
 def test_normalise_is_the_formula():
     images = batch()
-    expected = (images.double() / 255 - torch.tensor(MEAN).double().view(3, 1, 1)) / torch.tensor(STD).double().view(
-        3, 1, 1
-    )
+    expected = (images.double() / 255 - torch.tensor(MEAN).double().view(3, 1, 1)) / torch.tensor(
+        STD
+    ).double().view(3, 1, 1)
     assert normalise(images, MEAN, STD).dtype == torch.float32
-    # Five roundings to float32 (of the mean, the spread and each operation), 2^-24 each, on numbers of less than 3.
+    # Five roundings to float32 (of the mean, the spread and each operation), 2^-24 each, on numbers
+    # of less than 3.
     assert (normalise(images, MEAN, STD).double() - expected).abs().max() < 5 * 3 * 2**-24
     assert torch.equal(run(images, ()), normalise(images, MEAN, STD))
 
@@ -54,7 +61,8 @@ def test_crop_is_a_window_of_the_padded_image(step, mode):
     images = batch(300)
     padded = torch.nn.functional.pad(images.float(), (4, 4, 4, 4), mode=mode).to(torch.uint8)
     windows = padded.unfold(2, 32, 1).unfold(3, 32, 1)  # (B, C, 9, 9, H, W)
-    match = (pixels(images, [step])[:, :, None, None] == windows).flatten(4).all(4).all(1)  # (B, 9, 9)
+    # (B, 9, 9)
+    match = (pixels(images, [step])[:, :, None, None] == windows).flatten(4).all(4).all(1)
     assert bool(match.flatten(1).any(1).all())
     assert bool(match.any(0).any(0).all())  # every column offset occurs
     assert bool(match.any(0).any(1).all())
@@ -83,7 +91,9 @@ def test_padding_is_black_before_normalisation():
 def test_rotation_turns_by_at_most_15_degrees_about_the_centre():
     spot = torch.zeros(500, 1, 33, 33, dtype=torch.uint8)
     spot[:, :, 16, 16] = 255
-    assert torch.equal(run(spot, ["rotation"], mean=(0.0,), std=(1.0,)).round().to(torch.uint8) * 255, spot)
+    assert torch.equal(
+        run(spot, ["rotation"], mean=(0.0,), std=(1.0,)).round().to(torch.uint8) * 255, spot
+    )
     bar = torch.zeros(500, 1, 33, 33, dtype=torch.uint8)
     bar[:, :, 16, 28] = 255  # 12 to the right of the centre
     out = run(bar, ["rotation"], mean=(0.0,), std=(1.0,))[:, 0] > 0.5
@@ -96,7 +106,9 @@ def test_rotation_turns_by_at_most_15_degrees_about_the_centre():
 def test_rotation_leaves_black_corners_and_crop_moves_them():
     white = torch.full((50, 3, 32, 32), 255, dtype=torch.uint8)
     assert 0.9 < float(run(white, ["rotation"], 0, *PLAIN).mean()) < 1
-    assert float(run(white, ["crop", "rotation"], 0, *PLAIN).mean()) < float(run(white, ["rotation"], 0, *PLAIN).mean())
+    assert float(run(white, ["crop", "rotation"], 0, *PLAIN).mean()) < float(
+        run(white, ["rotation"], 0, *PLAIN).mean()
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -124,7 +136,10 @@ def test_every_image_has_its_own_draw():
 
 def test_read_only_and_strided_images_are_taken():
     images = batch(4).to(memory_format=torch.channels_last)
-    assert torch.equal(run(images, ["crop", "flip", "cutout"]), run(images.contiguous(), ["crop", "flip", "cutout"]))
+    assert torch.equal(
+        run(images, ["crop", "flip", "cutout"]),
+        run(images.contiguous(), ["crop", "flip", "cutout"]),
+    )
 
 
 def test_illegal_steps_are_refused():

@@ -27,7 +27,11 @@ def test_flat_parts_are_what_the_list_is(lists: list[list[int]]) -> None:
     assert [part.tolist() for part in parts] == lists
     assert [part.tolist() for part in parts[1:]] == lists[1:]
     assert [part.tolist() for part in parts.tensors()] == lists
-    assert (len(parts), parts[-1].tolist(), parts.sizes.tolist()) == (len(lists), lists[-1], [*map(len, lists)])
+    assert (len(parts), parts[-1].tolist(), parts.sizes.tolist()) == (
+        len(lists),
+        lists[-1],
+        [*map(len, lists)],
+    )
     assert FlatParts.of(parts) is parts
     with pytest.raises(IndexError, match=f"there is no client {len(lists)} of {len(lists)}"):
         parts[len(lists)]

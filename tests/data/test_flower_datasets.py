@@ -1,4 +1,6 @@
-"""Partitioners of Flower Datasets as splits: the parts are theirs, wrong names and options are named."""
+"""Partitioners of Flower Datasets as splits: the parts are theirs, wrong names and options are
+named.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from fedstill.errors import ConfigError, UnknownName
 
 pytestmark = pytest.mark.skipif(
     find_spec("flwr_datasets") is None,
-    reason="Flower Datasets is not installed: pip install 'fedstill[flower-datasets]', as make test does",
+    reason="Flower Datasets is not installed: pip install 'fedstill[flower-datasets]', as make "
+    "test does",
 )
 LABELS = np.random.RandomState(0).randint(0, 5, 400)
 
@@ -38,7 +41,11 @@ def test_the_parts_are_the_partitioners_own(name: str, options: dict[str, object
     together = np.concatenate(parts)
     assert len(np.unique(together)) == len(together)
     kind = getattr(known, name)
-    more = {"partition_by": "label", "seed": 3} if name not in ("IidPartitioner", "LinearPartitioner") else {}
+    more = (
+        {"partition_by": "label", "seed": 3}
+        if name not in ("IidPartitioner", "LinearPartitioner")
+        else {}
+    )
     theirs = kind(num_partitions=5, **more, **options)
     theirs.dataset = datasets.Dataset.from_dict({"label": LABELS, "at": np.arange(len(LABELS))})
     assert [list(theirs.load_partition(i)["at"]) for i in range(5)] == [p.tolist() for p in parts]

@@ -1,4 +1,6 @@
-"""Files that lie: what they claim is read before anything is unpacked, and each is refused in one line, by its name."""
+"""Files that lie: what they claim is read before anything is unpacked, and each is refused in one
+line, by its name.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def at_most(allowed: int = 64 * MEGABYTE) -> Iterator[None]:
-    """What is done must not allocate more than this, in Python and NumPy; modules that it imports first count, too."""
+    """What is done must not allocate more than this, in Python and NumPy; modules that it imports
+    first count, too.
+    """
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -70,7 +74,9 @@ def refused(text: str, place: Path, **fields: Any) -> str:
 def test_the_memory_that_there_is_is_known() -> None:
     assert 1 << 28 < memory_bytes() < 1 << 50
     refuse_large("CIFAR-100", 60_000 * 3 * 32 * 32)
-    with pytest.raises(DataError, match=r"x says that it holds 640 TB, and this machine reads at most .*1/3 of its"):
+    with pytest.raises(
+        DataError, match=r"x says that it holds 640 TB, and this machine reads at most .*1/3 of its"
+    ):
         refuse_large("x", 582 << 40)
 
 
@@ -100,7 +106,10 @@ def test_memory_that_ran_out_is_named_with_the_file_and_its_size(tmp_path: Path)
 
 def table(path: Path, images: list[Any], labels: list[Any], **more: Any) -> Path:
     """A parquet file of images as bytes, or as a path, and labels."""
-    cells = [{"bytes": x, "path": None} if isinstance(x, bytes) else {"bytes": None, "path": x} for x in images]
+    cells = [
+        {"bytes": x, "path": None} if isinstance(x, bytes) else {"bytes": None, "path": x}
+        for x in images
+    ]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"image": pa.array(cells, kind), "label": labels}), path, **more)
@@ -117,10 +126,17 @@ def png_of(width: int, height: int) -> bytes:
     """The header of an image of any size, and next to nothing in it."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 9)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 9))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("side", [12_000, 9_000, 20_000, 2**31 - 1])
@@ -130,24 +146,33 @@ def test_an_image_of_too_many_pixels_is_refused_from_its_header(side: int, tmp_p
     (tmp_path / "images").mkdir()
     (tmp_path / "images/large.png").write_bytes(png_of(side, side))
     with at_most():
-        refused(rf"image of {side} × {side} pixels, and at most 67,108,864|larger image", place, size=8)
+        refused(
+            rf"image of {side} × {side} pixels, and at most 67,108,864|larger image", place, size=8
+        )
         with pytest.raises(DataError, match=r"images/large\.png is an? (image of|larger)"):
             read_unlabelled(tmp_path / "images", 8)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_limit_holds_in_every_format(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_holds_in_every_format(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Image.init()
     if kind not in Image.SAVE:
         pytest.skip(f"this Pillow writes no {kind}")
     place = table(tmp_path / "mine/train-0.parquet", [encoded(kind, 64)] * 10, [0, 1] * 5)
     assert load_dataset(str(place)).input_shape == (3, 64, 64)
     monkeypatch.setattr(pictures, "PIXELS", 64 * 64 - 1)
-    refused("example 0 is an image of 64 × 64 pixels", table(tmp_path / "other/a.parquet", [encoded(kind, 64)], [0]))
+    refused(
+        "example 0 is an image of 64 × 64 pixels",
+        table(tmp_path / "other/a.parquet", [encoded(kind, 64)], [0]),
+    )
 
 
 @pytest.mark.parametrize("kind", ["EPS", "ICO", "PDF"])
-def test_formats_that_start_programs_or_lie_about_their_size_are_not_read(kind: str, tmp_path: Path) -> None:
+def test_formats_that_start_programs_or_lie_about_their_size_are_not_read(
+    kind: str, tmp_path: Path
+) -> None:
     place = table(tmp_path / "mine/train-0.parquet", [encoded(kind, 16)], [0])
     refused("example 0 cannot be decoded as an image: it is none of PNG, JPEG", place)
 
@@ -177,7 +202,8 @@ def test_images_that_together_are_too_many_are_refused_at_the_first(
     monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * MEGABYTE)
     image = encoded(side=64)
     refused(
-        "train says that it holds 1.2 MB, .* at most 1.0 MB", table(tmp_path / "t/a.parquet", [image] * 100, [0] * 100)
+        "train says that it holds 1.2 MB, .* at most 1.0 MB",
+        table(tmp_path / "t/a.parquet", [image] * 100, [0] * 100),
     )
     place = tmp_path / "mine/train/cat"
     place.mkdir(parents=True)
@@ -196,27 +222,45 @@ def test_a_file_that_is_larger_than_an_image_can_be_is_not_read(
     with (tmp_path / "mine/a.webp").open("wb") as file:
         file.write(encoded("WEBP"))
         file.truncate(20 * MEGABYTE)  # a hole: it takes no room on the disk
-    with at_most(), pytest.raises(DataError, match=r"a\.webp is 20 MB; an image may have at most 1.0 MB"):
+    with (
+        at_most(),
+        pytest.raises(DataError, match=r"a\.webp is 20 MB; an image may have at most 1.0 MB"),
+    ):
         read_unlabelled(tmp_path / "mine")
 
 
 # NPZ
 
 
-def archive(path: Path, labels: np.ndarray | None = None, count: int = 10, **arrays: np.ndarray) -> Path:
+def archive(
+    path: Path, labels: np.ndarray | None = None, count: int = 10, **arrays: np.ndarray
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     labels = np.arange(count) % 2 if labels is None else labels
-    np.savez(path, **{"train_images": np.zeros((count, 4, 4), np.uint8), "train_labels": labels, **arrays})
+    np.savez(
+        path,
+        **{"train_images": np.zeros((count, 4, 4), np.uint8), "train_labels": labels, **arrays},
+    )
     return path.parent
 
 
 def header(shape: str, descr: str = "'|u1'", order: str = "False", version: int = 1) -> bytes:
     """An NPY header that says what it likes."""
     text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n".encode()
-    return b"\x93NUMPY" + bytes([version, 0]) + struct.pack("<H" if version == 1 else "<I", len(text)) + text
+    return (
+        b"\x93NUMPY"
+        + bytes([version, 0])
+        + struct.pack("<H" if version == 1 else "<I", len(text))
+        + text
+    )
 
 
-def lying(path: Path, images: bytes, change: Callable[[zipfile.ZipInfo], None] = lambda _: None, **how: Any) -> Path:
+def lying(
+    path: Path,
+    images: bytes,
+    change: Callable[[zipfile.ZipInfo], None] = lambda _: None,
+    **how: Any,
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     labels = io.BytesIO()
     np.save(labels, np.arange(10) % 2)
@@ -259,7 +303,9 @@ def test_an_npz_whose_header_lies_is_refused_before_its_array_is_read(
     lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = lying(tmp_path / "mine/a.npz", LIES[lie])
-    monkeypatch.setattr("fedstill.data.sources.npz._array", lambda *_: pytest.fail("an array was read"))
+    monkeypatch.setattr(
+        "fedstill.data.sources.npz._array", lambda *_: pytest.fail("an array was read")
+    )
     with at_most():
         assert str(tmp_path / "mine/a.npz") in refused("damaged or not an archive", place)
 
@@ -267,7 +313,10 @@ def test_an_npz_whose_header_lies_is_refused_before_its_array_is_read(
 def test_an_npz_in_fortran_order_is_read_right(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (10, 4, 6, 3), dtype=np.uint8)
     archive(
-        tmp_path / "mine/a.npz", train_images=np.asfortranarray(images), test_images=images, test_labels=np.ones(10)
+        tmp_path / "mine/a.npz",
+        train_images=np.asfortranarray(images),
+        test_images=images,
+        test_labels=np.ones(10),
     )
     data = load_dataset(str(tmp_path / "mine"))
     assert np.array_equal(data.train.values.numpy(), images.transpose(0, 3, 1, 2))
@@ -282,17 +331,24 @@ def test_an_archive_that_says_that_it_is_larger_than_memory(tmp_path: Path) -> N
         refused(r"a\.npz says that it holds 640 TB, and this machine reads at most", place)
 
 
-def test_a_bomb_in_one_member_or_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_in_one_member_or_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "FREE", 3 * MEGABYTE)
     one = lying(tmp_path / "one/a.npz", header("(10, 2000, 2000)") + bytes(40 * MEGABYTE))
     several = tmp_path / "several/a.npz"
     several.parent.mkdir()
     zeros = np.zeros((2, 1000, 1000), np.uint8)
     members = {f"{split}_images": zeros for split in ("train", "val", "test")}
-    np.savez_compressed(several, **members, **{f"{split}_labels": np.zeros(2) for split in ("train", "val", "test")})
+    np.savez_compressed(
+        several, **members, **{f"{split}_labels": np.zeros(2) for split in ("train", "val", "test")}
+    )
     with at_most(20 * MEGABYTE):
         refused(r"a\.npz has 39 kB and says that it holds 40 MB, over 200 times as much", one)
-        refused(r"a\.npz has 7.\d kB and says that it holds 6.0 MB, over 200 times as much", several.parent)
+        refused(
+            r"a\.npz has 7.\d kB and says that it holds 6.0 MB, over 200 times as much",
+            several.parent,
+        )
 
 
 def test_an_npz_that_is_changed_anywhere_ends_in_one_line(tmp_path: Path) -> None:
@@ -318,7 +374,9 @@ def test_other_ways_of_packing_unpack_too_much_at_a_time(how: int, tmp_path: Pat
     refused("is not packed as NumPy does it", place)
 
 
-@pytest.mark.parametrize("bad", [b"", b"PK\x05\x06", b"\x93NUMPY", header("(10, 8000000, 8000000)"), bytes(1000)])
+@pytest.mark.parametrize(
+    "bad", [b"", b"PK\x05\x06", b"\x93NUMPY", header("(10, 8000000, 8000000)"), bytes(1000)]
+)
 def test_an_npz_that_is_none(bad: bytes, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/a.npz").write_bytes(bad)
@@ -343,34 +401,57 @@ def test_labels_that_would_be_cut_off_or_wrapped_are_refused(which: str, tmp_pat
     head, text = BAD_LABELS[which]
     labels = [*head, *[0] * (10 - len(head))]
     refused(text, archive(tmp_path / "npz/a.npz", np.array(labels)))
-    refused(text, table(tmp_path / "parquet/a.parquet", [encoded()] * 10, [type(head[0])(v) for v in labels]))
+    refused(
+        text,
+        table(tmp_path / "parquet/a.parquet", [encoded()] * 10, [type(head[0])(v) for v in labels]),
+    )
 
 
 def test_labels_of_64_bits_without_a_sign_do_not_wrap_around(tmp_path: Path) -> None:
     labels = np.array([0] * 9 + [2**64 - 1], np.uint64)
     refused("example 9 has the label 18446744073709551615", archive(tmp_path / "npz/a.npz", labels))
-    refused("has the label 18446744073709551615", table(tmp_path / "t/a.parquet", [encoded()] * 10, pa.array(labels)))
+    refused(
+        "has the label 18446744073709551615",
+        table(tmp_path / "t/a.parquet", [encoded()] * 10, pa.array(labels)),
+    )
 
 
 def test_whole_numbers_pass_whatever_they_are_stored_as(tmp_path: Path) -> None:
     for kind in ("float32", "float64", "uint8", "int16", "bool"):
         labels = (np.arange(10) % 2).astype(kind)
         from_npz = load_dataset(str(archive(tmp_path / kind / "npz/a.npz", labels)))
-        from_table = load_dataset(str(table(tmp_path / kind / "t/a.parquet", [encoded()] * 10, pa.array(labels))))
+        from_table = load_dataset(
+            str(table(tmp_path / kind / "t/a.parquet", [encoded()] * 10, pa.array(labels)))
+        )
         for data in (from_npz, from_table):
-            assert sorted([*data.train.labels.tolist(), *data.test.labels.tolist()]) == [0] * 5 + [1] * 5
+            assert (
+                sorted([*data.train.labels.tolist(), *data.test.labels.tolist()])
+                == [0] * 5 + [1] * 5
+            )
 
 
 def test_labels_of_an_npz_that_are_no_numbers(tmp_path: Path) -> None:
     refused("damaged or not an archive", archive(tmp_path / "mine/a.npz", np.zeros(10, complex)))
     for name, labels in {"texts": np.array(["0"] * 10), "bytes": np.array([b"x"] * 10)}.items():
-        refused(rf"labels.npy holds {name}, not class ids; names, ids =", archive(tmp_path / name / "a.npz", labels))
+        refused(
+            rf"labels.npy holds {name}, not class ids; names, ids =",
+            archive(tmp_path / name / "a.npz", labels),
+        )
 
 
 def test_labels_of_a_table_that_are_no_labels(tmp_path: Path) -> None:
-    for name, labels in {"lists": [[1], [2]], "bytes": [b"a", b"b"], "structs": [{"a": 1}, {"a": 2}]}.items():
-        refused("not class ids or names", table(tmp_path / name / "a.parquet", [encoded()] * 2, labels))
-    refused("example 1 has the label 'yyy", table(tmp_path / "long/a.parquet", [encoded()] * 2, ["x", "y" * 10_000]))
+    for name, labels in {
+        "lists": [[1], [2]],
+        "bytes": [b"a", b"b"],
+        "structs": [{"a": 1}, {"a": 2}],
+    }.items():
+        refused(
+            "not class ids or names", table(tmp_path / name / "a.parquet", [encoded()] * 2, labels)
+        )
+    refused(
+        "example 1 has the label 'yyy",
+        table(tmp_path / "long/a.parquet", [encoded()] * 2, ["x", "y" * 10_000]),
+    )
 
 
 # Parquet
@@ -379,7 +460,9 @@ def test_labels_of_a_table_that_are_no_labels(tmp_path: Path) -> None:
 SECRET = "../secret.png"
 
 
-@pytest.mark.parametrize("how", ["relative", "deep", "absolute", "link", "folder link", "url", "file url", "null"])
+@pytest.mark.parametrize(
+    "how", ["relative", "deep", "absolute", "link", "folder link", "url", "file url", "null"]
+)
 def test_a_path_in_a_table_opens_nothing_outside_of_the_folder(how: str, tmp_path: Path) -> None:
     place, secret = tmp_path / "mine", tmp_path / "secret.png"
     (place / "in").mkdir(parents=True)
@@ -405,7 +488,9 @@ def test_a_path_in_a_table_opens_nothing_outside_of_the_folder(how: str, tmp_pat
         refused("train: example 3(: there is no file| names the file)", place)
 
 
-def test_a_path_in_a_table_that_lies_in_the_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_a_table_that_lies_in_the_folder_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir("/")
     place = tmp_path / "mine"
     (place / "in").mkdir(parents=True)
@@ -420,12 +505,19 @@ def test_devices_pipes_and_folders_are_no_images(tmp_path: Path) -> None:
     os.mkfifo(place / "pipe.png")
     for path in ("pipe.png", "folder.png", "", "nothing.png", "x" * 5000):
         table(place / "train-0.parquet", [path], [0])
-        refused("example 0(: there is no file| has neither| cannot be read)|File name too long", place)
+        refused(
+            "example 0(: there is no file| has neither| cannot be read)|File name too long", place
+        )
 
 
 def test_a_path_of_the_hub_is_read_from_the_same_data_set_only() -> None:
     hub = Pictures("x", within="owner/name")
-    for path in ("hf://datasets/other/name@1/a.png", "hf://datasets/owner/name@1/../../b", "/etc/passwd", "s3://a/b"):
+    for path in (
+        "hf://datasets/other/name@1/a.png",
+        "hf://datasets/owner/name@1/../../b",
+        "/etc/passwd",
+        "s3://a/b",
+    ):
         with pytest.raises(DataError, match="names the file"):
             hub.decoded({"bytes": None, "path": path}, 0)
     assert pictures._on_hub("hf://datasets/owner/name@1/a.png", "owner/name")
@@ -436,7 +528,11 @@ def test_a_path_of_the_hub_is_read_from_the_same_data_set_only() -> None:
 def test_one_value_in_all_rows_is_held_once(tmp_path: Path) -> None:
     """A dictionary: the file is small, and all rows of it at once would be 200 MB."""
     image = encoded() + bytes(MEGABYTE)
-    options = {"compression": "zstd", "dictionary_pagesize_limit": 10 * MEGABYTE, "use_dictionary": True}
+    options = {
+        "compression": "zstd",
+        "dictionary_pagesize_limit": 10 * MEGABYTE,
+        "use_dictionary": True,
+    }
     place = table(tmp_path / "mine/train-0.parquet", [image] * 200, [0, 1] * 100, **options)
     assert (place / "train-0.parquet").stat().st_size < 100_000
     usual, counting = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
@@ -448,11 +544,15 @@ def test_one_value_in_all_rows_is_held_once(tmp_path: Path) -> None:
     assert 0 < counting.max_memory() < 32 * MEGABYTE
 
 
-def test_one_value_in_all_rows_is_not_decoded_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_value_in_all_rows_is_not_decoded_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "FREE", 3 * MEGABYTE)
     image, options = encoded() + bytes(50_000), {"compression": "zstd", "use_dictionary": True}
     place = table(tmp_path / "mine/train-0.parquet", [image] * 1000, [0, 1] * 500, **options)
-    refused(r"train-0\.parquet has \S+ kB and says that it holds 3.0 MB, over 200 times as much", place)
+    refused(
+        r"train-0\.parquet has \S+ kB and says that it holds 3.0 MB, over 200 times as much", place
+    )
 
 
 def test_columns_that_unpack_to_too_much_are_refused_from_the_metadata(
@@ -460,11 +560,17 @@ def test_columns_that_unpack_to_too_much_are_refused_from_the_metadata(
 ) -> None:
     monkeypatch.setattr(limits, "FREE", 3 * MEGABYTE)
     options = {"compression": "zstd", "use_dictionary": False}
-    place = table(tmp_path / "mine/train-0.parquet", [encoded() + bytes(4 * MEGABYTE)] * 5, [0] * 5, **options)
-    refused(r"train-0\.parquet has \S+ kB and says that it holds 20 MB, over 200 times as much", place)
+    place = table(
+        tmp_path / "mine/train-0.parquet", [encoded() + bytes(4 * MEGABYTE)] * 5, [0] * 5, **options
+    )
+    refused(
+        r"train-0\.parquet has \S+ kB and says that it holds 20 MB, over 200 times as much", place
+    )
 
 
-def test_rows_that_are_too_many_are_refused_from_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_too_many_are_refused_from_the_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * MEGABYTE)
     place = table(tmp_path / "mine/train-0.parquet", [None] * 20_000, [0] * 20_000)
     refused(r"train-0\.parquet says that it holds 2.0 MB", place)
@@ -474,7 +580,9 @@ def test_a_column_of_numbers_is_no_column_of_images(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     lists = pa.array([[0] * 64, [1] * 64], pa.list_(pa.uint8()))
     pq.write_table(pa.table({"image": lists, "label": [0, 1]}), tmp_path / "mine/a.parquet")
-    refused("column 'image' holds list<.*>, not encoded images", tmp_path / "mine", image_column="image")
+    refused(
+        "column 'image' holds list<.*>, not encoded images", tmp_path / "mine", image_column="image"
+    )
 
 
 def test_bytes_that_are_changed_anywhere_end_in_one_line(tmp_path: Path) -> None:
@@ -558,7 +666,9 @@ def test_a_class_that_is_a_link_to_another_folder_is_read(tmp_path: Path) -> Non
     assert load_dataset(str(place)).classes == ("cat", "cow", "dog")
 
 
-def test_a_folder_or_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_or_file_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = folder_of_images(tmp_path / "mine")
     real_scan, real_open = os.scandir, Path.open
 

@@ -1,4 +1,6 @@
-"""One's own function that gives a data set: what it must be, and the line that says what is wrong with it."""
+"""One's own function that gives a data set: what it must be, and the line that says what is wrong
+with it.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,28 @@ def test_a_function_is_given_the_folder_if_it_takes_one(base: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "kind", "words"),
     [
-        ("pairs", ConfigError, "dataset 'mine.py:pairs' gave a tuple; it must return a Dataset, as fedstill.from_ten"),
+        (
+            "pairs",
+            ConfigError,
+            "dataset 'mine.py:pairs' gave a tuple; it must return a Dataset, as fedstill.from_ten",
+        ),
         ("nothing", ConfigError, "dataset 'mine.py:nothing' gave None; it must return a Dataset"),
-        ("needs", ConfigError, "dataset 'mine.py:needs' has a parameter 'seed' without a default; it is given the par"),
-        ("raises", DataError, r"dataset 'mine.py:raises': RuntimeError: .* \(mine.py, line 6, in some\)"),
+        (
+            "needs",
+            ConfigError,
+            "dataset 'mine.py:needs' has a parameter 'seed' without a default; it is given the par",
+        ),
+        (
+            "raises",
+            DataError,
+            r"dataset 'mine.py:raises': RuntimeError: .* \(mine.py, line 6, in some\)",
+        ),
         ("refuses", DataError, "^the station sent nothing yet; ask again tomorrow$"),
     ],
 )
-def test_a_broken_contract_is_one_line(function: str, kind: type[Exception], words: str, base: Path) -> None:
+def test_a_broken_contract_is_one_line(
+    function: str, kind: type[Exception], words: str, base: Path
+) -> None:
     with pytest.raises(kind, match=words) as caught:
         load_dataset(f"mine.py:{function}", base=base)
     assert "\n" not in str(caught.value)
@@ -85,26 +101,37 @@ def test_owners_of_a_function_are_clients_or_tasks_by_any_column_name(tmp_path: 
     data = load_dataset("mine.py:data", base=tmp_path, owner="ward")
     assert data.train.owners is not None
     assert data.train.owners.bincount().tolist() == [6, 6, 6]
-    with pytest.raises(DataError, match=r"'mine.py:none' says of no example whose it is, so there is no column 'ward'"):
+    with pytest.raises(
+        DataError,
+        match=r"'mine.py:none' says of no example whose it is, so there is no column 'ward'",
+    ):
         load_dataset("mine.py:none", base=tmp_path, owner="ward")
 
 
 def test_a_file_without_a_name_says_which_are_there(base: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the file registers no dataset; .* meant: mine\.py:some or"):
+    with pytest.raises(
+        ConfigError, match=r"the file registers no dataset; .* meant: mine\.py:some or"
+    ):
         load_dataset("mine.py", base=base)
-    with pytest.raises(ConfigError, match=r"^mine\.py: unknown dataset 'date'; did you mean 'data'\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^mine\.py: unknown dataset 'date'; did you mean 'data'\?$"
+    ):
         load_dataset("mine.py:date", base=base)
 
 
 def test_what_a_data_set_is_fits_on_a_line(base: Path) -> None:
     data = load_dataset("mine.py:data", base=base)
-    assert repr(data) == "<Dataset mine in None: 30 train, 9 test; rows of a table of (4,), 3 classes>"
+    assert (
+        repr(data) == "<Dataset mine in None: 30 train, 9 test; rows of a table of (4,), 3 classes>"
+    )
     assert repr(data.train) == "<Examples: 30 of shape (4,), torch.float32>"
 
 
 def test_images_with_their_channels_last_are_refused() -> None:
     images, labels = np.zeros((6, 8, 8, 3), np.uint8), np.arange(6) % 2
-    with pytest.raises(DataError, match=r"channels last; give \(N, C, H, W\): values.transpose\(0, 3, 1, 2\)"):
+    with pytest.raises(
+        DataError, match=r"channels last; give \(N, C, H, W\): values.transpose\(0, 3, 1, 2\)"
+    ):
         from_tensors("photos", (images, labels), (images, labels))
     first = images.transpose(0, 3, 1, 2)
     assert from_tensors("photos", (first, labels), (first, labels)).input_shape == (3, 8, 8)
@@ -113,12 +140,20 @@ def test_images_with_their_channels_last_are_refused() -> None:
 @pytest.mark.parametrize(
     ("labels", "remedy"),
     [
-        (np.array([0.0, 1.0, 1.0]), r"labels are float64 of shape \(3,\), .*: labels.astype\('int64'\)"),
-        (np.array(["a", "b", "b"]), r"names, ids = np.unique\(labels, return_inverse=True\), .* classes=names"),
+        (
+            np.array([0.0, 1.0, 1.0]),
+            r"labels are float64 of shape \(3,\), .*: labels.astype\('int64'\)",
+        ),
+        (
+            np.array(["a", "b", "b"]),
+            r"names, ids = np.unique\(labels, return_inverse=True\), .* classes=names",
+        ),
         (np.array([0, 1]), r"labels are int64 of shape \(2,\), not whole numbers of shape \(3,\)$"),
     ],
 )
-def test_labels_of_another_type_are_refused_with_what_makes_class_ids(labels: np.ndarray, remedy: str) -> None:
+def test_labels_of_another_type_are_refused_with_what_makes_class_ids(
+    labels: np.ndarray, remedy: str
+) -> None:
     with pytest.raises(DataError, match=remedy):
         fedstill.from_tensors("mine", (np.zeros((3, 2)), labels), (np.zeros((3, 2)), labels))
 
@@ -134,7 +169,9 @@ def test_a_client_without_examples_is_named() -> None:
 
 def test_data_in_memory_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     pair = np.zeros((3, 2)), np.arange(3)
-    with pytest.raises(ConfigError, match=r"data is a tuple, not a data set: make one with fedstill.from_tensors\("):
+    with pytest.raises(
+        ConfigError, match=r"data is a tuple, not a data set: make one with fedstill.from_tensors\("
+    ):
         fedstill.run(fedstill.Experiment(rounds=1), tmp_path / "run", data=pair)
     assert not (tmp_path / "run").exists()
 
@@ -142,11 +179,15 @@ def test_data_in_memory_that_are_no_data_set_are_refused(tmp_path: Path) -> None
 def test_sounds_and_archives_of_other_numbers_are_led_to_a_function(tmp_path: Path) -> None:
     (tmp_path / "tones/high").mkdir(parents=True)
     (tmp_path / "tones/high/1.wav").write_bytes(b"RIFF")
-    with pytest.raises(DataError, match=r"holds no images \(it holds 1 .wav\).*sounds.*'mine.py:data'"):
+    with pytest.raises(
+        DataError, match=r"holds no images \(it holds 1 .wav\).*sounds.*'mine.py:data'"
+    ):
         load_dataset("tones", base=tmp_path)
     arrays = {f"{split}_images": np.zeros((4, 8, 8)) for split in ("train", "test")}
     np.savez(tmp_path / "tones.npz", **arrays, train_labels=np.arange(4), test_labels=np.arange(4))
-    with pytest.raises(DataError, match=r"train_images.npy holds float64, and images are uint8.*'mine.py:data'"):
+    with pytest.raises(
+        DataError, match=r"train_images.npy holds float64, and images are uint8.*'mine.py:data'"
+    ):
         load_dataset("tones.npz", base=tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""Partitions: the official codes' figures and streams, properties of every split, and what is refused."""
+"""Partitions: the official codes' figures and streams, properties of every split, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,8 @@ def test_hiper_gives_the_notebooks_sizes():
     assert sizes(even) == pytest.approx([11_400, 10_300, 10_200, 13_100], abs=75)
     skewed = p.hiper(labels[pool], 4, 0.1, 42)
     assert len(skewed[0]) == pytest.approx(320, abs=2)
-    assert len(skewed[0]) - len(skewed[0]) * 4 // 5 == 64  # the paper's accuracies there are multiples of 1/64
+    # the paper's accuracies there are multiples of 1/64
+    assert len(skewed[0]) - len(skewed[0]) * 4 // 5 == 64
 
 
 @pytest.mark.parametrize(("classes", "alpha"), [(2, 0.5), (2, 10.0), (2, 100.0)])
@@ -152,7 +155,12 @@ def test_extended_dirichlet_draws_what_the_official_code_draws():
             own = np.where(labels == c)[0]
             stream.shuffle(own)
             q = stream.dirichlet([1.0] * 30)
-            q = np.array([x * (len(h) < 100 and j in holders[c]) for j, (x, h) in enumerate(zip(q, held, strict=True))])
+            q = np.array(
+                [
+                    x * (len(h) < 100 and j in holders[c])
+                    for j, (x, h) in enumerate(zip(q, held, strict=True))
+                ]
+            )
             ends = (np.cumsum(q / q.sum()) * len(own)).astype(int)[:-1]
             if ends[-1] != len(own):
                 ends[holders[c][-1] :] = len(own)
@@ -190,7 +198,10 @@ def test_the_fast_dirichlet_stream_is_sizes_first_then_one_shuffle():
         counts.append(np.diff(ends, prepend=0, append=len(own), axis=1))
         held += counts[-1]
     first = int(np.flatnonzero(held.min(1) >= 5)[0])
-    pieces = [np.split(rng.permutation(own), np.cumsum(c[first])[:-1]) for own, c in zip(owned, counts, strict=True)]
+    pieces = [
+        np.split(rng.permutation(own), np.cumsum(c[first])[:-1])
+        for own, c in zip(owned, counts, strict=True)
+    ]
     expected = [rng.permutation(np.concatenate(mine)) for mine in zip(*pieces, strict=True)]
     assert same(p.dirichlet(labels, 7, 2.0, SEED, min_size=5, stream="fast"), expected)
 
@@ -217,7 +228,9 @@ def test_pathological_draws_owners_then_cuts_each_class(rule):
         own = stream.permutation(np.where(labels == c)[0]).tolist()
         even = len(own) / len(owners[c])
         low = max(1, int(np.ceil(even / 10)))
-        for k, size in zip(owners[c], stream.randint(low, int(np.ceil(even)), len(owners[c]) - 1), strict=False):
+        for k, size in zip(
+            owners[c], stream.randint(low, int(np.ceil(even)), len(owners[c]) - 1), strict=False
+        ):
             expected[k] += own[:size]
             own = own[size:]
         expected[owners[c][-1]] += own
@@ -249,15 +262,21 @@ def test_iid_cuts_one_permutation_into_equal_parts():
     assert same(p.iid(np.zeros(23, dtype=int), 5, SEED), np.array_split(order, 5))
 
 
-@pytest.mark.parametrize("name", ["iid", "dirichlet", "extended_dirichlet", "hybrid", "pathological", "hiper"])
+@pytest.mark.parametrize(
+    "name", ["iid", "dirichlet", "extended_dirichlet", "hybrid", "pathological", "hiper"]
+)
 def test_all_clients_are_views_of_one_array(name):
-    parts = lookup("partition", name).target(labels=BALANCED[::100], clients=10, seed=3, **FIELDS[name])
+    parts = lookup("partition", name).target(
+        labels=BALANCED[::100], clients=10, seed=3, **FIELDS[name]
+    )
     assert isinstance(parts, FlatParts)
     assert all(np.shares_memory(part, parts.order) for part in parts)
 
 
 def test_public_split_is_torch_random_split():
-    pool, public = torch.utils.data.random_split(range(100), [90, 10], generator=torch.Generator().manual_seed(42))
+    pool, public = torch.utils.data.random_split(
+        range(100), [90, 10], generator=torch.Generator().manual_seed(42)
+    )
     ours = p.public_split(100, 10)
     assert same(ours, (np.array(pool.indices), np.array(public.indices)))
 
@@ -287,12 +306,16 @@ CASES = [(name, {}) for name in names("partition") if name not in ELSEWHERE] + O
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.data_too_large])  # of old versions
+# of old versions
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 @given(seed=st.integers(0, 2**63 - 1), clients=st.sampled_from([4, 8]), data=st.data())
 def test_every_split_is_whole_pure_and_repeatable(name, options, seed, clients, data):
     counts = data.draw(st.lists(st.integers(60, 120), min_size=4, max_size=4))
     labels = np.random.RandomState(seed % 1000).permutation(np.repeat(np.arange(4), counts))
-    before, states = labels.copy(), (np.random.get_state()[1].copy(), random.getstate(), torch.get_rng_state())
+    before, states = (
+        labels.copy(),
+        (np.random.get_state()[1].copy(), random.getstate(), torch.get_rng_state()),
+    )
     entry = lookup("partition", name)
     fields = {**FIELDS[name], **options, "labels": labels, "clients": clients, "seed": seed}
     try:
@@ -311,14 +334,20 @@ def test_every_split_is_whole_pure_and_repeatable(name, options, seed, clients, 
 
 def test_registry_knows_every_split_and_its_fields():
     assert set(names("partition")) == {*FIELDS, *ELSEWHERE}
-    assert set(lookup("partition", "dirichlet").fields) == {"alpha", "min_size", "max_tries", "stream"}
+    assert set(lookup("partition", "dirichlet").fields) == {
+        "alpha",
+        "min_size",
+        "max_tries",
+        "stream",
+    }
     assert all(lookup("partition", name).summary for name in FIELDS)
 
 
 def test_fast_stream_keeps_the_balance_rule():
     draw = p.dirichlet_draw(BALANCED, 100, 0.1, 1, stream="fast")
     assert min(sizes(draw.parts)) >= 10
-    # A client stops receiving at 500, so it exceeds that through its last class alone (rounding left aside).
+    # A client stops receiving at 500, so it exceeds that through its last class alone (rounding
+    # left aside).
     for part in draw.parts:
         counts = np.bincount(BALANCED[part], minlength=10)
         counts[counts == 1] = 0
@@ -348,20 +377,32 @@ def test_iid_uses_every_example():
 REFUSED = [
     (lambda: p.iid(BALANCED[:5], 6, 0), "6 clients"),
     (lambda: p.sharding(BALANCED, 3, 1, 0), "multiple of 10"),
-    (lambda: p.sharding(np.repeat([0, 1], [50, 3]), 10, 2, 0), "class 1 has 3 examples for 10 shards"),
+    (
+        lambda: p.sharding(np.repeat([0, 1], [50, 3]), 10, 2, 0),
+        "class 1 has 3 examples for 10 shards",
+    ),
     (lambda: p.dirichlet(BALANCED, 6_000, 0.1, 0), "60,000"),
     (lambda: p.dirichlet(BALANCED, 100, 0.05, 0, max_tries=3), "none of 3 draws"),
     (lambda: p.dirichlet(BALANCED, 100, 0.05, 0, max_tries=3, stream="fast"), "none of 3 draws"),
     (lambda: p.dirichlet(BALANCED, 10, -1.0, 0), "alpha = -1.0: input should be greater than 0"),
-    (lambda: p.dirichlet(BALANCED, 0, 0.1, 0), "clients = 0: input should be greater than or equal to 1"),
+    (
+        lambda: p.dirichlet(BALANCED, 0, 0.1, 0),
+        "clients = 0: input should be greater than or equal to 1",
+    ),
     (lambda: p.dirichlet(BALANCED, 2.5, 0.1, 0), "clients = 2.5: input should be a valid integer"),
     (lambda: p.dirichlet(BALANCED, 10, 0.1, -1), "seed = -1"),
     (lambda: p.extended_dirichlet(BALANCED, 100, 11, 0.5, 0), "the data have 10 classes"),
     (lambda: p.extended_dirichlet(BALANCED, 3, 2, 0.5, 0), "cannot hold 10 classes"),
-    (lambda: p.extended_dirichlet(HAM10000, 100, 2, 1.0, 0, max_tries=20), r"class \d: \d+ examples for \d+ clients"),
+    (
+        lambda: p.extended_dirichlet(HAM10000, 100, 2, 1.0, 0, max_tries=20),
+        r"class \d: \d+ examples for \d+ clients",
+    ),
     (lambda: p.pathological(BALANCED, 3, 3, 0), "cannot own 10 classes"),
     (lambda: p.pathological(BALANCED, 3, 30, 0), "the data have 10 classes"),
-    (lambda: p.pathological(np.repeat([0, 1], [50, 2]), 10, 2, 0), "class 1 has 2 examples for 10 clients"),
+    (
+        lambda: p.pathological(np.repeat([0, 1], [50, 2]), 10, 2, 0),
+        "class 1 has 2 examples for 10 clients",
+    ),
     (lambda: p.hiper(np.zeros(3, dtype=int), 4, 0.1, 0), "leaves client"),
     (lambda: p.public_split(10, 10), "choose 0 to 9"),
 ]
@@ -417,7 +458,13 @@ def test_a_damaged_or_missing_cache_is_as_none(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "parts",
-    [[np.array([0.5, 1.5]), np.array([2.5])], [np.array([True, False])] * 2, None, {0: [1], 1: [2]}, iter([[0], [1]])],
+    [
+        [np.array([0.5, 1.5]), np.array([2.5])],
+        [np.array([True, False])] * 2,
+        None,
+        {0: [1], 1: [2]},
+        iter([[0], [1]]),
+    ],
 )
 def test_what_is_no_split_is_not_kept(parts, tmp_path, monkeypatch):
     """As a file it would be whole numbers, and the next call would take it for a split."""

@@ -1,4 +1,6 @@
-"""Public data: a share of the training set, another set, a folder without labels, noise; and what does not fit."""
+"""Public data: a share of the training set, another set, a folder without labels, noise; and what
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from fedstill.records import Examples
 
 
 def public(method: object = "hiper_fedkd", **data: object) -> Examples:
-    experiment = toys.toy(method, data=data, topology={"clients": 4}, plan={"epochs": 1, "batch": 20, "lr": 0.05})
+    experiment = toys.toy(
+        method, data=data, topology={"clients": 4}, plan={"epochs": 1, "batch": 20, "lr": 0.05}
+    )
     found = prepare(settle(experiment), toys.blobs()).sites.public
     assert found is not None
     return found
@@ -31,7 +35,9 @@ def images(folder: Path, count: int = 12, side: int = toys.SIDE, mode: str = "L"
     draw = np.random.default_rng(0)
     for k in range(count):
         shape = (side, side) if mode == "L" else (side, side, 3)
-        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8), mode).save(folder / f"{k:03}.png")
+        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8), mode).save(
+            folder / f"{k:03}.png"
+        )
     return folder
 
 
@@ -65,13 +71,17 @@ def test_a_folder_of_ones_own_images(tmp_path: Path) -> None:
 
 def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Path) -> None:
     folder = images(tmp_path / "large", side=9, mode="RGB")
-    with pytest.raises(DataError, match=r"large have shape \(3, 9, 9\), the run's \(1, 4, 4\); .*public_resize"):
+    with pytest.raises(
+        DataError, match=r"large have shape \(3, 9, 9\), the run's \(1, 4, 4\); .*public_resize"
+    ):
         public(public_from=str(folder))
     assert public(public_from=str(folder), public_resize=True).values.shape == (12, 1, 4, 4)
     images(tmp_path / "mixed", count=3, side=9)
     images(tmp_path / "mixed" / "more", count=1)
     (tmp_path / "mixed" / "more" / "000.png").rename(tmp_path / "mixed" / "100.png")
-    with pytest.raises(DataError, match=r"100.png is 4×4 grey, the first 9×9 grey; set data.public_resize = true"):
+    with pytest.raises(
+        DataError, match=r"100.png is 4×4 grey, the first 9×9 grey; set data.public_resize = true"
+    ):
         public(public_from=str(tmp_path / "mixed"))
     assert len(public(public_from=str(tmp_path / "mixed"), public_resize=True)) == 4
 
@@ -106,7 +116,9 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
 def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
     with pytest.raises(DataError, match=r"shape \(1, 8, 8\), the run's \(1, 4, 4\)"):
         public(public_from="digits")
-    with pytest.raises(DataError, match=r"10 classes, the run's data 5; set data.public_labels = false"):
+    with pytest.raises(
+        DataError, match=r"10 classes, the run's data 5; set data.public_labels = false"
+    ):
         public(public_from="digits", public_resize=True)
     found = public(public_from="digits", public_resize=True, public_labels=False, public=50)
     assert found.values.shape == (50, 1, 4, 4)
@@ -116,7 +128,15 @@ def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
     ("data", "says"),
     [
         ({"public_from": "noise"}, "needs data.public"),
-        ({"public_from": "digits", "public_resize": True, "public_labels": False, "public": 9999}, "more than the 1"),
+        (
+            {
+                "public_from": "digits",
+                "public_resize": True,
+                "public_labels": False,
+                "public": 9999,
+            },
+            "more than the 1",
+        ),
         ({"public": 300}, "leaves nothing"),
         ({"public_from": "nowhere"}, "^data.public_from: unknown dataset 'nowhere'"),
         ({"public_from": "/"}, "/ is the root of a file system, not the folder of a data set; "),

@@ -1,4 +1,6 @@
-"""Sources: real data against their checksums, every loader on small files of its layout, and bad input in one line."""
+"""Sources: real data against their checksums, every loader on small files of its layout, and bad
+input in one line.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def write_parquet(path, images, labels, classes=None, image="image", label="labe
     import datasets
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    features = {image: datasets.Image(), label: datasets.ClassLabel(names=list(classes)) if classes else None}
+    features = {
+        image: datasets.Image(),
+        label: datasets.ClassLabel(names=list(classes)) if classes else None,
+    }
     if features[label] is None:
         features[label] = datasets.Value("string" if isinstance(labels[0], str) else "int64")
     features |= {name: datasets.Value("int64") for name in more}
@@ -79,7 +84,9 @@ def test_digits_are_there_without_anything():
     assert data.input_shape == (1, 8, 8)
     assert (len(data.train), len(data.test), data.validation) == (1438, 359, None)
     assert int(data.train.values.max()) == 255
-    assert torch.equal(data.train.labels.bincount() + data.test.labels.bincount(), torch.tensor(REAL_DIGITS))
+    assert torch.equal(
+        data.train.labels.bincount() + data.test.labels.bincount(), torch.tensor(REAL_DIGITS)
+    )
     assert (data.mean, data.std) == ((0.5,), (0.5,))
 
 
@@ -91,7 +98,9 @@ def test_shared_folders_match_their_checksums(name):
     real_root(name)
     data = load_dataset(name)
     known = catalog.FOLDERS[name]
-    splits = {"train": data.train, "test": data.test} | ({"validation": data.validation} if data.validation else {})
+    splits = {"train": data.train, "test": data.test} | (
+        {"validation": data.validation} if data.validation else {}
+    )
     assert {s: len(x) for s, x in splits.items()} == known.sizes
     assert {s: sums((x.values.numpy(), x.labels.numpy())) for s, x in splits.items()} == known.sums
 
@@ -164,8 +173,15 @@ def check(name, images, labels, **fields):
 def test_mnist_as_parquet(root, monkeypatch):
     small(monkeypatch, "MNIST", train=30, test=20)
     images, labels = pictures(30, 10, (28, 28))
-    write_parquet(root / "mnist/mnist/train-00000-of-00001.parquet", images, labels, catalog.MNIST.classes)
-    write_parquet(root / "mnist/mnist/test-00000-of-00001.parquet", images[:20], labels[:20], catalog.MNIST.classes)
+    write_parquet(
+        root / "mnist/mnist/train-00000-of-00001.parquet", images, labels, catalog.MNIST.classes
+    )
+    write_parquet(
+        root / "mnist/mnist/test-00000-of-00001.parquet",
+        images[:20],
+        labels[:20],
+        catalog.MNIST.classes,
+    )
     assert check("mnist", images, labels).mean == (0.1307,)
 
 
@@ -178,7 +194,9 @@ def test_fashion_mnist_as_idx(root, monkeypatch, damage):
     for prefix, n in (("train", 30), ("t10k", 20)):
         sizes = [x.to_bytes(4, "big") for x in (n, 28, 28)]
         head = bytes([0, 0, 8, 3]) + b"".join(sizes)
-        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + images[:n].tobytes()))
+        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(
+            gzip.compress(head + images[:n].tobytes())
+        )
         body = bytes([0, 0, 8, 1]) + sizes[0] + labels[:n].astype(np.uint8).tobytes()
         (folder / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(body))
     victim = folder / "t10k-images-idx3-ubyte.gz"
@@ -216,18 +234,38 @@ def test_cifar100_reads_the_fine_labels(root, monkeypatch):
     small(monkeypatch, "CIFAR100", train=200, test=100)
     images, labels = pictures(200, 100, (32, 32, 3))
     for split, n in (("train", 200), ("test", 100)):
-        path, coarse = root / f"cifar100/cifar100/{split}-0.parquet", {"coarse_label": list(labels[:n] % 20)}
-        write_parquet(path, images[:n], labels[:n], catalog.CIFAR100.classes, "img", "fine_label", **coarse)
+        path, coarse = (
+            root / f"cifar100/cifar100/{split}-0.parquet",
+            {"coarse_label": list(labels[:n] % 20)},
+        )
+        write_parquet(
+            path, images[:n], labels[:n], catalog.CIFAR100.classes, "img", "fine_label", **coarse
+        )
     assert len(check("cifar100", images, labels).classes) == 100
 
 
 def test_cinic10_in_three_splits_and_several_files(root, monkeypatch):
     small(monkeypatch, "CINIC10", train=40, validation=20, test=20)
     images, labels = pictures(40, 10, (32, 32, 3))
-    write_parquet(root / "cinic10/data/train-00000-of-00002.parquet", images[:20], labels[:20], catalog.CINIC10.classes)
-    write_parquet(root / "cinic10/data/train-00001-of-00002.parquet", images[20:], labels[20:], catalog.CINIC10.classes)
+    write_parquet(
+        root / "cinic10/data/train-00000-of-00002.parquet",
+        images[:20],
+        labels[:20],
+        catalog.CINIC10.classes,
+    )
+    write_parquet(
+        root / "cinic10/data/train-00001-of-00002.parquet",
+        images[20:],
+        labels[20:],
+        catalog.CINIC10.classes,
+    )
     for split in ("validation", "test"):
-        write_parquet(root / f"cinic10/data/{split}-0.parquet", images[:20], labels[:20], catalog.CINIC10.classes)
+        write_parquet(
+            root / f"cinic10/data/{split}-0.parquet",
+            images[:20],
+            labels[:20],
+            catalog.CINIC10.classes,
+        )
     assert len(check("cinic10", images, labels).validation) == 20
 
 
@@ -247,7 +285,8 @@ def test_ham10000_as_images_by_class(root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "constant", "classes"), [("bloodmnist", "BLOODMNIST", 8), ("pathmnist", "PATHMNIST", 9)]
+    ("name", "constant", "classes"),
+    [("bloodmnist", "BLOODMNIST", 8), ("pathmnist", "PATHMNIST", 9)],
 )
 def test_medmnist_as_its_archive(root, monkeypatch, name, constant, classes):
     small(monkeypatch, constant, train=30, validation=20, test=10)
@@ -255,10 +294,17 @@ def test_medmnist_as_its_archive(root, monkeypatch, name, constant, classes):
     (root / name).mkdir()
     arrays = {}
     for split, n in (("train", 30), ("val", 20), ("test", 10)):
-        arrays |= {f"{split}_images": images[:n], f"{split}_labels": labels[:n, None].astype(np.uint8)}
+        arrays |= {
+            f"{split}_images": images[:n],
+            f"{split}_labels": labels[:n, None].astype(np.uint8),
+        }
     np.savez(root / name / f"{name}.npz", **arrays)
     assert len(check(name, images, labels).validation) == 20
-    np.savez(root / name / f"{name}.npz", train_images=np.array([{}], dtype=object), train_labels=np.zeros(1))
+    np.savez(
+        root / name / f"{name}.npz",
+        train_images=np.array([{}], dtype=object),
+        train_labels=np.zeros(1),
+    )
     refused("damaged or not an archive", name)
 
 
@@ -273,7 +319,9 @@ def test_the_hub_is_read_once(root, monkeypatch):
     with monkeypatch.context() as hub:
         hub.setattr(streams, "_reach", lambda name, remedy: None)
         hub.setattr(
-            datasets, "load_dataset", lambda name, streaming: real("parquet", data_files=str(path), streaming=True)
+            datasets,
+            "load_dataset",
+            lambda name, streaming: real("parquet", data_files=str(path), streaming=True),
         )
         first = load_dataset("some/thing")
     assert (len(first.train), len(first.test), first.classes) == (24, 6, ("a", "b", "c"))
@@ -309,7 +357,9 @@ def test_images_by_class_with_splits(root):
         for c in ("no", "yes"):
             (root / "pets" / split / c).mkdir(parents=True)
             for i in range(n):
-                Image.new("RGB", (8, 8), (i, 0, c == "yes")).save(root / "pets" / split / c / f"{i}.png")
+                Image.new("RGB", (8, 8), (i, 0, c == "yes")).save(
+                    root / "pets" / split / c / f"{i}.png"
+                )
     data = load_dataset("pets")
     assert (len(data.train), len(data.test), data.classes) == (8, 4, ("no", "yes"))
     assert torch.equal(data.train.values[:, 2, 0, 0].long(), data.train.labels)
@@ -318,7 +368,9 @@ def test_images_by_class_with_splits(root):
 def test_changed_files_are_decoded_anew(root):
     images, labels = pictures(30, 3, (8, 8))
     for count in (30, 20):
-        write_parquet(root / "mine/train-0.parquet", images[:count], labels[:count], ["a", "b", "c"])
+        write_parquet(
+            root / "mine/train-0.parquet", images[:count], labels[:count], ["a", "b", "c"]
+        )
         assert len(load_dataset("mine").train) + len(load_dataset("mine").test) == count
 
 
@@ -327,12 +379,20 @@ def test_tensors():
     data = from_tensors("mine", (images, labels), (images, labels), classes=["a", "b", "c"])
     assert (data.classes, data.input_shape) == (("a", "b", "c"), (1, 4, 4))
     assert from_tensors("mine", (images, labels.int()), (images, labels)).classes == ("0", "1", "2")
-    for bad in [(images.int(), labels), (images, labels[:5]), (images, labels.float()), (images[0], labels)]:
+    for bad in [
+        (images.int(), labels),
+        (images, labels[:5]),
+        (images, labels.float()),
+        (images[0], labels),
+    ]:
         with pytest.raises(DataError, match="mine, train"):
             from_tensors("mine", bad, (images, labels))
     with pytest.raises(DataError, match=r"train .*float32.*test uint8"):
         from_tensors("mine", (images.float(), labels), (images, labels))
-    with pytest.raises(DataError, match=r"values are uint8 of shape \(1, 4, 4\); give pixels as uint8 \(N, C, H, W\)"):
+    with pytest.raises(
+        DataError,
+        match=r"values are uint8 of shape \(1, 4, 4\); give pixels as uint8 \(N, C, H, W\)",
+    ):
         from_tensors("mine", (images[0], labels[:1]), (images, labels))
     with pytest.raises(DataError, match="mine, test: labels"):
         from_tensors("mine", (images, labels), (images, [0] * 6))
@@ -345,7 +405,8 @@ def test_tensors():
 def test_a_function_beside_the_config(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom fedstill.data.sources import from_tensors\n"
-        "def data(folder=None, count: int = 4):\n    pair = torch.zeros(count, 1, 2, 2).byte(), torch.arange(count)\n"
+        "def data(folder=None, count: int = 4):\n    pair = torch.zeros(count, 1, 2, 2).byte(), "
+        "torch.arange(count)\n"
         "    return from_tensors('mine', pair, pair)\n"
     )
     assert len(load_dataset("mine.py:data", base=tmp_path, count=5).train) == 5
@@ -380,12 +441,16 @@ def test_arrays_of_numpy_are_taken_as_tensors_are():
     """Of any whole type, in any order in memory, of a file that may not be written."""
     images, labels = pictures(30, 3, (8, 8))
     images = np.asarray(images)[:, None]
-    want = from_tensors("mine", *[(torch.from_numpy(images), torch.from_numpy(np.array(labels)))] * 2)
+    want = from_tensors(
+        "mine", *[(torch.from_numpy(images), torch.from_numpy(np.array(labels)))] * 2
+    )
     frozen = images.copy()
     frozen.flags.writeable = False
     for own in (images, frozen, np.asfortranarray(images)):
         for kind in (np.uint8, np.int32, np.uint16, np.int64):
-            got = from_tensors("mine", (own, np.array(labels, dtype=kind)), (own, np.array(labels, dtype=kind)))
+            got = from_tensors(
+                "mine", (own, np.array(labels, dtype=kind)), (own, np.array(labels, dtype=kind))
+            )
             assert torch.equal(got.train.values, want.train.values)
             assert torch.equal(got.train.labels, want.train.labels)
     with pytest.raises(DataError, match="values of train are float32, those of test uint8"):
@@ -403,9 +468,13 @@ def test_one_file_is_a_data_set(root, tmp_path, monkeypatch):
         assert (len(got.train), len(got.test), got.classes) == (24, 6, ("a", "b", "c"))
         assert torch.equal(got.train.values, want.train.values)
     write_parquet(tmp_path / "test-only.parquet", images, labels, ["a", "b", "c"])
-    assert len(load_dataset("test-only.parquet").train) == 24, "one file is all there is, whatever it is called"
+    assert len(load_dataset("test-only.parquet").train) == 24, (
+        "one file is all there is, whatever it is called"
+    )
     arrays = {
-        f"{split}_{what}": x for split in ("train", "test") for what, x in (("images", images), ("labels", labels))
+        f"{split}_{what}": x
+        for split in ("train", "test")
+        for what, x in (("images", images), ("labels", labels))
     }
     np.savez(tmp_path / "scans.npz", **{k: np.asarray(v) for k, v in arrays.items()})
     assert len(load_dataset("scans.npz").test) == 30
@@ -418,12 +487,16 @@ def test_a_file_that_holds_no_data_set_is_named(root, tmp_path, monkeypatch):
     (tmp_path / "scans.txt").write_text("a,b")
     (tmp_path / "broken.parquet").write_text("nothing")
     refused(
-        r"scans\.txt is a file, and not a parquet, CSV or NPZ file; give one of these, or a folder of parquet",
+        r"scans\.txt is a file, and not a parquet, CSV or NPZ file; give one of these, or a folder "
+        r"of parquet",
         "scans.txt",
     )
     refused(r"scans\.txt is a file", "./scans.txt")
     refused("cannot be read", "broken.parquet")
-    refused(r"there is no file .*/absent\.parquet; paths are relative to the config's folder", "absent.parquet")
+    refused(
+        r"there is no file .*/absent\.parquet; paths are relative to the config's folder",
+        "absent.parquet",
+    )
 
 
 def test_wrong_names(root):
@@ -435,7 +508,11 @@ def test_wrong_names(root):
     refused("did you mean 'label_column'", "my-own", label_colum="x")
     refused("choose one of size|did you mean 'size'", "ham10000", sizes=3)
     refused("there are none", "cifar10", sizes=3)
-    refused("data.size is not for dataset 'cifar10': it is read in one way alone; leave it out", "cifar10", size=3)
+    refused(
+        "data.size is not for dataset 'cifar10': it is read in one way alone; leave it out",
+        "cifar10",
+        size=3,
+    )
     refused("^data.input_column is not for dataset 'digits'", "digits", input="text")
     refused("^data.missing_marks is not for dataset 'digits'", "digits", marks=True)
     refused("size = 0", "my-own", size=0)
@@ -449,7 +526,9 @@ def test_corrupt_parquet(root):
     whole = path.read_bytes()
     for bad in (whole[:200], b"nonsense" * 100, b"", whole[:100] + bytes(400) + whole[500:]):
         path.write_bytes(bad)
-        assert "mine" in refused("cannot be read|cannot be decoded as an image|holds no examples", "mine")
+        assert "mine" in refused(
+            "cannot be read|cannot be decoded as an image|holds no examples", "mine"
+        )
     path.write_bytes(whole)
     assert len(load_dataset("mine").classes) == 3
 
@@ -459,7 +538,9 @@ def test_images_of_different_sizes_and_kinds(root):
     write_parquet(root / "mine/train-0.parquet", [*images, images[0][:5]], [*labels, 0])
     assert "example 4 is 8×5 grey, the first 8×8 grey" in refused("set data.size = 8", "mine")
     assert load_dataset("mine", size=8).input_shape == (1, 8, 8)
-    write_parquet(root / "kinds/train-0.parquet", [*images, np.zeros((8, 8, 3), np.uint8)], [*labels, 0])
+    write_parquet(
+        root / "kinds/train-0.parquet", [*images, np.zeros((8, 8, 3), np.uint8)], [*labels, 0]
+    )
     refused("example 4 is 8×8 RGB, the first 8×8 grey", "kinds")
     write_parquet(root / "deep/train-0.parquet", [np.zeros((8, 8), np.uint16)] * 4, [0, 1, 0, 1])
     refused("example 0 is an image of kind I;16", "deep")
@@ -491,7 +572,9 @@ def test_known_names_hold_what_they_promise(root, monkeypatch):
     refused("the pixels have SHA-256", "cifar10")
     monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={}, sums={}, shape=(3, 28, 28)))
     refused(r"not \(3, 28, 28\)", "cifar10")
-    monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={}, sums={}, classes=real.classes[::-1]))
+    monkeypatch.setattr(
+        catalog, "CIFAR10", replace(real, sizes={}, sums={}, classes=real.classes[::-1])
+    )
     refused("the classes are airplane", "cifar10")
 
 
@@ -528,7 +611,9 @@ def test_two_processes_fill_the_cache_at_once(tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedstill.data.sources"])
     queue = context.Queue()
-    workers = [context.Process(target=_count, args=(queue, str(tmp_path / "cache"))) for _ in range(2)]
+    workers = [
+        context.Process(target=_count, args=(queue, str(tmp_path / "cache"))) for _ in range(2)
+    ]
     for worker in workers:
         worker.start()
     assert [queue.get(timeout=120) for _ in workers] == [1438, 1438]

@@ -1,4 +1,6 @@
-"""Images as people have them: channels first, other names in an archive, keys of tables, pixels as floats, no pairs."""
+"""Images as people have them: channels first, other names in an archive, keys of tables, pixels as
+floats, no pairs.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,13 @@ def pixels(*shape: int) -> np.ndarray:
         ((8, 9), (1, 8, 9)),
     ],
 )
-def test_an_archive_has_its_channels_first_or_last(shape: tuple[int, ...], read: tuple[int, ...]) -> None:
+def test_an_archive_has_its_channels_first_or_last(
+    shape: tuple[int, ...], read: tuple[int, ...]
+) -> None:
     images = pixels(*shape)
-    np.savez("mine.npz", train_images=images, train_labels=LABELS, test_images=images, test_labels=LABELS)
+    np.savez(
+        "mine.npz", train_images=images, train_labels=LABELS, test_images=images, test_labels=LABELS
+    )
     data = load_dataset("mine.npz")
     assert data.input_shape == read
     last = (len(shape) == 3 and shape != read) or shape == (3, 3, 3)
@@ -55,20 +61,28 @@ def test_an_archive_has_its_channels_first_or_last(shape: tuple[int, ...], read:
     [
         (
             {"x_train": pixels(8, 8), "y_train": LABELS},
-            "has no array 'train_images' among 'x_train', 'y_train'; it needs train_images and train_labels",
+            "has no array 'train_images' among 'x_train', 'y_train'; it needs train_images and "
+            "train_labels",
         ),
-        ({"train_images": pixels(8, 8)}, "has no array 'train_labels' among 'train_images'; it needs"),
+        (
+            {"train_images": pixels(8, 8)},
+            "has no array 'train_labels' among 'train_images'; it needs",
+        ),
         (
             {"train_images": pixels(8, 8), "train_labels": np.eye(2)[LABELS]},
-            r"train_labels.npy has shape \(20, 2\), and needs one class id an image; of one-hot labels save",
+            r"train_labels.npy has shape \(20, 2\), and needs one class id an image; of one-hot "
+            r"labels save",
         ),
         (
             {"train_images": pixels(8, 8), "train_labels": np.array(["cat", "dog"])[LABELS]},
-            r"train_labels.npy holds texts, not class ids; names, ids = np.unique\(labels, return_inverse=True\)",
+            r"train_labels.npy holds texts, not class ids; names, ids = np.unique\(labels, "
+            r"return_inverse=True\)",
         ),
     ],
 )
-def test_an_archive_of_other_arrays_is_told_which_it_needs(arrays: dict[str, Any], said: str) -> None:
+def test_an_archive_of_other_arrays_is_told_which_it_needs(
+    arrays: dict[str, Any], said: str
+) -> None:
     np.savez("mine.npz", **arrays)
     with pytest.raises(DataError, match=said):
         load_dataset("mine.npz")
@@ -83,9 +97,14 @@ def pictures(folder: Path, modes: tuple[str, str], sides: tuple[int, int]) -> No
 
 def test_what_is_said_of_images_that_differ_is_their_difference(place: Path) -> None:
     pictures(place / "kinds", ("L", "RGB"), (8, 16))
-    with pytest.raises(DataError, match=r"is 16×16 RGB, the first 16×16 grey; save all in one kind \(grey or RGB\)$"):
+    with pytest.raises(
+        DataError,
+        match=r"is 16×16 RGB, the first 16×16 grey; save all in one kind \(grey or RGB\)$",
+    ):
         load_dataset("kinds", size=16)
-    with pytest.raises(DataError, match=r"set data.size = 8 to resize all, and save all in one kind"):
+    with pytest.raises(
+        DataError, match=r"set data.size = 8 to resize all, and save all in one kind"
+    ):
         load_dataset("kinds")
     pictures(place / "sizes", ("L", "L"), (8, 16))
     with pytest.raises(DataError, match=r"the first 8×8 grey; set data.size = 8 to resize all$"):
@@ -101,18 +120,25 @@ def test_what_is_said_of_images_that_differ_is_their_difference(place: Path) -> 
         ({"input": "a"}, "data.input_column"),
     ],
 )
-def test_keys_of_tables_are_refused_of_images(fields: dict[str, Any], key: str, place: Path) -> None:
+def test_keys_of_tables_are_refused_of_images(
+    fields: dict[str, Any], key: str, place: Path
+) -> None:
     pictures(place / "mine", ("L", "L"), (8, 8))
     np.savez("mine.npz", train_images=pixels(8, 8), train_labels=LABELS)
     for name in ("mine", "mine.npz"):
-        with pytest.raises(DataError, match=f"holds images, and {key} is for other data; leave it out"):
+        with pytest.raises(
+            DataError, match=f"holds images, and {key} is for other data; leave it out"
+        ):
             load_dataset(name, **fields)
 
 
 def test_pixels_as_floats_of_another_scale_are_said() -> None:
     images = np.full((N, 1, 8, 8), 255.0)
     images[0] = 0
-    said = "images hold numbers from 0 to 255, which (x - 0.5) / 0.5 makes -1 to 509; divide pixels by 255, or give"
+    said = (
+        "images hold numbers from 0 to 255, which (x - 0.5) / 0.5 makes -1 to 509; divide pixels "
+        "by 255, or give"
+    )
     pair = (images, LABELS)
     assert from_tensors("mine", pair, pair).about.cautions == (f"{said} mean= and std=",)
     assert from_tensors("mine", pair, pair, mean=[128.0], std=[64.0]).about.cautions == ()
@@ -128,7 +154,11 @@ def test_names_from_numpy_are_classes() -> None:
 def test_what_is_no_pair_is_said() -> None:
     pair: Any = (torch.zeros(N, 2), torch.from_numpy(LABELS))
     for wrong, said in ((None, "a NoneType"), (pair[0], "a Tensor"), ((*pair, 1), "a tuple of 3")):
-        with pytest.raises(DataError, match=rf"mine, test: give a pair \(values, labels\), not {said}"):
+        with pytest.raises(
+            DataError, match=rf"mine, test: give a pair \(values, labels\), not {said}"
+        ):
             from_tensors("mine", pair, wrong)  # type: ignore[arg-type]
-        with pytest.raises(DataError, match=r"mine, client 1.*: give a pair \(values, labels\), not a"):
+        with pytest.raises(
+            DataError, match=r"mine, client 1.*: give a pair \(values, labels\), not a"
+        ):
             from_clients("mine", [(pair, pair), wrong])  # type: ignore[list-item]

@@ -1,4 +1,6 @@
-"""Tables as people have them: an index of pandas, dates, stray words, other separators; said, refused or read right."""
+"""Tables as people have them: an index of pandas, dates, stray words, other separators; said,
+refused or read right.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_the_index_of_a_pandas_table_is_no_feature() -> None:
     rows.sample(frac=1, random_state=0).to_parquet("mixed.parquet")
     said = ("left out: __index_level_0__ (the index of a pandas table)",)
     assert told("mixed.parquet") == (("a",), said)
-    assert told("mixed.parquet", columns=("a", "__index_level_0__")) == (("a", "__index_level_0__"), ())
+    assert told("mixed.parquet", columns=("a", "__index_level_0__")) == (
+        ("a", "__index_level_0__"),
+        (),
+    )
     rows.set_index("label").to_parquet("labelled.parquet")  # a label is one wherever it stands
     assert told("labelled.parquet") == (("a",), ())
     rows.to_csv("mixed.csv")
@@ -64,7 +69,10 @@ def test_a_column_that_numbers_the_rows_is_doubted_unless_it_is_asked_for() -> N
         parquet(**{name: np.arange(N)})
         assert told("mine.parquet") == (
             ("x", name),
-            (f"{name}: all {N} values differ; if it only numbers the rows, leave it out with data.columns",),
+            (
+                f"{name}: all {N} values differ; if it only numbers the rows, leave it out with "
+                "data.columns",
+            ),
         )
         assert told("mine.parquet", columns=("x", name)) == (("x", name), ())
     assert told(parquet(acid=np.arange(N), id=np.arange(N) // 2))[1] == ()
@@ -86,7 +94,8 @@ def test_decimals_are_numbers_and_what_is_left_out_is_said() -> None:
 
 def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
     assert told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))[1] == (
-        "at: its 40 different numbers, from 1700000000 to 1700000039, are 1 in 32 bits; subtract the smallest from all",
+        "at: its 40 different numbers, from 1700000000 to 1700000039, are 1 in 32 bits; subtract "
+        "the smallest from all",
     )
 
 
@@ -97,11 +106,14 @@ def test_the_training_columns_are_those_of_the_data_set(kind: str, place: Path) 
         save = rows.to_csv if kind == "csv" else rows.to_parquet
         save(place / f"{name}.{kind}", index=False)
 
-    some, more = (pd.DataFrame({"x": [0.5, 1.5] * 4, **own, "label": [0, 1] * 4}) for own in ({}, {"z": 1.0}))
+    some, more = (
+        pd.DataFrame({"x": [0.5, 1.5] * 4, **own, "label": [0, 1] * 4}) for own in ({}, {"z": 1.0})
+    )
     write("less/train", more)
     write("less/test", some)
     with pytest.raises(
-        DataError, match=rf"less/test\.{kind} has no column 'z' among 'x', 'label', and .*train\.{kind}"
+        DataError,
+        match=rf"less/test\.{kind} has no column 'z' among 'x', 'label', and .*train\.{kind}",
     ):
         load_dataset("less")
     assert told("less", columns=("x",))[0] == ("x",)
@@ -113,22 +125,32 @@ def test_the_training_columns_are_those_of_the_data_set(kind: str, place: Path) 
 def test_files_and_splits_that_hold_other_things_in_a_column_are_named() -> None:
     csv("two/a.csv")
     csv("two/b.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)])
-    with pytest.raises(DataError, match=r"two/b\.csv: column 'label' holds text, and in a\.csv numbers; make"):
+    with pytest.raises(
+        DataError, match=r"two/b\.csv: column 'label' holds text, and in a\.csv numbers; make"
+    ):
         load_dataset("two")
     csv("texts/train.csv", "text,label", [f"a word {i},{i % 2}" for i in range(N)])
     csv("texts/test.csv", "text,label", [f"{i},{i % 2}" for i in range(N)])
-    with pytest.raises(DataError, match=r"texts/test\.csv: column 'text' holds numbers, and in .*train\.csv text"):
+    with pytest.raises(
+        DataError, match=r"texts/test\.csv: column 'text' holds numbers, and in .*train\.csv text"
+    ):
         load_dataset("texts")
     csv("names/train.csv")
-    csv("names/test.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)])
-    with pytest.raises(DataError, match="the labels of test are 'ill', 'well', those of train '0', '1'; make"):
+    csv(
+        "names/test.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)]
+    )
+    with pytest.raises(
+        DataError, match="the labels of test are 'ill', 'well', those of train '0', '1'; make"
+    ):
         load_dataset("names")
 
 
 def test_a_file_may_lack_a_column_only_where_something_is_done_about_it() -> None:
     csv("two/a.csv")
     csv("two/b.csv", "age,label", [f"{line.split(',')[0]},{i % 2}" for i, line in enumerate(LINES)])
-    with pytest.raises(DataError, match=r"b\.csv has no column 'pressure', which others of its split have"):
+    with pytest.raises(
+        DataError, match=r"b\.csv has no column 'pressure', which others of its split have"
+    ):
         load_dataset("two")
     assert len(load_dataset("two", missing="mean").train) == 64
 
@@ -136,7 +158,10 @@ def test_a_file_may_lack_a_column_only_where_something_is_done_about_it() -> Non
 @pytest.mark.parametrize("stray", ["k.A.", "<0.5", "12%", '"1,234"', '"0,5"'])
 def test_the_value_that_makes_numbers_a_text_is_named(stray: str) -> None:
     lines = [*LINES[:3], f"30,{stray},0", *LINES[3:]]
-    said = rf"mine\.csv: example 3 has '{stray.strip(chr(34))}' in column 'pressure', which otherwise holds numbers"
+    said = (
+        rf"mine\.csv: example 3 has '{stray.strip(chr(34))}' in column 'pressure', which otherwise "
+        r"holds numbers"
+    )
     for fields in ({}, {"columns": ("age", "pressure")}, {"kind": "table"}):
         with pytest.raises(DataError, match=said):
             load_dataset(csv("mine.csv", lines=lines), **fields)
@@ -148,8 +173,14 @@ def test_other_separators_are_told_by_the_first_line(separator: str) -> None:
     other = [line.replace(",", separator) for line in LINES]
     csv("mine.csv", "age,pressure,label".replace(",", separator), other)
     assert told("mine.csv")[0] == ("age", "pressure")
-    csv("commas.csv", "age;pressure;label", [line.replace(",", ";").replace(".5", ",5") for line in LINES])
-    with pytest.raises(DataError, match="example 0 has '20,5' in column 'age', which otherwise holds numbers"):
+    csv(
+        "commas.csv",
+        "age;pressure;label",
+        [line.replace(",", ";").replace(".5", ",5") for line in LINES],
+    )
+    with pytest.raises(
+        DataError, match="example 0 has '20,5' in column 'age', which otherwise holds numbers"
+    ):
         load_dataset("commas.csv")
 
 
@@ -176,13 +207,17 @@ def test_the_column_labels_is_the_label_where_there_is_no_other() -> None:
 
 
 def test_a_file_of_names_alone_has_no_rows() -> None:
-    with pytest.raises(DataError, match=r"mine\.csv has a line of column names and no rows below it"):
+    with pytest.raises(
+        DataError, match=r"mine\.csv has a line of column names and no rows below it"
+    ):
         load_dataset(csv("mine.csv", lines=[]))
 
 
 def test_one_parquet_file_is_named_not_its_folder() -> None:
     pq.write_table(pa.table({"x": [1.0], "y": [1]}), "mine.parquet")
-    with pytest.raises(DataError, match=r"mine\.parquet has not one clear label column among 'x', 'y'"):
+    with pytest.raises(
+        DataError, match=r"mine\.parquet has not one clear label column among 'x', 'y'"
+    ):
         load_dataset("mine.parquet")
 
 
@@ -192,11 +227,14 @@ def test_which_files_were_read_is_said_where_names_do_not_say_it() -> None:
     about = load_dataset("mine").about
     assert about.notes[0] == "read train from notes.csv, train.csv; test from test.csv"
     assert about.cautions == (
-        "read as training data, because their names do not begin with train, test or validation: notes.csv",
+        "read as training data, because their names do not begin with train, test or validation: "
+        "notes.csv",
     )
     csv("mixed/train.csv")
     parquet("mixed/test.parquet")
-    with pytest.raises(DataError, match=r"mixed has parquet files \(test\.parquet\) and train\.csv; the splits"):
+    with pytest.raises(
+        DataError, match=r"mixed has parquet files \(test\.parquet\) and train\.csv; the splits"
+    ):
         load_dataset("mixed")
 
 
@@ -204,5 +242,6 @@ def test_a_validation_split_that_is_not_used_is_said() -> None:
     csv("mine/train.csv")
     csv("mine/valid.csv")
     assert load_dataset("mine").about.cautions == (
-        "no test split: a fifth of the training split is held out; the split 'validation' is not used",
+        "no test split: a fifth of the training split is held out; the split 'validation' is not "
+        "used",
     )

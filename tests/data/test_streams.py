@@ -24,10 +24,20 @@ def test_classes_are_divided_and_each_example_follows_its_class() -> None:
 
 
 def test_the_orders() -> None:
-    assert class_stream(LABELS, 5, 3, 10, "given").classes == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+    assert class_stream(LABELS, 5, 3, 10, "given").classes == (
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
+        (8, 9),
+    )
     legacy = [c for own in class_stream(LABELS, 5, 1993, 10, "legacy").classes for c in own]
     assert legacy == np.random.RandomState(1993).permutation(10).tolist()
-    assert class_stream(LABELS, 3, 0, 10, "given", first=6).classes == ((0, 1, 2, 3, 4, 5), (6, 7), (8, 9))
+    assert class_stream(LABELS, 3, 0, 10, "given", first=6).classes == (
+        (0, 1, 2, 3, 4, 5),
+        (6, 7),
+        (8, 9),
+    )
     assert class_stream(LABELS, 5, 0, 10).classes != class_stream(LABELS, 5, 1, 10).classes
     written = ((9, 0), (1, 2, 3), (4, 5, 6, 7, 8))
     assert class_stream(LABELS, 3, 0, 10, written).classes == written
@@ -50,7 +60,9 @@ def test_class_orders_that_cannot_be(tasks: int, fields: dict, said: str) -> Non
 def test_examples_of_domains_are_stratified() -> None:
     cut = domain_stream(LABELS, None, 4, 0, 10, transform="permute")
     assert cut.task is not None
-    assert all(np.bincount(LABELS[cut.task == t], minlength=10).tolist() == [5] * 10 for t in range(4))
+    assert all(
+        np.bincount(LABELS[cut.task == t], minlength=10).tolist() == [5] * 10 for t in range(4)
+    )
     assert domain_stream(LABELS, None, 4, 0, 10, transform="permute", share="all").task is None
 
 
@@ -68,7 +80,9 @@ def test_domains_of_a_column() -> None:
         domain_stream(LABELS, None, 5, 0, 10, transform="rotate90")
 
 
-IMAGES = torch.randint(0, 256, (3, 2, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+IMAGES = torch.randint(
+    0, 256, (3, 2, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+)
 
 
 @pytest.mark.parametrize("name", ["rotate90", "permute", "invert", "blur", "noise"])

@@ -1,4 +1,6 @@
-"""Tables, vectors, series and texts in parquet and CSV files: what is read, what is left out, what is refused."""
+"""Tables, vectors, series and texts in parquet and CSV files: what is read, what is left out, what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -60,21 +62,35 @@ def test_a_table_is_read_alike_from_parquet_and_csv(place: Path) -> None:
         assert data.about.features == ("alter", "größe", "pain=1", "pain=2", "pain=3")
         assert data.about.marks == (2, 3, 4)
         assert data.about.owners == ("a", "b")
-        assert data.about.notes[0] == "train: 1 of 10 rows were left out, as they miss a value (a 1)"
+        assert (
+            data.about.notes[0] == "train: 1 of 10 rows were left out, as they miss a value (a 1)"
+        )
         assert data.input_shape == (5,)
         kept = [i for i in range(10) if i != 1]
         assert data.train.owners is not None
         assert data.train.owners.tolist() == [COLUMNS["ward"][i] == "b" for i in kept]
         assert data.train.labels.tolist() == [COLUMNS["label"][i] for i in kept]
         pain = np.eye(3)[[COLUMNS["pain"][i] - 1 for i in kept]]
-        want = np.array([[COLUMNS["alter"][i], COLUMNS["größe"][i], *one] for i, one in zip(kept, pain, strict=True)])
+        want = np.array(
+            [
+                [COLUMNS["alter"][i], COLUMNS["größe"][i], *one]
+                for i, one in zip(kept, pain, strict=True)
+            ]
+        )
         assert torch.equal(data.train.values, torch.from_numpy(want).float())
 
 
-def test_categories_are_read_where_none_are_declared_and_missing_numbers_get_a_mark(place: Path) -> None:
+def test_categories_are_read_where_none_are_declared_and_missing_numbers_get_a_mark(
+    place: Path,
+) -> None:
     for name in both(table(), place):
         data = load_dataset(
-            name, columns=("sex", "alter"), categorical=(("sex", ()),), missing="mean", marks=True, owner="ward"
+            name,
+            columns=("sex", "alter"),
+            categorical=(("sex", ()),),
+            missing="mean",
+            marks=True,
+            owner="ward",
         )
         assert data.about.features == ("sex=f", "sex=m", "alter", "alter is missing")
         assert data.train.values[:, 3].tolist() == [0, 1, *[0] * 8]
@@ -87,7 +103,9 @@ NAN = float("nan")
 def test_a_name_that_is_nan_is_missing(place: Path) -> None:
     pain = [1.0, NAN, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, NAN]
     name, _ = both(table(pain=pain), place)
-    data = load_dataset(name, columns=("größe", "pain"), categorical=(("pain", ()),), missing="mean")
+    data = load_dataset(
+        name, columns=("größe", "pain"), categorical=(("pain", ()),), missing="mean"
+    )
     assert data.about.features == ("größe", "pain=1", "pain=2", "pain=3")
     assert data.train.values[:, 1:].isnan().all(1).tolist() == np.isnan(pain).tolist()
 
@@ -109,7 +127,12 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         "a,b,label\n1,2.5,0\n3,4,1\n5,6,0\n7,8,1\n9,0,0\n1,1,1\n2,2,0\n3,3,1\n4,4,0\n5,5,1\n"
     )
     data = load_dataset("mine.csv")
-    assert (data.about.kind, data.about.features, len(data.train), len(data.test)) == ("table", ("a", "b"), 8, 2)
+    assert (data.about.kind, data.about.features, len(data.train), len(data.test)) == (
+        "table",
+        ("a", "b"),
+        8,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,16 +142,29 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         (
             {},
             {**WANTED},
-            r"train: example 1 has no value in column 'alter' \(1 of 10 rows miss one\); set data.missing",
+            r"train: example 1 has no value in column 'alter' \(1 of 10 rows miss one\); set "
+            r"data.missing",
         ),
-        ({"alter": [float("inf")] * 10}, WANTED, "example 0 has a value that is not finite in column 'alter'"),
-        ({"alter": [float("nan")] * 10}, {**WANTED, "missing": "drop"}, "every row misses a value; set data.columns"),
+        (
+            {"alter": [float("inf")] * 10},
+            WANTED,
+            "example 0 has a value that is not finite in column 'alter'",
+        ),
+        (
+            {"alter": [float("nan")] * 10},
+            {**WANTED, "missing": "drop"},
+            "every row misses a value; set data.columns",
+        ),
         (
             {"pain": [4] * 10},
             {**WANTED, "missing": "drop"},
             r"example 0 has '4' in column 'pain', which is none of 1, 2, 3",
         ),
-        ({}, {"columns": ("sex",)}, "column 'sex' holds string, not numbers; name it in data.categorical"),
+        (
+            {},
+            {"columns": ("sex",)},
+            "column 'sex' holds string, not numbers; name it in data.categorical",
+        ),
         ({}, {"columns": ("weight",)}, "has no column 'weight' among alter"),
         ({}, {"owner": "hospital"}, "has no column 'hospital' among .*; set partition.column"),
         (
@@ -141,10 +177,18 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
             {**WANTED, "owner": "ward", "missing": "drop"},
             "example 1 has no 'ward', its owner",
         ),
-        ({"pain": [2**60] * 10}, WANTED_NUMBERS, r"'pain' holds whole numbers beyond 2\^53.*data\.columns"),
+        (
+            {"pain": [2**60] * 10},
+            WANTED_NUMBERS,
+            r"'pain' holds whole numbers beyond 2\^53.*data\.columns",
+        ),
         ({"label": [None] * 10}, {**WANTED, "missing": "drop"}, "example 0 has no label"),
         ({"label": None}, WANTED, "not one clear label column among"),
-        ({}, {"input": "sex", "kind": "series"}, "column 'sex' holds string, not texts or lists of numbers"),
+        (
+            {},
+            {"input": "sex", "kind": "series"},
+            "column 'sex' holds string, not texts or lists of numbers",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_do(
@@ -160,10 +204,15 @@ def test_what_is_wrong_is_named_with_what_to_do(
     ("text", "said"),
     [
         (b"a,a,label\n1,2,0\n3,4,1\n", "has the column 'a' twice; rename one"),
-        ("a,stadt,label\n1,K\xf6ln,0\n2,Bonn,1\n".encode("latin-1"), "column 'stadt', is not in UTF-8"),
+        (
+            "a,stadt,label\n1,K\xf6ln,0\n2,Bonn,1\n".encode("latin-1"),
+            "column 'stadt', is not in UTF-8",
+        ),
     ],
 )
-def test_a_csv_file_with_a_column_twice_or_in_another_encoding_is_refused(text: bytes, said: str, place: Path) -> None:
+def test_a_csv_file_with_a_column_twice_or_in_another_encoding_is_refused(
+    text: bytes, said: str, place: Path
+) -> None:
     (place / "odd.csv").write_bytes(text * 1)
     with pytest.raises(DataError, match=said):
         load_dataset("odd.csv")
@@ -212,11 +261,17 @@ def fixed(values: list[Any]) -> pa.Table:
 
 @pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("made", [lists, fixed])
-@pytest.mark.parametrize("gap", [None, [None, [4.0, 5.0, 6.0]], [[1.0, NAN, 3.0], [4.0] * 3], [[1.0, 2.0, None]] * 2])
-def test_what_a_series_lacks_is_missing_however_it_is_written(gap: Any, made: Any, length: int, place: Path) -> None:
+@pytest.mark.parametrize(
+    "gap", [None, [None, [4.0, 5.0, 6.0]], [[1.0, NAN, 3.0], [4.0] * 3], [[1.0, 2.0, None]] * 2]
+)
+def test_what_a_series_lacks_is_missing_however_it_is_written(
+    gap: Any, made: Any, length: int, place: Path
+) -> None:
     values = [gap if i == 3 else [[1.0, 2.0, 3.0], [4.0, 5.0, i]] for i in range(10)]
     pq.write_table(made(values), place / "mine.parquet")
-    with pytest.raises(DataError, match=r"example 3 has no value \(1 of 10 rows miss one\); set data.missing"):
+    with pytest.raises(
+        DataError, match=r"example 3 has no value \(1 of 10 rows miss one\); set data.missing"
+    ):
         load_dataset("mine.parquet", length=length)
     data = load_dataset("mine.parquet", length=length, missing="drop")
     kept = torch.cat([data.train.values, data.test.values])
@@ -246,9 +301,16 @@ def test_a_length_is_asked_for_only_where_it_helps(odd: list[Any], said: str, pl
 
 def test_texts_are_token_ids(place: Path) -> None:
     rows = pa.table({"text": ["a cat", "", "ein Hund im Garten"] * 4, "label": ["x", "y", "x"] * 4})
-    for name in both(rows.set_column(0, "text", pa.array(["a cat", "no", "ein Hund im Garten"] * 4)), place):
+    for name in both(
+        rows.set_column(0, "text", pa.array(["a cat", "no", "ein Hund im Garten"] * 4)), place
+    ):
         data = load_dataset(name, length=3, vocabulary=50)
-        assert (data.about.kind, data.vocabulary, data.input_shape, data.classes) == ("text", 50, (3,), ("x", "y"))
+        assert (data.about.kind, data.vocabulary, data.input_shape, data.classes) == (
+            "text",
+            50,
+            (3,),
+            ("x", "y"),
+        )
         assert (data.train.values[:2] > 0).sum(1).tolist() == [2, 1]
         assert data.about.notes[0].startswith("train: 33.3 % of the texts are longer than 3 tokens")
     name, _ = both(rows, place)
@@ -267,11 +329,15 @@ def test_the_cache_keeps_owners_and_what_is_known_of_the_columns(place: Path) ->
 
 def test_the_kind_is_told_without_reading_the_rows(place: Path) -> None:
     name, csv = both(table(), place)
-    assert likely_kind(name, "", "", {}) == "image", "it is not clear, and whoever reads it will say so"
+    assert likely_kind(name, "", "", {}) == "image", (
+        "it is not clear, and whoever reads it will say so"
+    )
     assert likely_kind(name, "", "", {"columns": ("alter",)}) == "table"
     assert likely_kind(csv, "", "", {"columns": ("alter",)}) == "table"
     assert likely_kind("heart_disease", "", "", {}) == "table"
-    assert [likely_kind(n, "", "", {}) for n in ("cifar10", "absent", "mine.py:data")] == ["image"] * 3
+    assert [likely_kind(n, "", "", {}) for n in ("cifar10", "absent", "mine.py:data")] == [
+        "image"
+    ] * 3
 
 
 def some(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,16 +345,23 @@ def some(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_clients_own_data_sets_are_one_with_owners() -> None:
-    data = from_clients("mine", [(some(4, 0), some(2, 1)), (some(6, 2), some(3, 3))], names=["north", "south"])
+    data = from_clients(
+        "mine", [(some(4, 0), some(2, 1)), (some(6, 2), some(3, 3))], names=["north", "south"]
+    )
     assert data.about.owners == ("north", "south")
     assert data.train.owners is not None
     assert data.test.owners is not None
-    assert (data.train.owners.tolist(), data.test.owners.tolist()) == ([0] * 4 + [1] * 6, [0] * 2 + [1] * 3)
+    assert (data.train.owners.tolist(), data.test.owners.tolist()) == (
+        [0] * 4 + [1] * 6,
+        [0] * 2 + [1] * 3,
+    )
     assert torch.equal(data.train.values[4:], some(6, 2)[0])
     with pytest.raises(DataError, match="test="):
         from_clients("mine", [some(4, 0), some(4, 1)])
     with pytest.raises(DataError, match=r"several shapes: \(3,\), \(4,\)"):
-        from_clients("mine", [some(4, 0), (torch.zeros(2, 4), torch.zeros(2).long())], test=some(2, 0))
+        from_clients(
+            "mine", [some(4, 0), (torch.zeros(2, 4), torch.zeros(2).long())], test=some(2, 0)
+        )
     with pytest.raises(DataError, match="2 clients and 1 different names"):
         from_clients("mine", [some(4, 0)] * 2, test=some(2, 0), names=["a", "a"])
 
@@ -329,14 +402,19 @@ def test_the_hub_gives_what_files_of_the_same_columns_give(
     import datasets
 
     numbers = np.arange(60, dtype=np.float32).reshape(10, 2, 3).tolist()
-    rows = {"table": table(alter=[1.0] * 10), "text": pa.table({"text": ["a b"] * 10, "label": [0, 1] * 5})}
+    rows = {
+        "table": table(alter=[1.0] * 10),
+        "text": pa.table({"text": ["a b"] * 10, "label": [0, 1] * 5}),
+    }
     rows["series"] = lists(numbers)
     folder, _ = both(rows[kind], place)
     fields: dict[str, Any] = {**WANTED, "owner": "ward"} if kind == "table" else {}
     real, files = datasets.load_dataset, {s: f"{folder}/{s}.parquet" for s in ("train", "test")}
     monkeypatch.setattr(streams, "_reach", lambda name, remedy: None)
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, streaming: real("parquet", data_files=files, streaming=True)
+        datasets,
+        "load_dataset",
+        lambda name, streaming: real("parquet", data_files=files, streaming=True),
     )
     here, there = load_dataset(folder, **fields), load_dataset("somebody/data", **fields)
     assert here.about == there.about

@@ -1,4 +1,6 @@
-"""A time column cut into tasks: the dates, and what is held out of each task, against plain derivations."""
+"""A time column cut into tasks: the dates, and what is held out of each task, against plain
+derivations.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ def rows(size: int = 120) -> pd.DataFrame:
     draw = np.random.default_rng(4)
     days = pd.to_datetime("2021-01-01") + pd.to_timedelta(draw.integers(0, 3 * 365, size), unit="D")
     return pd.DataFrame(
-        {"a": draw.normal(size=size), "b": draw.normal(size=size), "label": draw.integers(0, 3, size), "taken": days}
+        {
+            "a": draw.normal(size=size),
+            "b": draw.normal(size=size),
+            "label": draw.integers(0, 3, size),
+            "taken": days,
+        }
     )
 
 
@@ -38,12 +45,16 @@ def in_task(frame: pd.DataFrame, task: int) -> pd.DataFrame:
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize("kind", ["day", "text", "moment"])
-def test_what_is_held_out_of_a_task_is_what_is_held_out_of_it_alone(suffix: str, kind: str, tmp_path: Path) -> None:
+def test_what_is_held_out_of_a_task_is_what_is_held_out_of_it_alone(
+    suffix: str, kind: str, tmp_path: Path
+) -> None:
     """So later rows change nothing: each task is as it would be in a file of its own."""
     frame = rows()
-    said = {"day": frame["taken"].dt.date, "text": frame["taken"].dt.strftime("%Y-%m-%d"), "moment": frame["taken"]}[
-        kind
-    ]
+    said = {
+        "day": frame["taken"].dt.date,
+        "text": frame["taken"].dt.strftime("%Y-%m-%d"),
+        "moment": frame["taken"],
+    }[kind]
     whole = frame.assign(taken=said)
     path = tmp_path / f"whole.{suffix}"
     whole.to_csv(path, index=False) if suffix == "csv" else whole.to_parquet(path)
@@ -54,7 +65,9 @@ def test_what_is_held_out_of_a_task_is_what_is_held_out_of_it_alone(suffix: str,
         alone = load_dataset(str(some))
         for split in ("train", "test"):
             got, want = getattr(cut, split), getattr(alone, split)
-            tasks = np.array(tasks_of_times("rows", "taken", cut.about.owners, CUTS))[got.owners.numpy()]
+            tasks = np.array(tasks_of_times("rows", "taken", cut.about.owners, CUTS))[
+                got.owners.numpy()
+            ]
             assert np.array_equal(got.values[tasks == task], want.values)
             assert np.array_equal(got.labels[tasks == task], want.labels)
 
@@ -75,22 +88,35 @@ def test_images_in_a_parquet_file_have_times_too(tmp_path: Path) -> None:
     for split in (data.train, data.test):
         of_pixel = years[split.values[:, 0, 0, 0].numpy()]
         assert split.owners is not None
-        assert np.array_equal(np.array(tasks_of_times("", "", data.about.owners, CUTS))[split.owners], of_pixel)
+        assert np.array_equal(
+            np.array(tasks_of_times("", "", data.about.owners, CUTS))[split.owners], of_pixel
+        )
     with pytest.raises(
-        DataError, match="has no column 'taken' among image, label, acquired; correct time_column in site"
+        DataError,
+        match="has no column 'taken' among image, label, acquired; correct time_column in site",
     ):
         load_dataset(str(tmp_path / "scans.parquet"), owner="taken", cuts=CUTS)
 
 
 def test_a_moment_belongs_to_the_task_that_begins_with_it() -> None:
-    values = ["2021-12-31", "2022-01-01", "2022-12-31 23:59:59", "2023-01-01T00:00", "2022-12-31T23:30-01:00"]
+    values = [
+        "2021-12-31",
+        "2022-01-01",
+        "2022-12-31 23:59:59",
+        "2023-01-01T00:00",
+        "2022-12-31T23:30-01:00",
+    ]
     assert tasks_of_times("rows", "taken", values, CUTS) == [0, 1, 1, 2, 2]
-    assert tasks_of_times("rows", "taken", [str(datetime(2022, 1, 1)), str(date(2030, 1, 1))], CUTS) == [1, 2]
+    assert tasks_of_times(
+        "rows", "taken", [str(datetime(2022, 1, 1)), str(date(2030, 1, 1))], CUTS
+    ) == [1, 2]
 
 
 def test_a_column_that_holds_no_dates_is_refused_in_one_line(tmp_path: Path) -> None:
     rows().assign(ward=7).to_csv(tmp_path / "rows.csv", index=False)
-    with pytest.raises(DataError, match="column 'ward' has '7', which is no date; write dates as 2023-01-31"):
+    with pytest.raises(
+        DataError, match="column 'ward' has '7', which is no date; write dates as 2023-01-31"
+    ):
         load_dataset(str(tmp_path / "rows.csv"), owner="ward", columns=("a", "b"), cuts=CUTS)
 
 
@@ -98,7 +124,10 @@ def test_a_column_that_holds_no_dates_is_refused_in_one_line(tmp_path: Path) -> 
     ("cuts", "why"),
     [
         (["1.2.2023"], "has '1.2.2023', which is no date"),
-        (["2023-01-01", "2023-01-01"], "must ascend, and 2023-01-01 does not come after 2023-01-01"),
+        (
+            ["2023-01-01", "2023-01-01"],
+            "must ascend, and 2023-01-01 does not come after 2023-01-01",
+        ),
     ],
 )
 def test_cuts_are_dates_in_order(cuts: list[str], why: str) -> None:

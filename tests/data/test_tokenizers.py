@@ -1,4 +1,6 @@
-"""Texts as token ids: each tokenizer against its definition, padding, cutting, and what is refused in one line."""
+"""Texts as token ids: each tokenizer against its definition, padding, cutting, and what is refused
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_words_are_hashed_by_crc_32() -> None:
     cat = ["the", "cat", "sat", "on", "the", "mat"]
     assert got.ids.dtype == np.int64
     assert got.ids[0].tolist() == [1 + binascii.crc32(w.encode()) % 999 for w in cat]
-    assert got.ids[2].tolist()[:2] == [1 + binascii.crc32(w.encode()) % 999 for w in ("ünïcode", "42")]
+    assert got.ids[2].tolist()[:2] == [
+        1 + binascii.crc32(w.encode()) % 999 for w in ("ünïcode", "42")
+    ]
     assert got.ids[1].tolist() == got.ids[3].tolist() == [0] * 6
     assert (got.vocabulary, got.cut, got.sha) == (1000, 0.0, "")
 
@@ -30,9 +34,13 @@ def test_marks_belong_to_their_word_and_one_spelling_is_one_word() -> None:
     words = ["की", "कि", "कु", "के", "का", "ที่", "ทั้"]
     own = [1 + binascii.crc32(w.encode()) % 8191 for w in words]
     assert encoded([" ".join(words)], "words", 8192, 8).ids[0].tolist() == [*own, 0]
-    composed, apart, plain = encoded(["caf\u00e9", "cafe\u0301", "cafe"], "words", 8192, 2).ids.tolist()
+    composed, apart, plain = encoded(
+        ["caf\u00e9", "cafe\u0301", "cafe"], "words", 8192, 2
+    ).ids.tolist()
     assert composed == apart != plain
-    assert encoded(["\u0301 \ufe0f"], "words", 8192, 2).ids.tolist() == [[0, 0]], "a mark begins no word"
+    assert encoded(["\u0301 \ufe0f"], "words", 8192, 2).ids.tolist() == [[0, 0]], (
+        "a mark begins no word"
+    )
 
 
 def test_bytes_are_bytes() -> None:
@@ -44,7 +52,9 @@ def test_bytes_are_bytes() -> None:
     assert got.vocabulary == 257
 
 
-@pytest.mark.parametrize(("tokenizer", "length", "cut"), [("words", 4, 1 / 5), ("bytes", 2, 3 / 5), ("words", 6, 0.0)])
+@pytest.mark.parametrize(
+    ("tokenizer", "length", "cut"), [("words", 4, 1 / 5), ("bytes", 2, 3 / 5), ("words", 6, 0.0)]
+)
 def test_long_texts_are_cut_and_counted(tokenizer: str, length: int, cut: float) -> None:
     got = encoded(TEXTS, tokenizer, 50, length)
     assert got.ids.shape == (5, length)
@@ -71,18 +81,39 @@ def written(folder: Path, padding: int | None, dropout: float | None = None) -> 
     words = ["[UNK]", "the", "cat", "sat", "on", "mat"]
     if padding is not None:
         words.insert(padding, "[PAD]")
-    model: dict[str, object] = {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": "[UNK]"}
+    model: dict[str, object] = {
+        "type": "WordLevel",
+        "vocab": {w: i for i, w in enumerate(words)},
+        "unk_token": "[UNK]",
+    }
     if dropout:
-        model = {"type": "BPE", "dropout": dropout, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
-    file = {"version": "1.0", "normalizer": {"type": "Lowercase"}, "pre_tokenizer": {"type": "Whitespace"}}
-    file |= {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None, "decoder": None}
+        model = {
+            "type": "BPE",
+            "dropout": dropout,
+            "vocab": {"a": 0, "b": 1, "ab": 2},
+            "merges": ["a b"],
+        }
+    file = {
+        "version": "1.0",
+        "normalizer": {"type": "Lowercase"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    file |= {
+        "added_tokens": [],
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,
+        "decoder": None,
+    }
     path = folder / "tokenizer.json"
     path.write_text(json.dumps({**file, "model": model}))
     return path
 
 
 @pytest.mark.parametrize("padding", [0, 3, None])
-def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(tmp_path: Path, padding: int | None) -> None:
+def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(
+    tmp_path: Path, padding: int | None
+) -> None:
     path = written(tmp_path, padding)
     got = encoded(["The cat sat", "the dog", ""], str(path), 9999, 4)
     own = json.loads(path.read_text())["model"]["vocab"]
@@ -98,12 +129,19 @@ def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("tokenizer", "vocabulary", "length", "says"),
     [
-        ("letters", 10, 4, "data.tokenizer = 'letters' must be 'words', 'bytes' or a file tokenizer.json"),
+        (
+            "letters",
+            10,
+            4,
+            "data.tokenizer = 'letters' must be 'words', 'bytes' or a file tokenizer.json",
+        ),
         ("words", 1, 4, "data.vocabulary = 1 must be at least 2"),
         ("words", 10, 0, "data.length = 0 must be at least 1"),
     ],
 )
-def test_wrong_settings_are_one_line(tokenizer: str, vocabulary: int, length: int, says: str) -> None:
+def test_wrong_settings_are_one_line(
+    tokenizer: str, vocabulary: int, length: int, says: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         encoded(TEXTS, tokenizer, vocabulary, length)
     assert says in str(raised.value)
@@ -112,9 +150,15 @@ def test_wrong_settings_are_one_line(tokenizer: str, vocabulary: int, length: in
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "cannot be read"), ("{}", "is no file of Hugging Face's tokenizers"), ("\xff", "is no file of Hugging")],
+    [
+        (None, "cannot be read"),
+        ("{}", "is no file of Hugging Face's tokenizers"),
+        ("\xff", "is no file of Hugging"),
+    ],
 )
-def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, content: str | None, says: str) -> None:
+def test_a_file_that_is_no_tokenizer_is_one_line(
+    tmp_path: Path, content: str | None, says: str
+) -> None:
     pytest.importorskip("tokenizers")
     path = tmp_path / "own.json"
     if content is not None:

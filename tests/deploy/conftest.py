@@ -1,4 +1,6 @@
-"""One federation of three clients, started once for all slow tests of this folder; its sites list the toy methods."""
+"""One federation of three clients, started once for all slow tests of this folder; its sites list
+the toy methods.
+"""
 
 from __future__ import annotations
 

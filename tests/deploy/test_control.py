@@ -1,4 +1,6 @@
-"""What the operator's commands make of a server that is silent: what may have arrived is not asked twice."""
+"""What the operator's commands make of a server that is silent: what may have arrived is not asked
+twice.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_each_silence_has_its_name(silence: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("silence", SILENCE)
-def test_only_what_did_not_arrive_is_asked_again(silence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_did_not_arrive_is_asked_again(
+    silence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raises, kind = SILENCE[silence]
     questions, clock = asked(monkeypatch, raises), iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))

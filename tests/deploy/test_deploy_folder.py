@@ -1,4 +1,6 @@
-"""A federation's folder and the commands made from it: safe by default, and refused by name where they would not be."""
+"""A federation's folder and the commands made from it: safe by default, and refused by name where
+they would not be.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ pytestmark = needs_flower
 
 
 def made(path: Path, **changes: object) -> folder.Federation:
-    values = {"clients": 2, "hosts": ("127.0.0.1",), "listen": "127.0.0.1", "port": 8443, "version": "1.0"}
+    values = {
+        "clients": 2,
+        "hosts": ("127.0.0.1",),
+        "listen": "127.0.0.1",
+        "port": 8443,
+        "version": "1.0",
+    }
     return folder.init(path, **{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -39,7 +47,11 @@ def test_init_makes_what_the_commands_read(tmp_path: Path) -> None:
 
 def test_secrets_are_their_owners_alone_and_leave_with_nobody_else(tmp_path: Path) -> None:
     federation = made(tmp_path / "fed")
-    secrets = [federation.folder / "ca.key", federation.server / "server.key", *federation.folder.glob("*/client.key")]
+    secrets = [
+        federation.folder / "ca.key",
+        federation.server / "server.key",
+        *federation.folder.glob("*/client.key"),
+    ]
     assert len(secrets) == 4
     assert {stat.S_IMODE(p.stat().st_mode) for p in secrets} == {0o600}
     theirs = sorted(p.name for p in federation.client(0).iterdir())
@@ -75,19 +87,30 @@ def test_a_client_gets_a_new_key_and_keeps_its_settings(tmp_path: Path) -> None:
     assert call(["deploy", "key", str(tmp_path / "fed"), "2"]) == 2
 
 
-def test_what_was_never_started_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_never_started_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made(tmp_path / "fed")
     assert call(["deploy", "admit", str(tmp_path / "fed")]) == 1
-    assert f"start the server first: fedstill deploy server {tmp_path / 'fed'}" in capsys.readouterr().err
+    assert (
+        f"start the server first: fedstill deploy server {tmp_path / 'fed'}"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize(("listen", "local"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.5", "10.0.0.5")])
-def test_the_servers_certificate_names_how_its_own_machine_reaches_it(listen: str, local: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("listen", "local"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.5", "10.0.0.5")]
+)
+def test_the_servers_certificate_names_how_its_own_machine_reaches_it(
+    listen: str, local: str, tmp_path: Path
+) -> None:
     federation = made(tmp_path / "fed", hosts=("fed.example.org",), listen=listen)
     assert federation.local == (f"[{local}]:8443" if ":" in local else f"{local}:8443")
     assert {"fed.example.org", local} <= certificates.named_hosts(federation.server / "server.crt")
     programs.superlink(federation, insecure=False)
-    certificates.make_server(federation.server, certificates.authority_of(federation.folder), ["fed.example.org"], 9)
+    certificates.make_server(
+        federation.server, certificates.authority_of(federation.folder), ["fed.example.org"], 9
+    )
     with pytest.raises(ConfigError, match=f"does not name {local}, .*; run: fedstill deploy renew"):
         programs.superlink(federation, insecure=False)
 
@@ -99,7 +122,9 @@ def test_an_address_of_ipv6_stands_in_brackets_wherever_a_port_follows(tmp_path:
     assert "2001:db8::5" in certificates.named_hosts(federation.server / "server.crt")
 
 
-def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_others(tmp_path: Path) -> None:
+def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_others(
+    tmp_path: Path,
+) -> None:
     federation = made(tmp_path / "fed")
     (federation.server / "link.toml").write_text("as it was")
     before = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
@@ -120,14 +145,18 @@ def test_another_program_on_the_port_is_not_taken_for_the_server(
     assert f"something listens on {federation.local} already" in capsys.readouterr().err
 
 
-def test_one_client_runs_from_a_folder_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_client_runs_from_a_folder_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = made(tmp_path / "fed").client(0)
     with supervising.alone(here, "a client"):
         assert call(["deploy", "client", str(here)]) == 1
     assert f"a client already runs from {here}: stop it first" in capsys.readouterr().err
 
 
-def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path: Path) -> None:
+def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(
+    tmp_path: Path,
+) -> None:
     from cryptography import x509
     from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
@@ -141,7 +170,9 @@ def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(tm
     stranger = PolicyBuilder().store(Store([certificates.make_authority("stranger").certificate]))
     with pytest.raises(VerificationError):
         stranger.build_server_verifier(x509.DNSName("fed.example.org")).verify(server, [])
-    later = builder.time(datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=certificates.DAYS + 1))
+    later = builder.time(
+        datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=certificates.DAYS + 1)
+    )
     with pytest.raises(VerificationError):
         later.build_server_verifier(x509.DNSName("fed.example.org")).verify(server, [])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -174,13 +205,20 @@ def test_a_used_folder_is_not_touched(tmp_path: Path) -> None:
 
 def test_the_server_starts_with_tls_and_listed_keys_unless_told_otherwise(tmp_path: Path) -> None:
     command = programs.superlink(made(tmp_path / "fed"), insecure=False)
-    assert {"--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile", "--enable-supernode-auth"} <= set(command)
+    assert {
+        "--ssl-ca-certfile",
+        "--ssl-certfile",
+        "--ssl-keyfile",
+        "--enable-supernode-auth",
+    } <= set(command)
     assert "--disable-runtime-dependency-installation" in command
     assert "--insecure" not in command
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "server.crt", "server.key", "allowed/client0.pub"])
-def test_the_server_does_not_start_without_certificates_or_a_list(name: str, tmp_path: Path) -> None:
+def test_the_server_does_not_start_without_certificates_or_a_list(
+    name: str, tmp_path: Path
+) -> None:
     federation = made(tmp_path / "fed", clients=1)
     (federation.server / name).unlink()
     with pytest.raises(ConfigError, match=r"without .* the server does not start"):
@@ -188,7 +226,9 @@ def test_the_server_does_not_start_without_certificates_or_a_list(name: str, tmp
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "client.key"])
-def test_a_client_does_not_start_without_its_key_or_the_authority(name: str, tmp_path: Path) -> None:
+def test_a_client_does_not_start_without_its_key_or_the_authority(
+    name: str, tmp_path: Path
+) -> None:
     federation = made(tmp_path / "fed")
     (federation.client(0) / name).unlink()
     with pytest.raises(ConfigError, match="without it the client does not start"):
@@ -213,7 +253,10 @@ def test_without_tls_it_starts_on_a_loopback_address_when_told(host: str, tmp_pa
 def test_programs_report_to_nobody_and_install_nothing(tmp_path: Path) -> None:
     env = programs.environment(tmp_path)
     assert (env["FLWR_TELEMETRY_ENABLED"], env["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
-    assert (env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"], env["RAY_USAGE_STATS_ENABLED"]) == ("1", "0")
+    assert (
+        env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"],
+        env["RAY_USAGE_STATS_ENABLED"],
+    ) == ("1", "0")
 
 
 def test_the_app_is_a_flower_app_of_two_imports(tmp_path: Path) -> None:
@@ -228,9 +271,26 @@ def test_the_app_is_a_flower_app_of_two_imports(tmp_path: Path) -> None:
     assert all(len(text.splitlines()) <= 6 for text in lines)
 
 
-def test_the_command_line_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_what_to_do_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = str(tmp_path / "fed")
-    assert call(["deploy", "init", place, "--clients", "3", "--host", "fed.example.org", "--listen", "0.0.0.0"]) == 0
+    assert (
+        call(
+            [
+                "deploy",
+                "init",
+                place,
+                "--clients",
+                "3",
+                "--host",
+                "fed.example.org",
+                "--listen",
+                "0.0.0.0",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert f"fedstill deploy server {place}" in said
     assert f"fedstill deploy client {place}/client2" in said
@@ -243,7 +303,10 @@ def test_nothing_of_flower_is_imported_before_it_is_needed() -> None:
     import subprocess
     import sys
 
-    code = "import fedstill, sys; from fedstill.cli import call; call(['--help']); call(['run', '--help']);"
+    code = (
+        "import fedstill, sys; from fedstill.cli import call; call(['--help']); call(['run', "
+        "'--help']);"
+    )
     code += "print([m for m in ('flwr', 'ray', 'cryptography', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -1,6 +1,7 @@
 """Over real processes on loopback addresses, with TLS and listed keys: the serial engine's bits.
 
-Slow, and run by hand: ``python -m pytest -m slow tests/deploy -s``. Every number printed is measured here.
+Slow, and run by hand: ``python -m pytest -m slow tests/deploy -s``. Every number printed is
+measured here.
 """
 
 from __future__ import annotations
@@ -45,15 +46,23 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
     public = {"name": "digits", "public": toys.PUBLIC if topology == "public_logits" else 0}
     what, began = experiment(method, topology, data=public, **changes), time.monotonic()
     done = over(three, what, tmp_path / "run")
-    assert done.returncode == 0, done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
+    assert done.returncode == 0, (
+        done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
+    )
     same_bits(tmp_path / "run", serial_of(what, tmp_path / "serial"))
     rounds = [
-        f"{e['seconds_training']:.1f}" for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"
+        f"{e['seconds_training']:.1f}"
+        for e in read_journal(tmp_path / "run/journal.jsonl")
+        if e["event"] == "round"
     ]
-    print(f"\n{topology} {method}: same bits; {time.monotonic() - began:.1f} s in all; s a round: {', '.join(rounds)}")
+    print(
+        f"\n{topology} {method}: same bits; {time.monotonic() - began:.1f} s in all; s a round: "
+        f"{', '.join(rounds)}"
+    )
 
 
-@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's own, in packing an app
+# Flower's own, in packing an app
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 def test_the_app_runs_by_itself(three: Deployment, tmp_path: Path) -> None:
     """With the trial that the app's own pyproject.toml holds."""
     out = tmp_path / "run"
@@ -63,22 +72,43 @@ def test_the_app_runs_by_itself(three: Deployment, tmp_path: Path) -> None:
     print("\nthe app by itself: the trial of the app's own pyproject.toml, two rounds")
 
 
-def test_secure_sums_over_the_deployment_have_the_serial_engine_s_bits(three: Deployment, tmp_path: Path) -> None:
+def test_secure_sums_over_the_deployment_have_the_serial_engine_s_bits(
+    three: Deployment, tmp_path: Path
+) -> None:
     """Four messages a stage; what a site knows between two of them is on its disk."""
-    what, began = experiment("fedavg", "parallel", privacy={"secure_sum": True}, measure=()), time.monotonic()
+    what, began = (
+        experiment("fedavg", "parallel", privacy={"secure_sum": True}, measure=()),
+        time.monotonic(),
+    )
     done = over(three, what, tmp_path / "run")
-    assert done.returncode == 0, done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
+    assert done.returncode == 0, (
+        done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
+    )
     same_bits(tmp_path / "run", serial_of(what, tmp_path / "serial"))
     rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
-    print(f"\nsecure sums: same bits; {time.monotonic() - began:.1f} s; {rounds[-1]['seconds_training']:.1f} s a round")
+    print(
+        f"\nsecure sums: same bits; {time.monotonic() - began:.1f} s; "
+        f"{rounds[-1]['seconds_training']:.1f} s a round"
+    )
 
 
-@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's own, in packing an app
-def test_sites_have_tasks_of_their_own_over_the_deployment(three: Deployment, tmp_path: Path) -> None:
+# Flower's own, in packing an app
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
+def test_sites_have_tasks_of_their_own_over_the_deployment(
+    three: Deployment, tmp_path: Path
+) -> None:
     """A folder for each task at each site: the bits of the same sites on a loopback grid."""
     flower = {"data": "sites", "deadline": 900.0, "federation": str(three.federation.folder)}
     stream = {"kind": "sites", "tasks": 2, "order": TASKS}
-    what = experiment("replay", "parallel", partition={}, measure=(), stream=stream, engine="flower", flower=flower)
+    what = experiment(
+        "replay",
+        "parallel",
+        partition={},
+        measure=(),
+        stream=stream,
+        engine="flower",
+        flower=flower,
+    )
     for client in range(CLIENTS):
         keep_tasks(tmp_path / f"data{client}", client)
     sites = [three.federation.client(c) / "site.toml" for c in range(CLIENTS)]
@@ -91,13 +121,21 @@ def test_sites_have_tasks_of_their_own_over_the_deployment(three: Deployment, tm
     finally:
         for site, text in zip(sites, before, strict=True):
             site.write_text(text)
-    app = client_app(lambda c: (c.node_config["partition-id"], there[c.node_config["partition-id"]]), 1 << 30)
+    app = client_app(
+        lambda c: (c.node_config["partition-id"], there[c.node_config["partition-id"]]), 1 << 30
+    )
     run(what, tmp_path / "loopback", grid=LoopbackGrid(app, range(CLIENTS)))
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "loopback")]
     assert models[0] == models[1]
-    rows = [[e["row"], e["clients"]] for e in events(tmp_path / "run") if e["event"] == "task" and e["task"]]
+    rows = [
+        [e["row"], e["clients"]]
+        for e in events(tmp_path / "run")
+        if e["event"] == "task" and e["task"]
+    ]
     assert rows == [
-        [e["row"], e["clients"]] for e in events(tmp_path / "loopback") if e["event"] == "task" and e["task"]
+        [e["row"], e["clients"]]
+        for e in events(tmp_path / "loopback")
+        if e["event"] == "task" and e["task"]
     ]
     print(f"\ntasks of sites: same bits; {rows[-1]}")
 
@@ -108,7 +146,11 @@ def keep_tasks(place: Path, client: int) -> None:
     for t, classes in enumerate(TASKS):
         arrays = {}
         for split, examples in (("train", digits.train), ("test", digits.test)):
-            own = torch.isin(examples.labels, torch.tensor(classes)).nonzero().flatten()[client::CLIENTS]
+            own = (
+                torch.isin(examples.labels, torch.tensor(classes))
+                .nonzero()
+                .flatten()[client::CLIENTS]
+            )
             arrays |= {
                 f"{split}_images": examples.values[own, 0].numpy(),
                 f"{split}_labels": examples.labels[own].numpy(),

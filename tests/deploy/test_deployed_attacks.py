@@ -1,4 +1,6 @@
-"""Attacks on a running federation, each refused by its line: a stranger on the port, a site, a hostile server. Slow."""
+"""Attacks on a running federation, each refused by its line: a stranger on the port, a site, a
+hostile server. Slow.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,22 @@ from fedstill.deploy.gate import KEY_HEADER
 from fedstill.deploy.supervising import running, wait_for_port
 from fedstill.errors import DeployFailed
 from flowers import needs_flower
-from processes import Deployment, beside_us, events, experiment, fedstill_, fedstill_command, free_port, over
+from processes import (
+    Deployment,
+    beside_us,
+    events,
+    experiment,
+    fedstill_,
+    fedstill_command,
+    free_port,
+    over,
+)
 
 pytestmark = [
     pytest.mark.slow,
     needs_flower,
-    pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning"),  # Flower's own, in packing an app
+    # Flower's own, in packing an app
+    pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning"),
 ]
 
 FOREIGN = """
@@ -46,13 +58,20 @@ def foreign(place: Path, marker: Path) -> Path:
     return place
 
 
-def asked(three: Deployment, method: str, path: str, body: bytes | None = b"", **headers: str) -> tuple[int, str]:
-    """Status and text of the answer to a request with nothing but ca.crt; the path goes as it is written."""
+def asked(
+    three: Deployment, method: str, path: str, body: bytes | None = b"", **headers: str
+) -> tuple[int, str]:
+    """Status and text of the answer to a request with nothing but ca.crt; the path goes as it is
+    written.
+    """
     host, _, port = three.federation.address.rpartition(":")
     trust = ssl.create_default_context(cafile=str(three.federation.client(0) / "ca.crt"))
     connection = http.client.HTTPSConnection(host, int(port), context=trust, timeout=60)
     connection.putrequest(method, path, skip_host="host" in headers)
-    given = {"content_type": "application/protobuf", "content_length": str(len(body or b""))} | headers
+    given = {
+        "content_type": "application/protobuf",
+        "content_length": str(len(body or b"")),
+    } | headers
     for name, value in given.items():
         if value:
             connection.putheader(name.replace("_", "-"), value)
@@ -76,9 +95,27 @@ STRANGERS: dict[str, tuple[Any, ...]] = {
     "escaped dots": ("POST", "/v1/fleet/%2e%2e/control/start-run", {}, 403, OPERATORS),
     "escaped slashes": ("POST", "/v1%2Fcontrol%2Fstart-run", {}, 403, OPERATORS),
     "a whole address": ("POST", "https://127.0.0.1/v1/control/start-run", {}, 403, OPERATORS),
-    "forwarded from here": ("POST", "/v1/control/start-run", {"x_forwarded_for": "127.0.0.1"}, 403, OPERATORS),
-    "a forged host": ("POST", "/v1/control/start-run", {"host": "localhost", "x_real_ip": "::1"}, 403, OPERATORS),
-    "a wrong key": ("POST", "/v1/control/start-run", {KEY_HEADER.replace("-", "_"): "k" * 43}, 403, OPERATORS),
+    "forwarded from here": (
+        "POST",
+        "/v1/control/start-run",
+        {"x_forwarded_for": "127.0.0.1"},
+        403,
+        OPERATORS,
+    ),
+    "a forged host": (
+        "POST",
+        "/v1/control/start-run",
+        {"host": "localhost", "x_real_ip": "::1"},
+        403,
+        OPERATORS,
+    ),
+    "a wrong key": (
+        "POST",
+        "/v1/control/start-run",
+        {KEY_HEADER.replace("-", "_"): "k" * 43},
+        403,
+        OPERATORS,
+    ),
     "no signature": ("POST", "/v1/fleet/pull-messages", {}, 401, "this request is not signed"),
     "another method": ("GET", "/v1/fleet/pull-messages", {}, 403, OPERATORS),
     "no length": ("POST", "/v1/fleet/push-object", {"content_length": ""}, 413, "says its length"),
@@ -141,7 +178,9 @@ def node_of(three: Deployment, client: int) -> int:
     return next(node for node, (name, _) in nodes.items() if name == f"client{client}")
 
 
-def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(three: Deployment, tmp_path: Path) -> None:
+def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(
+    three: Deployment, tmp_path: Path
+) -> None:
     from flwr.supercore.date import now
 
     own, other = (three.federation.client(c) / "client.key" for c in (0, 1))
@@ -159,14 +198,20 @@ def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(three: Deplo
 def test_a_task_at_a_site_is_handed_out_to_its_own_program_only(three: Deployment) -> None:
     member = folder.membership(three.federation.client(0))
     three.until(lambda: "SuperNode ID" in three.log("client0"), "client 0 to be there")
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", member.port, timeout=60)) as connection:
-        connection.request("POST", "/v1/runtime/acquire-task", b"", {"content-type": "application/protobuf"})
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", member.port, timeout=60)
+    ) as connection:
+        connection.request(
+            "POST", "/v1/runtime/acquire-task", b"", {"content-type": "application/protobuf"}
+        )
         status = connection.getresponse().status
     print(f"\na stranger on the site's machine: {status}")
     assert status == 401
 
 
-def test_a_foreign_app_through_the_operators_own_door_does_not_run(three: Deployment, tmp_path: Path) -> None:
+def test_a_foreign_app_through_the_operators_own_door_does_not_run(
+    three: Deployment, tmp_path: Path
+) -> None:
     control, marker = Control.of(three.federation), tmp_path / "it-ran"
     run = control.start(foreign(tmp_path / "foreign", marker), {})
     three.until(lambda: control.ended(run) is not None, "the run to end")
@@ -175,17 +220,24 @@ def test_a_foreign_app_through_the_operators_own_door_does_not_run(three: Deploy
     assert not marker.exists()
 
 
-def test_a_stranger_cannot_start_a_run_with_flowers_own_client(three: Deployment, tmp_path: Path) -> None:
+def test_a_stranger_cannot_start_a_run_with_flowers_own_client(
+    three: Deployment, tmp_path: Path
+) -> None:
     control = Control.of(three.federation)
     stranger = Control(control.address, control.certificates, b"x" * 43)
-    for ask in (lambda: stranger.start(foreign(tmp_path / "foreign", tmp_path / "it-ran"), {}), stranger.nodes):
+    for ask in (
+        lambda: stranger.start(foreign(tmp_path / "foreign", tmp_path / "it-ran"), {}),
+        stranger.nodes,
+    ):
         with pytest.raises(DeployFailed, match="403 fedstill: this path is the operator's"):
             ask()
 
 
 @contextlib.contextmanager
 def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federation]]:
-    """A server of Flower's own, without gate and without our programs, which has the federation's certificates."""
+    """A server of Flower's own, without gate and without our programs, which has the federation's
+    certificates.
+    """
     port = free_port()
     federation = folder.init(place / "hostile", 1, ("127.0.0.1",), "127.0.0.1", port, "1.0")
     command = [programs.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)]
@@ -229,17 +281,26 @@ def main(grid, context):
 
 
 def test_a_site_runs_no_foreign_app_for_a_hostile_server(tmp_path: Path) -> None:
-    """The server runs the app's server half; the site refuses the client half by name, and none of its code runs."""
+    """The server runs the app's server half; the site refuses the client half by name, and none of
+    its code runs.
+    """
     site = tmp_path / "site"
     with hostile(tmp_path, tmp_path / "hostile/client0") as (control, federation):
         shutil.copytree(federation.client(0), site)
         text = (site / "client.toml").read_text()
-        (site / "client.toml").write_text(text.replace(f"port = {folder.NODE_PORT}", f"port = {free_port()}"))
+        (site / "client.toml").write_text(
+            text.replace(f"port = {folder.NODE_PORT}", f"port = {free_port()}")
+        )
         app = foreign(tmp_path / "foreign", tmp_path / "site-ran-it")
-        server_half = SENDS.format(marker=str(tmp_path / "server-ran-it"), said=str(tmp_path / "said"))
+        server_half = SENDS.format(
+            marker=str(tmp_path / "server-ran-it"), said=str(tmp_path / "said")
+        )
         (app / "fedstill_app/server_app.py").write_text(server_half)
         command = fedstill_command("deploy", "client", str(site))
-        with (tmp_path / "site.log").open("wb") as log, running(command, beside_us(), stdout=log, stderr=log):
+        with (
+            (tmp_path / "site.log").open("wb") as log,
+            running(command, beside_us(), stdout=log, stderr=log),
+        ):
             run = control.start(app, {})
             until(lambda: control.ended(run) is not None, "the hostile run to end")
     said = (tmp_path / "said").read_text()
@@ -250,8 +311,12 @@ def test_a_site_runs_no_foreign_app_for_a_hostile_server(tmp_path: Path) -> None
     assert "refused or failed: the app is not fedstill's" in (tmp_path / "site.log").read_text()
 
 
-def test_a_site_that_poses_as_another_is_known_by_its_key(three: Deployment, tmp_path: Path) -> None:
-    """Client 1 says that it is client 0. It is asked as client 1, refuses, and the round goes on with the others."""
+def test_a_site_that_poses_as_another_is_known_by_its_key(
+    three: Deployment, tmp_path: Path
+) -> None:
+    """Client 1 says that it is client 0. It is asked as client 1, refuses, and the round goes on
+    with the others.
+    """
     site = three.federation.client(1) / "site.toml"
     before = site.read_text()
     site.write_text(before.replace("client = 1", "client = 0"))
@@ -260,14 +325,21 @@ def test_a_site_that_poses_as_another_is_known_by_its_key(three: Deployment, tmp
     finally:
         site.write_text(before)
     assert done.returncode == 0, done.stderr
-    acted = {e["client"]: e.get("refused", "") for e in events(tmp_path / "run") if e["event"] == "client"}
+    acted = {
+        e["client"]: e.get("refused", "")
+        for e in events(tmp_path / "run")
+        if e["event"] == "client"
+    }
     print(f"\n{acted}")
     assert acted[0] == acted[2] == ""
     assert "this site is client 0, not client 1" in acted[1]
 
 
 def test_a_revoked_key_opens_nothing_from_then_on(three: Deployment, tmp_path: Path) -> None:
-    place, listed = str(three.federation.folder), three.federation.server / "allowed" / "client2.pub"
+    place, listed = (
+        str(three.federation.folder),
+        three.federation.server / "allowed" / "client2.pub",
+    )
     text, node = listed.read_bytes(), node_of(three, 2)
     key = tmp_path / "client.key"
     key.write_bytes((three.federation.client(2) / "client.key").read_bytes())
@@ -280,7 +352,8 @@ def test_a_revoked_key_opens_nothing_from_then_on(three: Deployment, tmp_path: P
     listed.write_bytes(text)
     again = fedstill_("deploy", "admit", place)
     assert (
-        f"the server takes no key twice: make client 2 a new one with `fedstill deploy key {place} 2`" in again.stderr
+        f"the server takes no key twice: make client 2 a new one with `fedstill deploy key {place} "
+        "2`" in again.stderr
     )
     assert fedstill_("deploy", "key", place, "2").returncode == 0
     assert "client2 may connect from now on" in fedstill_("deploy", "admit", place).stdout

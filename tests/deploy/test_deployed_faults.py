@@ -1,4 +1,6 @@
-"""Over real processes: clients and servers that are killed, raise, are slow, or send what they must not. Slow."""
+"""Over real processes: clients and servers that are killed, raise, are slow, or send what they must
+not. Slow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import pytest
 
 from fedstill.deploy.supervising import descendants
 from flowers import needs_flower
-from processes import Deployment, events, experiment, fedstill_, over, same_bits, serial_of, starting
+from processes import (
+    Deployment,
+    events,
+    experiment,
+    fedstill_,
+    over,
+    same_bits,
+    serial_of,
+    starting,
+)
 
 pytestmark = [pytest.mark.slow, needs_flower]
 
@@ -23,8 +34,12 @@ STAGE_SECONDS = 150.0
 """The deadline of a stage that one client is to miss: much more than the others need."""
 
 
-def test_a_killed_client_and_a_node_that_restarts_cost_nothing(three: Deployment, tmp_path: Path) -> None:
-    """In round 1 the process that trains for client 0 is killed; in round 2 all of client 1, which starts again."""
+def test_a_killed_client_and_a_node_that_restarts_cost_nothing(
+    three: Deployment, tmp_path: Path
+) -> None:
+    """In round 1 the process that trains for client 0 is killed; in round 2 all of client 1, which
+    starts again.
+    """
     what = experiment("scaffold", "parallel", plan={"epochs": 40})
     serial = serial_of(what, tmp_path / "serial")
     starting(three, what, tmp_path / "run", deadline=900.0, retries=3)
@@ -38,12 +53,19 @@ def test_a_killed_client_and_a_node_that_restarts_cost_nothing(three: Deployment
     three.client(1)
     killed = time.monotonic()
     three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
-    print(f"a node killed and started again: its round ended {time.monotonic() - killed:.0f} s later; same bits")
+    print(
+        f"a node killed and started again: its round ended {time.monotonic() - killed:.0f} s "
+        "later; same bits"
+    )
     same_bits(tmp_path / "run", serial)
 
 
-def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(three: Deployment, tmp_path: Path) -> None:
-    """In round 1 the first process that trains; in round 2, while one trains, all that others would be forked from."""
+def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(
+    three: Deployment, tmp_path: Path
+) -> None:
+    """In round 1 the first process that trains; in round 2, while one trains, all that others would
+    be forked from.
+    """
     what = experiment("toys:Chain", "sequential", plan={"epochs": 40})
     serial = serial_of(what, tmp_path / "serial")
     starting(three, what, tmp_path / "run", deadline=900.0, retries=3)
@@ -56,7 +78,10 @@ def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(three: Dep
     for pid in warm:
         os.kill(pid, signal.SIGKILL)
     three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
-    print(f"\na chain: one that trained was killed, and the {len(warm)} it would be forked from; same bits")
+    print(
+        f"\na chain: one that trained was killed, and the {len(warm)} it would be forked from; "
+        "same bits"
+    )
     same_bits(tmp_path / "run", serial)
 
 
@@ -71,7 +96,9 @@ def forking(deployment: Deployment, name: str) -> list[int]:
 
 
 def _forks(deployment: Deployment, name: str) -> dict[int, bool]:
-    """By id, those of a client's processes that run the server of forks: whether each is a fork of another."""
+    """By id, those of a client's processes that run the server of forks: whether each is a fork of
+    another.
+    """
     import psutil
 
     there = {}
@@ -85,29 +112,46 @@ def _forks(deployment: Deployment, name: str) -> dict[int, bool]:
 def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_used_again(
     three: Deployment, tmp_path: Path
 ) -> None:
-    """Round 1: client 1 raises, 2 is too slow. Round 2: 1 sends NaN, 2 more than the limit. Round 3: all is well."""
+    """Round 1: client 1 raises, 2 is too slow. Round 2: 1 sends NaN, 2 more than the limit.
+    Round 3: all is well.
+    """
     gate = tmp_path / "gate"
-    what = experiment("toys:Troubled", "parallel", rounds=3, method={"name": "toys:Troubled", "gate": str(gate)})
+    what = experiment(
+        "toys:Troubled", "parallel", rounds=3, method={"name": "toys:Troubled", "gate": str(gate)}
+    )
     starting(three, what, tmp_path / "run", deadline=STAGE_SECONDS, max_mb=1)
     three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
     gate.touch()
     three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
     refused = {
-        (e["round"], e["client"]): e["refused"] for e in events(tmp_path / "run") if {"client", "refused"} <= set(e)
+        (e["round"], e["client"]): e["refused"]
+        for e in events(tmp_path / "run")
+        if {"client", "refused"} <= set(e)
     }
-    print("\n" + "\n".join(f"round {r}, client {c}: {why}" for (r, c), why in sorted(refused.items())))
+    print(
+        "\n" + "\n".join(f"round {r}, client {c}: {why}" for (r, c), why in sorted(refused.items()))
+    )
     assert sorted(refused) == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    assert refused[1, 1].startswith("failed: RuntimeError: the disk of this site is gone (toys.py, line ")
-    assert refused[1, 2] == f"failed: did not reply within the deadline of {STAGE_SECONDS:g} s (flower.deadline)"
+    assert refused[1, 1].startswith(
+        "failed: RuntimeError: the disk of this site is gone (toys.py, line "
+    )
+    assert (
+        refused[1, 2]
+        == f"failed: did not reply within the deadline of {STAGE_SECONDS:g} s (flower.deadline)"
+    )
     assert "not finite" in refused[2, 1]
     assert "over the limit of 1048576" in refused[2, 2]
 
 
-def test_a_killed_server_is_resumed_to_the_bits_of_the_uninterrupted_run(three: Deployment, tmp_path: Path) -> None:
+def test_a_killed_server_is_resumed_to_the_bits_of_the_uninterrupted_run(
+    three: Deployment, tmp_path: Path
+) -> None:
     what = experiment("scaffold", "parallel", plan={"epochs": 2})
     serial = serial_of(what, tmp_path / "serial")
     starting(three, what, tmp_path / "run")
-    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "the first round")
+    three.until(
+        lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "the first round"
+    )
     three.kill("server")
     three.kill("run")
     three.server()
@@ -117,7 +161,9 @@ def test_a_killed_server_is_resumed_to_the_bits_of_the_uninterrupted_run(three: 
     print("\nserver killed and resumed: same bits")
 
 
-def test_a_configuration_that_no_site_has_accepted_stops_by_name(three: Deployment, tmp_path: Path) -> None:
+def test_a_configuration_that_no_site_has_accepted_stops_by_name(
+    three: Deployment, tmp_path: Path
+) -> None:
     sites = [three.federation.client(c) / "site.toml" for c in range(three.federation.clients)]
     before = [site.read_text() for site in sites]
     for site, text in zip(sites, before, strict=True):

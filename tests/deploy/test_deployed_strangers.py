@@ -1,7 +1,9 @@
-"""Over real processes: clients that a server must not let in, and servers that a client must not trust. Slow.
+"""Over real processes: clients that a server must not let in, and servers that a client must not
+trust. Slow.
 
-Each is tried twice: with Flower's own SuperNode, which must not get in whatever fedstill says first, and with
-``fedstill deploy client``, which must say in one line why. All begin at once, so that they wait together.
+Each is tried twice: with Flower's own SuperNode, which must not get in whatever fedstill says
+first, and with ``fedstill deploy client``, which must say in one line why. All begin at once, so
+that they wait together.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ SECONDS = 120
 SAYS = {
     "wrong CA": "is not signed by this client's ca.crt",
     "expired": "has expired; on the server: fedstill deploy renew DIR",
-    "wrong host name": "does not name 127.0.0.1; on the server: fedstill deploy renew DIR --host 127.0.0.1",
-    "unknown key": "the server refuses this client: its key is not listed in the server's folder, allowed",
+    "wrong host name": "does not name 127.0.0.1; on the server: fedstill deploy renew DIR --host "
+    "127.0.0.1",
+    "unknown key": "the server refuses this client: its key is not listed in the server's folder, "
+    "allowed",
     "plain-text client": "speaks TLS: leave --insecure-for-testing out",
 }
 
 
 @dataclass
 class Tried:
-    """What came of a stranger: its SuperNode's log, and the last line and status of ``fedstill deploy client``."""
+    """What came of a stranger: its SuperNode's log, and the last line and status of
+    ``fedstill deploy client``.
+    """
 
     node: subprocess.Popen[bytes]
     ours: subprocess.Popen[bytes]
@@ -44,7 +50,9 @@ class Tried:
 
 
 @pytest.fixture(scope="module")
-def tried(three: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried]]:
+def tried(
+    three: Deployment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Tried]]:
     place, started = tmp_path_factory.mktemp("strangers"), dict[str, Tried]()
     with contextlib.ExitStack() as stack:
         for what in SAYS:
@@ -54,7 +62,10 @@ def tried(three: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             command = ["timeout", str(SECONDS), *programs.supernode(member, insecure)]
             more = ["--insecure-for-testing"] if insecure else []
             ours = fedstill_command("deploy", "client", str(member.folder), "--wait", "0", *more)
-            running = [stack.enter_context(spoken(c, here / n)) for c, n in ((command, "node"), (ours, "ours"))]
+            running = [
+                stack.enter_context(spoken(c, here / n))
+                for c, n in ((command, "node"), (ours, "ours"))
+            ]
             started[what] = Tried(*running, here)
         yield started
 
@@ -63,7 +74,9 @@ def tried(three: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def spoken(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (
         log.open("wb") as file,
-        supervising.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
+        supervising.running(
+            command, programs.environment(log.parent), stdout=file, stderr=file
+        ) as p,
     ):
         yield p
 
@@ -87,7 +100,9 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
             (here / "ca.crt").write_bytes((other.server / "ca.crt").read_bytes())
             address = other.address
     text = (here / "client.toml").read_text()
-    text = text.replace(theirs.address, address).replace(f"port = {theirs.port}", f"port = {free_port()}")
+    text = text.replace(theirs.address, address).replace(
+        f"port = {theirs.port}", f"port = {free_port()}"
+    )
     (here / "client.toml").write_text(text)
     member = replace(folder.membership(here), port=free_port())
     write_secret(member.door, folder.new_key())
@@ -95,7 +110,9 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
 
 
 def listening(other: Federation, days: int, host: str, stack: contextlib.ExitStack) -> None:
-    """A server with a certificate for this host and so many days, started past fedstill's own look at it."""
+    """A server with a certificate for this host and so many days, started past fedstill's own look
+    at it.
+    """
     command = programs.superlink(other, False)
     certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
     process = stack.enter_context(spoken(command, other.server / "log"))
@@ -103,7 +120,9 @@ def listening(other: Federation, days: int, host: str, stack: contextlib.ExitSta
 
 
 @pytest.mark.parametrize("what", SAYS)
-def test_a_stranger_gets_nowhere_and_is_told_why(what: str, tried: dict[str, Tried], three: Deployment) -> None:
+def test_a_stranger_gets_nowhere_and_is_told_why(
+    what: str, tried: dict[str, Tried], three: Deployment
+) -> None:
     it = tried[what]
     assert it.ours.wait(600) == 1
     said = (it.place / "ours").read_text(errors="replace").strip().splitlines()[-1]
@@ -111,7 +130,9 @@ def test_a_stranger_gets_nowhere_and_is_told_why(what: str, tried: dict[str, Tri
     assert said.startswith("fedstill: ")
     assert SAYS[what] in said
     assert it.node.wait(600) != 0
-    assert "SuperNode ID" not in (it.place / "node").read_text(errors="replace"), "Flower says that when it is let in"
+    assert "SuperNode ID" not in (it.place / "node").read_text(errors="replace"), (
+        "Flower says that when it is let in"
+    )
     if what == "unknown key":
         assert "ApiError:2004" in three.log("server"), "the server says so too, with the key"
 
@@ -120,7 +141,10 @@ def test_without_certificates_nothing_starts(tmp_path: Path) -> None:
     made = Deployment(tmp_path, 1)
     (made.federation.server / "server.crt").unlink()
     (made.federation.client(0) / "ca.crt").unlink()
-    for arguments in (("server", str(made.federation.folder)), ("client", str(made.federation.client(0)))):
+    for arguments in (
+        ("server", str(made.federation.folder)),
+        ("client", str(made.federation.client(0))),
+    ):
         done = fedstill_("deploy", *arguments)
         assert done.returncode == 2
         assert "is missing: without" in done.stderr

@@ -22,7 +22,7 @@ import subprocess, sys, time
 grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print(grandchild.pid, flush=True)
 time.sleep(600)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -51,7 +51,9 @@ def test_what_a_program_detached_ends_with_it_even_without_any_program_on_the_pa
 
 
 def runs(process: Any) -> bool:
-    """Whether it is there and no zombie: in a container nobody may take notice of one that ended."""
+    """Whether it is there and no zombie: in a container nobody may take notice of one that
+    ended.
+    """
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -102,6 +104,8 @@ def test_one_of_two_programs_that_ends_is_noticed() -> None:
     with running(leaves, {}) as program, running(stays, {}) as beside:
         assert until_it_ends(program, beside) == 3
     with running(stays, {}) as program, running(leaves, {}) as beside:
-        with pytest.raises(DeployFailed, match=r"trains and aggregates ended with status 3; its output says why"):
+        with pytest.raises(
+            DeployFailed, match=r"trains and aggregates ended with status 3; its output says why"
+        ):
             until_it_ends(program, beside)
         assert program.poll() is None

@@ -1,4 +1,6 @@
-"""An app that is not fedstill's is refused by what it holds; and clients are known by the names of their keys."""
+"""An app that is not fedstill's is refused by what it holds; and clients are known by the names of
+their keys.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,13 @@ def test_the_app_that_init_writes_passes_as_flower_packs_it(tmp_path: Path) -> N
 
 FOREIGN = {
     "code beside it": {"evil.py": b"import os"},
-    "other code": {"fedstill_app/client_app.py": CODE["fedstill_app/client_app.py"] + b"import os\n"},
+    "other code": {
+        "fedstill_app/client_app.py": CODE["fedstill_app/client_app.py"] + b"import os\n"
+    },
     "no client": {"fedstill_app/client_app.py": None},
-    "other entry points": {"pyproject.toml": PROJECT.replace(b"fedstill_app.client_app:app", b"os:system")},
+    "other entry points": {
+        "pyproject.toml": PROJECT.replace(b"fedstill_app.client_app:app", b"os:system")
+    },
     "no entry points": {"pyproject.toml": b"[tool]\nflwr = 3\n"},
     "no project": {"pyproject.toml": None},
     "no TOML": {"pyproject.toml": b"\xff"},
@@ -115,7 +121,9 @@ def test_the_list_of_keys_is_of_clients_each_with_a_key_of_its_own(tmp_path: Pat
     allowed = federation.server / "allowed"
     assert sorted(programs.listed(federation)) == ["client0", "client1"]
     (allowed / "client2.pub").write_bytes((allowed / "client1.pub").read_bytes())
-    with pytest.raises(ConfigError, match=r"client2.pub: the file's name .* from client0.pub to client1.pub"):
+    with pytest.raises(
+        ConfigError, match=r"client2.pub: the file's name .* from client0.pub to client1.pub"
+    ):
         programs.listed(federation)
     (allowed / "client2.pub").unlink()
     (allowed / "client1.pub").write_bytes((allowed / "client0.pub").read_bytes())

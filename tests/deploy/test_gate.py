@@ -35,7 +35,9 @@ class Inside:
             await send({"type": "http.response.body", "body": b""})
 
 
-def asked(gate: Gate, path: str, method: str = "POST", kind: str = "http", **headers: str | bytes) -> dict[str, Any]:
+def asked(
+    gate: Gate, path: str, method: str = "POST", kind: str = "http", **headers: str | bytes
+) -> dict[str, Any]:
     """The first message of the answer; a header's name is written with _ for -."""
     sent: list[dict[str, Any]] = []
 
@@ -47,9 +49,17 @@ def asked(gate: Gate, path: str, method: str = "POST", kind: str = "http", **hea
 
     given = {"content_length": "0", **headers}
     pairs = [
-        (k.replace("_", "-").encode(), v if isinstance(v, bytes) else v.encode()) for k, v in given.items() if v != ""
+        (k.replace("_", "-").encode(), v if isinstance(v, bytes) else v.encode())
+        for k, v in given.items()
+        if v != ""
     ]
-    scope = {"type": kind, "method": method, "path": path, "headers": pairs, "client": ("203.0.113.7", 5)}
+    scope = {
+        "type": kind,
+        "method": method,
+        "path": path,
+        "headers": pairs,
+        "client": ("203.0.113.7", 5),
+    }
     asyncio.run(gate(scope, receive, send))
     return sent[0] if sent else {}
 
@@ -85,7 +95,9 @@ def test_sites_pass_on_their_own_paths_and_on_no_other() -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["POST", "GET"])
-def test_every_other_path_is_the_operators(path: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_other_path_is_the_operators(
+    path: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     inside = Inside()
     gate = Gate(inside, KEY)
     with caplog.at_level(logging.WARNING):
@@ -118,7 +130,10 @@ def test_no_header_but_the_key_makes_an_operator(headers: dict[str, Any]) -> Non
 
 def test_a_web_socket_is_closed_and_the_start_passes() -> None:
     inside = Inside()
-    assert asked(Gate(inside, KEY), "/v1/fleet/pull-messages", kind="websocket")["type"] == "websocket.close"
+    assert (
+        asked(Gate(inside, KEY), "/v1/fleet/pull-messages", kind="websocket")["type"]
+        == "websocket.close"
+    )
     asked(Gate(inside, KEY), "", kind="lifespan")
     assert inside.came == [""]
 
@@ -130,7 +145,8 @@ def test_a_web_socket_is_closed_and_the_start_passes() -> None:
         {"content_length": str(MAX_BODY + 1)},
         {"content_length": "9" * 400},
         {"content_length": "-1"},
-        {"content_length": "00000000000000000000209715200"},  # its first digits are no length, the web server reads all
+        # its first digits are no length, the web server reads all
+        {"content_length": "00000000000000000000209715200"},
         {"content_length": "007"},
         {"content_length": "1e3"},
         {"content_length": "5", "transfer_encoding": "chunked"},
@@ -142,8 +158,14 @@ def test_a_request_of_a_site_has_a_length_that_is_not_too_large(headers: dict[st
     assert inside.came == []
 
 
-def signed(key: bytes = b"public", when: str = "2026-01-01T00:00:00.123456+00:00") -> dict[str, str]:
-    return {"flwr_public_key": base64.b64encode(key).decode(), "flwr_timestamp": when, "flwr_signature": "c2ln"}
+def signed(
+    key: bytes = b"public", when: str = "2026-01-01T00:00:00.123456+00:00"
+) -> dict[str, str]:
+    return {
+        "flwr_public_key": base64.b64encode(key).decode(),
+        "flwr_timestamp": when,
+        "flwr_signature": "c2ln",
+    }
 
 
 def test_a_signed_request_counts_once() -> None:
@@ -151,7 +173,8 @@ def test_a_signed_request_counts_once() -> None:
     gate = Gate(inside, KEY)
     assert asked(gate, PULL, **signed())["status"] == 200
     assert asked(gate, PULL, **signed())["status"] == 401
-    other_text = signed() | {"flwr_signature": "b3RoZXI="}  # of one signature another can be made that is valid, too
+    # of one signature another can be made that is valid, too
+    other_text = signed() | {"flwr_signature": "b3RoZXI="}
     assert asked(gate, "/v1/fleet/push-messages", **other_text)["status"] == 401
     assert asked(gate, PULL, **signed(when="2026-01-01T00:00:00.123457+00:00"))["status"] == 200
     assert asked(gate, PULL, **signed(key=b"another"))["status"] == 200
@@ -177,8 +200,12 @@ def test_a_body_is_cut_off_where_it_is_too_large_whatever_length_was_said() -> N
     assert came == ["http.request"] * 4 + ["http.disconnect"]
 
 
-@pytest.mark.parametrize("headers", [{}, {"flwr_public_key": "bm8="}, {"flwr_public_key": "*", "flwr_timestamp": "1"}])
-def test_where_sites_have_listed_keys_nothing_is_read_of_a_request_that_is_not_signed(headers: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "headers", [{}, {"flwr_public_key": "bm8="}, {"flwr_public_key": "*", "flwr_timestamp": "1"}]
+)
+def test_where_sites_have_listed_keys_nothing_is_read_of_a_request_that_is_not_signed(
+    headers: dict[str, str],
+) -> None:
     inside = Inside()
     assert asked(Gate(inside, KEY, listed=True), PULL, **headers)["status"] == 401
     assert inside.came == []
@@ -235,9 +262,14 @@ def test_other_paths_than_those_known_are_refused() -> None:
 
 
 @needs_flower
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flower's database, SQLAlchemy's and Alembic's
-def test_the_installed_flower_is_served_inside_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower's application has the paths that the gate knows; without the operator's key it does not start."""
+# Flower's database, SQLAlchemy's and Alembic's
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_installed_flower_is_served_inside_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower's application has the paths that the gate knows; without the operator's key it does
+    not start.
+    """
     from fedstill.deploy import superlink
 
     federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
@@ -258,7 +290,8 @@ def test_the_installed_flower_is_served_inside_the_gate(tmp_path: Path, monkeypa
 
 
 @needs_flower
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flower's database, SQLAlchemy's and Alembic's
+# Flower's database, SQLAlchemy's and Alembic's
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_flower_that_changed_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +303,10 @@ def test_a_flower_that_changed_does_not_start(
     monkeypatch.setattr(sys, "argv", programs.superlink(federation, insecure=False)[2:])
     monkeypatch.setattr("fedstill.deploy.gate.SITES_PATHS", SITES_PATHS - {PULL})
     assert superlink.serve() == 1
-    assert "other paths for sites than fedstill knows (/v1/fleet/pull-messages)" in capsys.readouterr().err
+    assert (
+        "other paths for sites than fedstill knows (/v1/fleet/pull-messages)"
+        in capsys.readouterr().err
+    )
     monkeypatch.delattr(flwr.superlink.main, "create_app")
     assert superlink.serve() == 1
     assert "starts its server otherwise than fedstill knows" in capsys.readouterr().err

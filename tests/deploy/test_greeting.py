@@ -1,4 +1,6 @@
-"""A client's first word with its server: a certificate that is not good is named in one line, before Flower starts."""
+"""A client's first word with its server: a certificate that is not good is named in one line,
+before Flower starts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def made(path: Path, clients: int = 1) -> folder.Federation:
 
 @contextmanager
 def listening(federation: folder.Federation | None) -> Iterator[str]:
-    """An address where a server with the federation's certificate listens; without one, a server that has no TLS."""
+    """An address where a server with the federation's certificate listens; without one, a server
+    that has no TLS.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if federation is not None:
         context.load_cert_chain(federation.server / "server.crt", federation.server / "server.key")
@@ -51,13 +55,19 @@ def listening(federation: folder.Federation | None) -> Iterator[str]:
         thread.join(30)
 
 
-def greeted(federation: folder.Federation, server: folder.Federation | None, insecure: bool = False) -> None:
+def greeted(
+    federation: folder.Federation, server: folder.Federation | None, insecure: bool = False
+) -> None:
     with listening(server) as address:
         greeting.greet(replace(folder.membership(federation.client(0)), address=address), insecure)
 
 
-def certified(federation: folder.Federation, host: str = "127.0.0.1", days: int = 9) -> folder.Federation:
-    certificates.make_server(federation.server, certificates.authority_of(federation.folder), [host], days)
+def certified(
+    federation: folder.Federation, host: str = "127.0.0.1", days: int = 9
+) -> folder.Federation:
+    certificates.make_server(
+        federation.server, certificates.authority_of(federation.folder), [host], days
+    )
     return federation
 
 
@@ -68,9 +78,13 @@ def test_a_good_certificate_is_taken(tmp_path: Path) -> None:
 
 def test_an_expired_certificate_is_named_with_what_to_do(tmp_path: Path) -> None:
     federation = certified(made(tmp_path), days=-1)
-    with pytest.raises(DeployFailed, match=r"has expired; on the server: fedstill deploy renew DIR$"):
+    with pytest.raises(
+        DeployFailed, match=r"has expired; on the server: fedstill deploy renew DIR$"
+    ):
         greeted(federation, federation)
-    with pytest.raises(ConfigError, match=r"server.crt expired on \d{4}-\d\d-\d\d; run: fedstill deploy renew /"):
+    with pytest.raises(
+        ConfigError, match=r"server.crt expired on \d{4}-\d\d-\d\d; run: fedstill deploy renew /"
+    ):
         programs.superlink(federation, insecure=False)
     assert call(["deploy", "renew", str(federation.folder)]) == 0
     greeted(federation, federation)
@@ -79,7 +93,10 @@ def test_an_expired_certificate_is_named_with_what_to_do(tmp_path: Path) -> None
 
 def test_a_certificate_for_another_host_is_named_and_renewed_for_this_one(tmp_path: Path) -> None:
     federation = certified(made(tmp_path), host="elsewhere.example.org")
-    with pytest.raises(DeployFailed, match=r"does not name 127.0.0.1; on the server: .* renew DIR --host 127.0.0.1$"):
+    with pytest.raises(
+        DeployFailed,
+        match=r"does not name 127.0.0.1; on the server: .* renew DIR --host 127.0.0.1$",
+    ):
         greeted(federation, federation)
     assert call(["deploy", "renew", str(federation.folder), "--host", "fed.example.org"]) == 0
     assert folder.load_federation(federation.folder).hosts == ("127.0.0.1", "fed.example.org")
@@ -87,7 +104,9 @@ def test_a_certificate_for_another_host_is_named_and_renewed_for_this_one(tmp_pa
 
 
 def test_a_certificate_of_another_authority_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DeployFailed, match=r"is not signed by this client's ca.crt .* copy this client's folder"):
+    with pytest.raises(
+        DeployFailed, match=r"is not signed by this client's ca.crt .* copy this client's folder"
+    ):
         greeted(made(tmp_path / "a"), made(tmp_path / "b"))
 
 
@@ -95,7 +114,9 @@ def test_one_that_speaks_tls_and_one_that_does_not_are_told_so(tmp_path: Path) -
     federation = made(tmp_path)
     with pytest.raises(DeployFailed, match="speaks TLS: leave --insecure-for-testing out"):
         greeted(federation, federation, insecure=True)
-    with pytest.raises(DeployFailed, match="does not speak TLS: start it without --insecure-for-testing"):
+    with pytest.raises(
+        DeployFailed, match="does not speak TLS: start it without --insecure-for-testing"
+    ):
         greeted(federation, None)
     greeted(federation, None, insecure=True)
 
@@ -122,7 +143,9 @@ def test_a_client_that_comes_first_waits(
 def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
     federation = made(tmp_path)
     certificates.write_authority(federation.folder, certificates.make_authority("old", days=-1))
-    with pytest.raises(ConfigError, match="which signs certificates, has expired: make a new federation"):
+    with pytest.raises(
+        ConfigError, match="which signs certificates, has expired: make a new federation"
+    ):
         folder.renew(federation, ())
 
 

@@ -1,4 +1,6 @@
-"""Flower's Ray simulation as an engine: the serial engine's bits. Slow: Ray takes long to start, or fails to."""
+"""Flower's Ray simulation as an engine: the serial engine's bits. Slow: Ray takes long to start, or
+fails to.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ pytestmark = [
     pytest.mark.slow,
     needs_flower,
     pytest.mark.skipif(
-        find_spec("ray") is None, reason="Ray is not installed: pip install 'fedstill[flower-simulation]'"
+        find_spec("ray") is None,
+        reason="Ray is not installed: pip install 'fedstill[flower-simulation]'",
     ),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
@@ -39,11 +42,20 @@ def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(tmp_path: Path) 
     )
     run(replace(what, engine="serial"), tmp_path / "serial")
     run(replace(what, engine="flower", flower={"grid": "ray", "poll": 0.2}), tmp_path / "ray")
-    assert (tmp_path / "ray/model.safetensors").read_bytes() == (tmp_path / "serial/model.safetensors").read_bytes()
-    ours, theirs = ([without_times(e) for e in read_journal(tmp_path / n / "journal.jsonl")] for n in ("ray", "serial"))
+    assert (tmp_path / "ray/model.safetensors").read_bytes() == (
+        tmp_path / "serial/model.safetensors"
+    ).read_bytes()
+    ours, theirs = (
+        [without_times(e) for e in read_journal(tmp_path / n / "journal.jsonl")]
+        for n in ("ray", "serial")
+    )
     assert ours == theirs
     print(
-        [e["seconds_training"] for e in read_journal(tmp_path / "ray/journal.jsonl") if e["event"] == "round"],
+        [
+            e["seconds_training"]
+            for e in read_journal(tmp_path / "ray/journal.jsonl")
+            if e["event"] == "round"
+        ],
         "s a round",
     )
 
@@ -62,6 +74,8 @@ def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path
             timeout=LIMIT,
         )
         (out,) = app.glob("runs/*")
-        assert len([e for e in read_journal(out / "journal.jsonl") if e["event"] == "round"]) == 2, done.stdout
+        assert (
+            len([e for e in read_journal(out / "journal.jsonl") if e["event"] == "round"]) == 2
+        ), done.stdout
     finally:
         kill_all_with(f"FLWR_HOME={home}")  # Flower starts a SuperLink and leaves it running

@@ -21,7 +21,9 @@ def test_a_row_for_each_attack_and_a_column_for_each_mean(tmp_path: Path) -> Non
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "config.toml").write_text(f'[clients]\n{clients}\n[method]\naggregation = "{mean}"\n')
+        (folder / "config.toml").write_text(
+            f'[clients]\n{clients}\n[method]\naggregation = "{mean}"\n'
+        )
         (folder / "summary.json").write_text(json.dumps({"accuracy": accuracy}))
     assert attack_table([tmp_path]).splitlines()[2:] == [
         "| none | 90.0 |  |  |  |  |",

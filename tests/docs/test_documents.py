@@ -26,16 +26,19 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str], fewer: int = 0) -> None:
-    """Write the files that a page shows, and run its commands; one that fails says the error that the page shows.
+    """Write the files that a page shows, and run its commands; one that fails says the error that
+    the page shows.
 
-    A page names its files without the folder that they are in. ``fewer``: how many images its runs train on, with a
-    quarter as many to test on; 0 for all.
+    A page names its files without the folder that they are in. ``fewer``: how many images its runs
+    train on, with a quarter as many to test on; 0 for all.
     """
     shown = blocks(page)
     for _, title, text in shown:
         if title:
             (folder / title).write_text(text)
-    commands = [line[2:] for kind, _, text in shown if kind == "console" for line in text.splitlines()]
+    commands = [
+        line[2:] for kind, _, text in shown if kind == "console" for line in text.splitlines()
+    ]
     errors = [text for kind, _, text in shown if kind == "text" and text.startswith("fedstill: ")]
     assert commands
     for command in commands:
@@ -50,7 +53,9 @@ def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str], fewer: i
 
 
 def execute(page: str, space: dict[str, object], apart: bool = False) -> None:
-    """Execute a page's blocks of Python without a title, in one space, or each in one of its own."""
+    """Execute a page's blocks of Python without a title, in one space, or each in one of its
+    own.
+    """
     for kind, title, text in blocks(page):
         if kind == "python" and not title:
             exec(compile(text, page, "exec"), {} if apart else space)
@@ -73,7 +78,8 @@ def passing(path: Path) -> int:
     """
     passed = Passed()
     said = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={path.parent}", str(path)], [passed]
+        ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={path.parent}", str(path)],
+        [passed],
     )
     assert said == 0
     return passed.count
@@ -148,7 +154,9 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(
     monkeypatch.chdir(tmp_path)
     follow("add_a_measure.md", tmp_path, capsys, fewer=400)
     clients = [
-        e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] == 4
+        e
+        for e in read_journal(tmp_path / "run" / "journal.jsonl")
+        if e["event"] == "client" and e["round"] == 4
     ]
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
@@ -164,9 +172,16 @@ def test_a_data_set_is_added_as_the_page_says(
             exec(compile(text, "add_a_data_set.md", "exec"), {})
     follow("add_a_data_set.md", tmp_path, capsys)
     starts = [
-        read_journal(tmp_path / run / "journal.jsonl")[0] for run in ("first", "third", "fourth", "fifth", "seventh")
+        read_journal(tmp_path / run / "journal.jsonl")[0]
+        for run in ("first", "third", "fourth", "fifth", "seventh")
     ]
-    assert [start["inputs"]["kind"] for start in starts] == ["table", "text", "series", "table", "series"]
+    assert [start["inputs"]["kind"] for start in starts] == [
+        "table",
+        "text",
+        "series",
+        "table",
+        "series",
+    ]
     assert starts[4]["inputs"]["shape"] == [65, 129]
     assert starts[0]["client_names"] == ["harbour", "hill", "north"]
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -176,7 +191,8 @@ def test_a_data_set_is_added_as_the_page_says(
 
 @pytest.mark.skipif(
     not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime", "pandas"))),
-    reason="the extras onnx and pandas are not installed: pip install 'fedstill[onnx,pandas]', as make test does",
+    reason="the extras onnx and pandas are not installed: pip install 'fedstill[onnx,pandas]', as "
+    "make test does",
 )
 def test_a_model_is_used_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -200,13 +216,16 @@ def test_who_made_the_model_forget_is_asked_as_the_page_says(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
     follow("why.md", tmp_path, capsys, fewer=300)
-    assert (tmp_path / "forgets" / "why.jsonl").is_file(), "round 4 is not one that the config measures"
+    assert (tmp_path / "forgets" / "why.jsonl").is_file(), (
+        "round 4 is not one that the config measures"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(
     not all(map(find_spec, ("tensorboard", "mlflow"))),
-    reason="the extras tensorboard and mlflow are not installed: pip install 'fedstill[tensorboard,mlflow]'",
+    reason="the extras tensorboard and mlflow are not installed: pip install "
+    "'fedstill[tensorboard,mlflow]'",
 )
 def test_runs_are_tracked_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -220,7 +239,9 @@ def test_runs_are_tracked_as_the_page_says(
     runs = there.search_runs([there.get_experiment_by_name("fedstill").experiment_id])
     assert {r.info.run_name for r in runs} == {"run", "fedavg, seed 1"}
     assert all(
-        (tmp_path / "both" / m / f"seed{s}" / "tensorboard").is_dir() for m in ("fedavg", "fedntd") for s in (1, 2)
+        (tmp_path / "both" / m / f"seed{s}" / "tensorboard").is_dir()
+        for m in ("fedavg", "fedntd")
+        for s in (1, 2)
     )
     execute("track.md", {})
     said = capsys.readouterr().out
@@ -229,13 +250,17 @@ def test_runs_are_tracked_as_the_page_says(
 
 
 @pytest.mark.parametrize("page", ["../README.md", "index.md"])
-def test_the_first_config_of_the_front_pages_is_the_one_that_their_commands_take(page: str, tmp_path: Path) -> None:
+def test_the_first_config_of_the_front_pages_is_the_one_that_their_commands_take(
+    page: str, tmp_path: Path
+) -> None:
     (text,) = (text for kind, _, text in blocks(page) if kind == "toml")
     (tmp_path / "my.toml").write_text(text)
     what = load(tmp_path / "my.toml")
     settle(what)
     named = re.findall(r"runs/(\w+)-(\w+)-seed(\d+)-1", (ROOT / "docs" / page).read_text())
-    assert set(named) <= {(what.table("method")["name"], what.table("data")["name"], str(what.seed))}
+    assert set(named) <= {
+        (what.table("method")["name"], what.table("data")["name"], str(what.seed))
+    }
 
 
 def test_the_configs_shown_resolve(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The tables of docs/papers.md that say where each figure of a paper is: all figures, in recipes and sections there."""
+"""The tables of docs/papers.md that say where each figure of a paper is: all figures, in recipes
+and sections there.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,21 @@ from fedstill.experiment.comparing import recipes
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {"FedNTD": 21, "FedADKD": 7, "SFedKD": 7, "HiPer-FedKD": 3, "QKT": 7}
-FOLDERS = {"FedNTD": "fedntd", "FedADKD": "fedadkd", "SFedKD": "sfedkd", "HiPer-FedKD": "hiper", "QKT": "qkt"}
+FOLDERS = {
+    "FedNTD": "fedntd",
+    "FedADKD": "fedadkd",
+    "SFedKD": "sfedkd",
+    "HiPer-FedKD": "hiper",
+    "QKT": "qkt",
+}
 
 
 def rows(paper: str) -> list[list[str]]:
     """The rows of a paper's table: what is shown, in which recipes, in which sections."""
     _, found, rest = (
-        (ROOT / "docs/papers.md").read_text().partition(f"\n| {paper} | recipe | section of the report |\n")
+        (ROOT / "docs/papers.md")
+        .read_text()
+        .partition(f"\n| {paper} | recipe | section of the report |\n")
     )
     assert found
     lines = rest.partition("\n\n")[0].splitlines()[1:]
@@ -39,7 +49,9 @@ def titles() -> set[str]:
 
 @pytest.mark.parametrize("paper", FIGURES)
 def test_every_figure_of_a_paper_has_one_row(paper: str) -> None:
-    assert sorted(n for row in rows(paper) for n in numbers(row[0])) == list(range(1, FIGURES[paper] + 1))
+    assert sorted(n for row in rows(paper) for n in numbers(row[0])) == list(
+        range(1, FIGURES[paper] + 1)
+    )
 
 
 @pytest.mark.parametrize("paper", FIGURES)
@@ -60,13 +72,23 @@ def test_every_recipe_of_a_figure_has_a_row(paper: str) -> None:
 
 
 PEERS = ("model.name=resnet10", "model.norm=group", "topology.clients=4", "query.fewer_than=5")
-CHAIN = ("model.name=digits_cnn", "topology.clients=6", "topology.sampled=3", "partition.min_size=1")
+CHAIN = (
+    "model.name=digits_cnn",
+    "topology.clients=6",
+    "topology.sampled=3",
+    "partition.min_size=1",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "cells", "titles", "changes"),
     [
-        ("sfedkd/figure1", "*:CIFAR-10 alpha *1", ["Along the chain of clients", "Effect of uneven data"], CHAIN),
+        (
+            "sfedkd/figure1",
+            "*:CIFAR-10 alpha *1",
+            ["Along the chain of clients", "Effect of uneven data"],
+            CHAIN,
+        ),
         ("sfedkd/figure3", "gamma [12]:*", ["Effect of a hyper-parameter"], CHAIN),
         ("sfedkd/figure6", "K = 3:CIFAR*", ["Time to target"], CHAIN),
         (
@@ -100,9 +122,27 @@ def test_a_figures_picture_is_where_its_row_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = ("data.train_size=200", "data.test_size=60", "data.augment=[]", "plan.epochs=1", *changes)
+    small = (
+        "data.train_size=200",
+        "data.test_size=60",
+        "data.augment=[]",
+        "plan.epochs=1",
+        *changes,
+    )
     rounds = "1" if name.startswith("qkt/") else "2"
-    words = ["reproduce", name, "--data", "digits", "--rounds", rounds, "--seeds", "1", "-q", "--cells", cells]
+    words = [
+        "reproduce",
+        name,
+        "--data",
+        "digits",
+        "--rounds",
+        rounds,
+        "--seeds",
+        "1",
+        "-q",
+        "--cells",
+        cells,
+    ]
     assert call([*words, "--out", "r", *(word for change in small for word in ("-s", change))]) == 0
     page = (tmp_path / "r" / "report.html").read_text().replace("&#x27;", "'").replace("&#39;", "'")
     assert [title for title in titles if title not in page] == []

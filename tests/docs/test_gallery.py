@@ -17,9 +17,16 @@ def sections() -> dict[str, str]:
     each = {}
     for path in (ROOT / "src/fedstill/report").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("section", "_section"):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+                "section",
+                "_section",
+            ):
                 words = [a.value for a in node.args if isinstance(a, ast.Constant)]
-                names = [k.value.value for k in node.keywords if k.arg == "name" and isinstance(k.value, ast.Constant)]
+                names = [
+                    k.value.value
+                    for k in node.keywords
+                    if k.arg == "name" and isinstance(k.value, ast.Constant)
+                ]
                 if node.func.id == "_section":  # type: ignore[attr-defined]
                     each[str(words[0])] = str(words[1])
                 elif names:
@@ -29,10 +36,14 @@ def sections() -> dict[str, str]:
 
 def test_every_section_of_the_report_has_its_place_and_its_pictures() -> None:
     known = sections()
-    assert {"results", "rounds", "heterogeneity", "tuning"} <= set(known), "the code is read as it is written"
+    assert {"results", "rounds", "heterogeneity", "tuning"} <= set(known), (
+        "the code is read as it is written"
+    )
     shown = [name for kind, name, _ in scenes(PAGE.read_text()) if kind == "picture"]
     assert sorted(shown) == sorted(known)
-    headed = re.findall(r"^### (.*)\n\n(.+)\n\n!\[.*\]\(images/gallery/(\w+)-light", PAGE.read_text(), re.MULTILINE)
+    headed = re.findall(
+        r"^### (.*)\n\n(.+)\n\n!\[.*\]\(images/gallery/(\w+)-light", PAGE.read_text(), re.MULTILINE
+    )
     assert {name: title.replace("’", "'") for title, _, name in headed} == known
     assert all(question.endswith("?") for _, question, _ in headed)
 

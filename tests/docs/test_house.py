@@ -1,4 +1,6 @@
-"""tools/house.py counts what it describes and holds it to the ceilings, in packages made for this."""
+"""tools/house.py counts what it describes and holds it to the ceilings, in packages made for
+this.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ def house(root: Path, *options: str) -> int:
         ("def f(self, what, *, why): ...\n", "names", 2),
         ("x.own = f(what=2)\n", "function_words", 0),
         ("# A licence.\nx = 1  # why\n# why, too\ny = 2  # noqa: E741\n", "comments", 2),
-        ('"""A docstring."""\nimport os\nfrom a import b\nX = 1\n"""Another."""\n', "statements", 1),
+        (
+            '"""A docstring."""\nimport os\nfrom a import b\nX = 1\n"""Another."""\n',
+            "statements",
+            1,
+        ),
         ('"""A docstring."""\nimport os\nfrom a import b\nX = 1\n"""Another."""\n', "imports", 2),
     ],
 )
@@ -88,14 +94,17 @@ def test_packages_are_the_folders_and_modules_in_the_root_are_one_row(tmp_path: 
     assert rows[TOTAL]["longest_line"] == rows["b"]["longest_line"] == len(LARGE) - 1
 
 
-def test_modules_with_a_single_importer_are_counted_unless_they_register_something(tmp_path: Path) -> None:
+def test_modules_with_a_single_importer_are_counted_unless_they_register_something(
+    tmp_path: Path,
+) -> None:
     rows = counts(
         tmp_path,
         a__single=SMALL,
         a__twice=SMALL,
         a__registered="@register('model', 'x')\ndef x(): ...\n",
         a__command="@app.command\ndef x(): ...\n",
-        b__x="from pkg.a import single, twice\nimport pkg.a.registered\ndef f():\n    import pkg.a.command\n",
+        b__x="from pkg.a import single, twice\nimport pkg.a.registered\ndef f():\n    import "
+        "pkg.a.command\n",
         b__y="from pkg.a.twice import y\n",
     )
     assert rows["a"]["single_importer"] == 1
@@ -113,7 +122,9 @@ def test_modules_with_a_single_importer_are_counted_unless_they_register_somethi
         (11, 109, True),
     ],
 )
-def test_a_rate_rises_if_there_are_more_cases_and_a_larger_share(cases: int, out_of: int, exceeds: bool) -> None:
+def test_a_rate_rises_if_there_are_more_cases_and_a_larger_share(
+    cases: int, out_of: int, exceeds: bool
+) -> None:
     assert Rate(cases, out_of).exceeds(Rate(10, 100)) == exceeds
 
 
@@ -212,6 +223,8 @@ def test_what_ruff_finds_may_not_rise(tmp_path: Path) -> None:
         ("open(path, 'r+')", 1),
     ],
 )
-def test_a_text_is_read_and_written_in_a_named_encoding(tmp_path: Path, call: str, status: int) -> None:
+def test_a_text_is_read_and_written_in_a_named_encoding(
+    tmp_path: Path, call: str, status: int
+) -> None:
     root = package(tmp_path, one=f"def f(path):\n    {call}\n")
     assert house(root, "--adopt") == status

@@ -1,4 +1,6 @@
-"""What the documents name is there: files, folders, names in a file, modules of the reference, keys of a config."""
+"""What the documents name is there: files, folders, names in a file, modules of the reference, keys
+of a config.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +70,19 @@ def test_configs_and_runs_that_commands_name_are_there(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_folders_that_a_page_names_are_there(page: str) -> None:
-    paths = [p for p in in_code(page) if re.fullmatch(r"[\w./-]+(\.py|/)", p) and not p.startswith("site/")]
+    paths = [
+        p
+        for p in in_code(page)
+        if re.fullmatch(r"[\w./-]+(\.py|/)", p) and not p.startswith("site/")
+    ]
     assert paths
     assert [p for p in paths if not place(p).exists()] == []
 
 
 def test_each_row_of_a_walk_names_what_its_file_defines() -> None:
-    rows = re.findall(r"^\|[^|]+\| `([\w.]+)` \| `([\w./]+\.py)` \|$", text("docs/tour.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\|[^|]+\| `([\w.]+)` \| `([\w./]+\.py)` \|$", text("docs/tour.md"), re.MULTILINE
+    )
     assert len(rows) > 40
     for name, path in rows:
         node: ast.AST = ast.parse(place(path).read_text())
@@ -89,7 +97,9 @@ def test_the_tour_names_every_folder_of_the_package() -> None:
 
 
 def test_the_tour_names_every_file_of_the_engines() -> None:
-    files = {f"engines/{p.name}" for p in (PACKAGE / "engines").glob("*.py")} - {"engines/__init__.py"}
+    files = {f"engines/{p.name}" for p in (PACKAGE / "engines").glob("*.py")} - {
+        "engines/__init__.py"
+    }
     assert sorted(files - set(in_code("docs/tour.md"))) == []
 
 
@@ -103,7 +113,8 @@ def test_what_the_reference_lists_can_be_imported() -> None:
 @pytest.mark.parametrize("kind", ["method", "measure", "partition", "topology", "model"])
 def test_the_reference_lists_the_module_of_everything_that_a_config_can_name(kind: str) -> None:
     modules = {registry.lookup(kind, name).target.__module__ for name in registry.names(kind)}
-    ours = {f"::: {module}" for module in modules if module.startswith("fedstill.")}  # other tests register toys
+    # other tests register toys
+    ours = {f"::: {module}" for module in modules if module.startswith("fedstill.")}
     assert sorted(ours - set(text("docs/reference.md").splitlines())) == []
 
 
@@ -119,13 +130,18 @@ def test_the_page_on_configurations_names_every_key(key: str) -> None:
 
 def test_the_page_on_configurations_names_every_measure() -> None:
     page = text("docs/configuration.md")
-    named = [n for n in registry.names("measure") if not n.startswith("toy_")]  # what other tests registered
+    # what other tests registered
+    named = [n for n in registry.names("measure") if not n.startswith("toy_")]
     assert [name for name in named if f"| `{name}` |" not in page] == []
 
 
 def test_benchmarks_that_a_page_names_are_there() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
-    modules = {m for page in pages for m in re.findall(r"-m (benchmarks(?:\.\w+)+)", page.read_text())}
+    modules = {
+        m for page in pages for m in re.findall(r"-m (benchmarks(?:\.\w+)+)", page.read_text())
+    }
     assert len(modules) > 5
     places = {m: ROOT / m.replace(".", "/") for m in modules}
-    assert [m for m, p in sorted(places.items()) if not (p.with_suffix(".py").exists() or p.is_dir())] == []
+    assert [
+        m for m, p in sorted(places.items()) if not (p.with_suffix(".py").exists() or p.is_dir())
+    ] == []

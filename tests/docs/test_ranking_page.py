@@ -29,8 +29,12 @@ def test_the_page_is_made_from_the_entries(every: list[Standings]) -> None:
 
 def test_one_entry_of_every_track_agrees_with_what_is_drawn_here() -> None:
     """Of suites whose data are here: the digits always are."""
-    first = {place.parent.name: place for place in reversed(entries_below(ROOT / "results" / "rank"))}
+    first = {
+        place.parent.name: place for place in reversed(entries_below(ROOT / "results" / "rank"))
+    }
     for entry in map(read_entry, first.values()):
         lines = list(checked_entry(entry))
         assert [line.wrong for line in lines if not line.good] == []
-        assert not (entry.suite.startswith("digits") and any(line.absent for line in lines)), entry.suite
+        assert not (entry.suite.startswith("digits") and any(line.absent for line in lines)), (
+            entry.suite
+        )

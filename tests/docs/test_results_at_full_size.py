@@ -1,4 +1,6 @@
-"""What docs/results.md says of the tables at the papers' own size, beside them, follows from their journals."""
+"""What docs/results.md says of the tables at the papers' own size, beside them, follows from their
+journals.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
     text = " ".join(PAGE.split())
     fedavg, fedntd, fedadkd = (full_size(method) for method in ("FedAvg", "FedNTD", "FedADKD"))
     for one, other in ((fedntd, fedavg), (fedadkd, fedntd)):
-        means = [statistics.fmean(a - b for a, b in zip(x[-10:], y[-10:], strict=True)) for x, y in each(one, other)]
+        means = [
+            statistics.fmean(a - b for a, b in zip(x[-10:], y[-10:], strict=True))
+            for x, y in each(one, other)
+        ]
         ends = "by {:.1f}, {:.1f} and {:.1f} points".format(*means)
         assert f"on all seeds, {ends} in the mean of the last ten rounds" in text
     leads = [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(fedadkd, fedntd)]
-    assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], "rounds not above"
+    assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], (
+        "rounds not above"
+    )
     first, second, third = map(by_fifties, leads)
     assert f"{first} points on the first seed, {second} on the second, {third} on the third" in text
-    tens = [[accuracy for curve in row for accuracy in curve[-10:]] for row in (fedavg, fedntd, fedadkd)]
+    tens = [
+        [accuracy for curve in row for accuracy in curve[-10:]] for row in (fedavg, fedntd, fedadkd)
+    ]
     said = [f"{min(ten):.0f} to {max(ten):.0f} %" for ten in tens]
     assert "are {} for FedAvg, {} for FedNTD, {} for FedADKD".format(*said) in text
 
@@ -35,19 +44,27 @@ def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
 def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
     ((fedprox, fedavg),) = each(full_size("FedProx", seeds=(1,)), full_size("FedAvg", seeds=(1,)))
     lead = [a - b for a, b in zip(fedprox, fedavg, strict=True)]
-    said = f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds, and on average over each"
+    said = (
+        f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds, and on "
+        "average over each"
+    )
     assert f"{said} fifty rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
 
 
 def test_the_single_rows_of_table_1_at_full_size_are_what_the_page_says_of_them() -> None:
-    text = " ".join(PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split())
+    text = " ".join(
+        PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split()
+    )
     (fedavg,), (fedprox,), (scaffold,) = (
         full_size(m, (1,), "table1", "s=2") for m in ("FedAvg", "FedProx", "SCAFFOLD")
     )
     leads = [[a - b for a, b in zip(one, fedavg, strict=True)] for one in (fedprox, scaffold)]
     tens = [statistics.fmean(lead[-10:]) for lead in leads]
     assert f"by {tens[0]:.1f} points in the mean of the last ten rounds, and on average" in text
-    assert f"it ends at {scaffold[-1]:.1f} %, in the last ten {tens[1]:.1f} points above FedAvg" in text
+    assert (
+        f"it ends at {scaffold[-1]:.1f} %, in the last ten {tens[1]:.1f} points above FedAvg"
+        in text
+    )
     for lead in leads:
         assert by_fifties(lead) in text
 
@@ -59,51 +76,87 @@ def test_scaffold_at_full_size_is_what_the_page_says_of_it() -> None:
 
 
 def test_table_1_at_full_size_is_what_the_page_says_of_it() -> None:
-    text = " ".join(PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split())
+    text = " ".join(
+        PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split()
+    )
     fedavg = full_size("FedAvg", (1, 2, 3), "table1", "s=2")
     fedntd, fedadkd = (full_size(m, (1, 2, 3), "table1", "s=2") for m in ("FedNTD", "FedADKD"))
     assert "{:.1f}, {:.1f} and {:.1f} %, as".format(*(curve[-1] for curve in fedavg)) in text
     tens = [f"{min(curve[-10:]):.0f} to {max(curve[-10:]):.0f}" for curve in fedavg]
     assert "{} % on the first seed, {} on the second, {} on the third".format(*tens) in text
-    assert "means are {:.1f}, {:.1f} and {:.1f} %".format(*(statistics.fmean(c[-10:]) for c in fedavg)) in text
+    assert (
+        "means are {:.1f}, {:.1f} and {:.1f} %".format(*(statistics.fmean(c[-10:]) for c in fedavg))
+        in text
+    )
     over_fedavg, over_fedntd = (
         [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(one, other)]
         for one, other in ((fedntd, fedavg), (fedadkd, fedntd))
     )
     for leads in (over_fedavg, over_fedntd):
         assert "{:.1f}, {:.1f} and {:.1f}".format(*(lead[-1] for lead in leads)) in text
-        assert "{:.1f}, {:.1f} and {:.1f}".format(*(statistics.fmean(lead[-10:]) for lead in leads)) in text
-        assert "{} points on the first seed, {} on the second, {} on the third".format(*map(by_fifties, leads)) in text
-    assert [sum(v <= 0 for v in lead[100:]) for lead in over_fedntd] == [0, 1, 0], "rounds not above"
+        assert (
+            "{:.1f}, {:.1f} and {:.1f}".format(*(statistics.fmean(lead[-10:]) for lead in leads))
+            in text
+        )
+        assert (
+            "{} points on the first seed, {} on the second, {} on the third".format(
+                *map(by_fifties, leads)
+            )
+            in text
+        )
+    assert [sum(v <= 0 for v in lead[100:]) for lead in over_fedntd] == [0, 1, 0], (
+        "rounds not above"
+    )
 
 
 def test_the_chain_at_full_size_is_what_the_page_says_of_it() -> None:
-    text = " ".join(PAGE.partition("## SFedKD, Table 1, Fashion-MNIST, at full size")[2].partition("\n## ")[0].split())
+    text = " ".join(
+        PAGE.partition("## SFedKD, Table 1, Fashion-MNIST, at full size")[2]
+        .partition("\n## ")[0]
+        .split()
+    )
     folder = readable(ROOT / "results" / "sfedkd-table1-full")
-    rows = [read_journal(folder / f"FMNIST_2-.5_{m}/seed1/journal.jsonl") for m in ("FedAvg", "FedSeq", "SFedKD")]
+    rows = [
+        read_journal(folder / f"FMNIST_2-.5_{m}/seed1/journal.jsonl")
+        for m in ("FedAvg", "FedSeq", "SFedKD")
+    ]
     steps = {sum(e.get("steps", 0) for e in events if e["event"] == "client") for events in rows}
     assert [f"{n:,} steps" in text for n in steps] == [True]
     curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in rows]
-    fedavg, fedseq, sfedkd = ([statistics.fmean(c[i : i + 100]) for i in range(0, 1000, 100)] for c in curves)
+    fedavg, fedseq, sfedkd = (
+        [statistics.fmean(c[i : i + 100]) for i in range(0, 1000, 100)] for c in curves
+    )
     over = [a - b for a, b in zip(fedseq, fedavg, strict=True)]
     assert f"{min(over):.1f} to {max(over):.1f} in the mean of each hundred rounds" in text
     both = [f"{a:.1f} and {b:.1f}" for a, b in zip(sfedkd, fedseq, strict=True)]
     assert (
-        "{} in the first, {} in the second, {} in the sixth, {} in the last".format(*(both[i] for i in (0, 1, 5, 9)))
+        "{} in the first, {} in the second, {} in the sixth, {} in the last".format(
+            *(both[i] for i in (0, 1, 5, 9))
+        )
         in text
     )
     leads = [a - b for a, b in zip(sfedkd, fedseq, strict=True)]
     assert min(leads) > 0
-    assert f"above in each, by {leads[0]:.1f} points in the first and {leads[-1]:.1f} in the last" in text
+    assert (
+        f"above in each, by {leads[0]:.1f} points in the first and {leads[-1]:.1f} in the last"
+        in text
+    )
 
 
 def test_fedntds_own_table_is_as_far_from_both_papers_as_the_page_says() -> None:
-    section = PAGE.partition("## FedNTD, Table 1, two shards, at full size")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [A-Z]", line)]
+    section = PAGE.partition("## FedNTD, Table 1, two shards, at full size")[2].partition("\n## ")[
+        0
+    ]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in section.splitlines()
+        if re.match(r"\| [A-Z]", line)
+    ]
     ours = [by_round(name) for name, *_ in rows]
     column = [(name, "CIFAR-10 s=2") for name, *_ in rows]
     later, own = (
-        [load_recipe(name).published[c].values for c in column] for name in ("fedadkd/table1", "fedntd/table1_sharding")
+        [load_recipe(name).published[c].values for c in column]
+        for name in ("fedadkd/table1", "fedntd/table1_sharding")
     )
     lower = [
         name
@@ -112,33 +165,55 @@ def test_fedntds_own_table_is_as_far_from_both_papers_as_the_page_says() -> None
     ]
     assert {name for name, *_ in rows} - {*lower} == {"FedNova"}
     for (_, *numbers), (accuracy, lost), there, paper in zip(rows, ours, later, own, strict=True):
-        shown = [f"{accuracy[-1]:.1f}", f"{there['accuracy']:.2f}", f"{paper['accuracy']:.2f}", f"{lost[-1]:.1f}"]
+        shown = [
+            f"{accuracy[-1]:.1f}",
+            f"{there['accuracy']:.2f}",
+            f"{paper['accuracy']:.2f}",
+            f"{lost[-1]:.1f}",
+        ]
         assert numbers == [*shown, f"{paper['forgetting']:.0f}"]
 
     def off(papers: list[Mapping[str, float]], round: int, key: str = "accuracy") -> float:
         values = [one[("accuracy", "forgetting").index(key)][round - 1] for one in ours]
-        return math.sqrt(statistics.fmean((v - p[key]) ** 2 for v, p in zip(values, papers, strict=True)))
+        return math.sqrt(
+            statistics.fmean((v - p[key]) ** 2 for v, p in zip(values, papers, strict=True))
+        )
 
     def both(round: int) -> tuple[float, float]:
         return off(own, round), off(own, round, "forgetting")
 
     nearest = min(range(2, 201), key=lambda round: math.hypot(*both(round)))
-    away = f"{off(later, 200):.1f} points from FedADKD's (root mean square) and {off(own, 200):.1f} from FedNTD's"
+    away = (
+        f"{off(later, 200):.1f} points from FedADKD's (root mean square) and {off(own, 200):.1f} "
+        "from FedNTD's"
+    )
     near = "round {}: {:.1f} points, and in F {:.1f}".format(nearest, *both(nearest))
-    said = f"ours are {away}. FedNTD's are nearest to our {near}; in the last round F is {both(200)[1]:.1f} off."
+    said = (
+        f"ours are {away}. FedNTD's are nearest to our {near}; in the last round F is "
+        f"{both(200)[1]:.1f} off."
+    )
     assert said in " ".join(section.split())
     assert math.hypot(*both(151)) < math.hypot(*both(nearest)) + 0.1, "as near"
 
 
 def by_round(method: str) -> tuple[list[float], list[float]]:
-    """Accuracy and F of a row of FedNTD's Table 1, two shards, by round [%]; F of the first round is 0."""
-    journal = readable(ROOT / "results" / "fedntd-table1-full") / f"CIFAR-10_s=2_{method}" / "seed1" / "journal.jsonl"
+    """Accuracy and F of a row of FedNTD's Table 1, two shards, by round [%]; F of the first round
+    is 0.
+    """
+    journal = (
+        readable(ROOT / "results" / "fedntd-table1-full")
+        / f"CIFAR-10_s=2_{method}"
+        / "seed1"
+        / "journal.jsonl"
+    )
     rounds = [e for e in read_journal(journal) if e["event"] == "round"]
     return [100 * e["accuracy"] for e in rounds], [100 * e["forgetting"] for e in rounds]
 
 
 def by_fifties(lead: list[float]) -> str:
-    return "{}, {}, {} and {}".format(*(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50)))
+    return "{}, {}, {} and {}".format(
+        *(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50))
+    )
 
 
 def full_size(

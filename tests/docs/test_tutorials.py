@@ -1,7 +1,8 @@
 """The tutorials run from the first cell to the last.
 
-Most hold no output: the site executes them when it is built. Those on data that are not everywhere hold what they said
-and drew; the site shows that, and here they run where FEDSTILL_DATA has the data.
+Most hold no output: the site executes them when it is built. Those on data that are not everywhere
+hold what they said and drew; the site shows that, and here they run where FEDSTILL_DATA has the
+data.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SHORTER = {
     "public_logits": ("rounds=8,", "rounds=3,"),
     "peers": ('"epochs": 20', '"epochs": 5'),
 }
-"""By tutorial, a setting and the smaller one that is tested in its place: the site runs it whole when it is built."""
+"""By tutorial, a setting and the smaller one that is tested in its place: the site runs it whole
+when it is built.
+"""
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
@@ -41,7 +44,9 @@ pyplot = pytest.importorskip("matplotlib.pyplot")
     [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else ()) for p in TUTORIALS],
     ids=[p.stem for p in TUTORIALS],
 )
-def test_a_tutorial_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tutorial_runs(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     needed = ON_DATA.get(path.stem)
     if needed and not Path(os.environ.get("FEDSTILL_DATA", "nowhere"), needed).is_dir():
         pytest.skip(f"it needs the folder {needed} in FEDSTILL_DATA")
@@ -68,9 +73,14 @@ def test_a_tutorial_holds_output_only_where_the_site_cannot_make_it(path: Path) 
     if path.stem not in ON_DATA:
         assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
         return
-    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], "run once, from top to bottom"
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], (
+        "run once, from top to bottom"
+    )
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert {output.get("name", output["output_type"]) for output in outputs} <= {"stdout", "display_data"}
+    assert {output.get("name", output["output_type"]) for output in outputs} <= {
+        "stdout",
+        "display_data",
+    }
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert "/tmp" not in json.dumps(outputs)
 
@@ -87,7 +97,9 @@ def test_every_page_is_in_the_menu_and_the_site_fetches_no_script() -> None:
     pages = [p for pattern in ("*.md", "tutorials/*.ipynb") for p in (ROOT / "docs").glob(pattern)]
     assert sorted(listed) == sorted(p.relative_to(ROOT / "docs").as_posix() for p in pages)
     own = re.search(r"polyfills: \[(.*?)\]", site)
-    assert own, "the theme's plugin takes a script that is named here in place of one from the network"
+    assert own, (
+        "the theme's plugin takes a script that is named here in place of one from the network"
+    )
     assert "iframe-worker" in own[1]
     assert "window.Worker" in (ROOT / "docs" / own[1]).read_text()
 

@@ -1,4 +1,6 @@
-"""Freed memory is kept where the C library can be asked to, and not where the user says otherwise."""
+"""Freed memory is kept where the C library can be asked to, and not where the user says
+otherwise.
+"""
 
 import os
 import subprocess
@@ -23,7 +25,9 @@ for line in open("/proc/self/maps"):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no such setting")
 @pytest.mark.parametrize(("said", "printed"), [("1", "True True"), ("0", "False False")])
-def test_large_tensors_come_from_what_is_kept_unless_the_user_says_otherwise(said: str, printed: str) -> None:
+def test_large_tensors_come_from_what_is_kept_unless_the_user_says_otherwise(
+    said: str, printed: str
+) -> None:
     command = [sys.executable, "-c", WHERE]
     environment = {**os.environ, "FEDSTILL_KEEP_FREED": said, "MALLOC_MMAP_THRESHOLD_": "131072"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,6 @@
-"""What a client trains that is not its site's: another network, on given tensors; at the server without public data."""
+"""What a client trains that is not its site's: another network, on given tensors; at the server
+without public data.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 
 LINE = ModelSpec("logistic", (3,), 2)
 PLAN = Plan(epochs=3, batch=8, lr=0.1, momentum=0.9)
-POINTS = Examples(torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2)
+POINTS = Examples(
+    torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
+)
 
 
 @dataclass(frozen=True)
@@ -46,21 +50,28 @@ class FitsALine(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(contract.initial(LINE, 0), model=LINE, examples=POINTS)
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         assert view.model != LINE, "what the site has is as it was"
         return Payload(line=params), Payload()
 
 
 def ready(engine: str = "serial", **changes: object) -> Prepared:
     return prepare(
-        settle(toys.toy(engine=engine, measure=("local", "epochs"), measure_every=1, **changes)), toys.blobs()
+        settle(toys.toy(engine=engine, measure=("local", "epochs"), measure_every=1, **changes)),
+        toys.blobs(),
     )
 
 
 def replies(stage: Stage, engine: str = "serial", **changes: object) -> list[Reply]:
     made = ready(engine, **changes)
     downs = {c: Payload() for c in stage.clients}
-    return replace(made, world=replace(made.world, plans={"train": PLAN})).engine().run(FitsALine(), stage, downs, 7)
+    return (
+        replace(made, world=replace(made.world, plans={"train": PLAN}))
+        .engine()
+        .run(FitsALine(), stage, downs, 7)
+    )
 
 
 def fitted(stage: Stage, client: int) -> dict[str, Tensor]:
@@ -73,7 +84,9 @@ def fitted(stage: Stage, client: int) -> dict[str, Tensor]:
     for _ in range(PLAN.epochs):
         for index in torch.randperm(20, generator=order).split(PLAN.batch):
             sgd.zero_grad()
-            nn.functional.cross_entropy(model(POINTS.values[index]), POINTS.labels[index]).backward()
+            nn.functional.cross_entropy(
+                model(POINTS.values[index]), POINTS.labels[index]
+            ).backward()
             sgd.step()
     return {f"head.{k}": v.detach() for k, v in model.named_parameters()}
 
@@ -84,7 +97,9 @@ def test_the_server_trains_something_small_without_public_data() -> None:
     assert not reply.failure
     torch.testing.assert_close(dict(reply.up.tensors("line")), fitted(stage, SERVER))
     assert reply.metrics["steps"] == 9
-    assert not {"correct_by_class", "site_accuracy"} & reply.metrics.keys(), "it is no model of the site"
+    assert not {"correct_by_class", "site_accuracy"} & reply.metrics.keys(), (
+        "it is no model of the site"
+    )
 
 
 @pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised"])
@@ -101,7 +116,9 @@ def test_the_sites_own_network_and_data_said_aloud_change_no_bit() -> None:
     view, start = made.sites.view(0, stage), made.world.initial(0)
     silent = train(ClientWork(), Carry(start), PLAN, stage, view, made.sites.inputs, 7)
     aloud = Carry(start, model=view.model, examples=view.data)
-    assert same_bits(silent.params, train(ClientWork(), aloud, PLAN, stage, view, made.sites.inputs, 7).params)
+    assert same_bits(
+        silent.params, train(ClientWork(), aloud, PLAN, stage, view, made.sites.inputs, 7).params
+    )
 
 
 def test_given_examples_are_taken_as_they_are() -> None:
@@ -110,8 +127,12 @@ def test_given_examples_are_taken_as_they_are() -> None:
     view, start = made.sites.view(0, stage), made.world.initial(0)
     plain = Inputs(made.sites.inputs.mean, made.sites.inputs.std)
     assert made.sites.inputs.steps
-    given = train(ClientWork(), Carry(start, examples=view.data), PLAN, stage, view, made.sites.inputs, 7)
-    assert same_bits(given.params, train(ClientWork(), Carry(start), PLAN, stage, view, plain, 7).params)
+    given = train(
+        ClientWork(), Carry(start, examples=view.data), PLAN, stage, view, made.sites.inputs, 7
+    )
+    assert same_bits(
+        given.params, train(ClientWork(), Carry(start), PLAN, stage, view, plain, 7).params
+    )
 
 
 def test_only_says_which_of_the_given_examples() -> None:
@@ -120,5 +141,8 @@ def test_only_says_which_of_the_given_examples() -> None:
     view, start = made.sites.view(0, stage), contract.initial(LINE, 0)
     few = Carry(start, model=LINE, examples=POINTS, only=some)
     same = Carry(start, model=LINE, examples=POINTS.take(some))
-    trained = [train(ClientWork(), carry, PLAN, stage, view, made.sites.inputs, 7).params for carry in (few, same)]
+    trained = [
+        train(ClientWork(), carry, PLAN, stage, view, made.sites.inputs, 7).params
+        for carry in (few, same)
+    ]
     assert same_bits(*trained)

@@ -1,4 +1,6 @@
-"""Measures that clients take: when they are due, what they give, and what is refused of a report over a wire."""
+"""Measures that clients take: when they are due, what they give, and what is refused of a report
+over a wire.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_parameters_are_kept_by_epoch_only_where_a_measure_wants_them() -> None:
     rounds = frozenset({2})
     assert at_clients(measures(("epochs",)), rounds).each_epoch(TRAIN)
     assert not at_clients(measures(("local",)), rounds).each_epoch(TRAIN)
-    assert not at_clients(measures(("epochs",)), rounds).each_epoch(Stage(2, 0, "distil", (0,), "public"))
+    assert not at_clients(measures(("epochs",)), rounds).each_epoch(
+        Stage(2, 0, "distil", (0,), "public")
+    )
 
 
 class Mistaken(Measure):
@@ -57,7 +61,9 @@ class Mistaken(Measure):
 def test_a_measures_mistake_is_named_with_its_client() -> None:
     ready = prepare(settle(toys.toy()), toys.blobs())
     view, start = ready.sites.view(3, TRAIN), ready.world.initial(3)
-    seen = AtClient(TRAIN, view, start, start, (), ready.sites.common_test, None, ready.sites.inputs, 5)
+    seen = AtClient(
+        TRAIN, view, start, start, (), ready.sites.common_test, None, ready.sites.inputs, 5
+    )
     with pytest.raises(FedstillError, match="measure mine failed at client 3: AttributeError"):
         ClientMeasures({"mine": Mistaken()}, frozenset({2})).take(seen)
 
@@ -75,19 +81,36 @@ class Answers:
 @pytest.mark.parametrize(
     ("report", "why"),
     [
-        ({"label_counts": [1, 0, 0, 0, 0], "correct_by_class": []}, "'local' is malformed: correct_by_class has 0"),
-        ({"label_counts": [1, 0, 0, 0, -1], "correct_by_class": [0] * 5}, "label_counts is not a list of counts"),
-        ({"label_counts": [1, 0, 0, 0, True], "correct_by_class": [0] * 5}, "label_counts is not a list of counts"),
-        ({"correct_by_epoch": [[0] * 5, [0] * 4]}, r"'epochs' is malformed: correct_by_epoch\[1\] has 4"),
+        (
+            {"label_counts": [1, 0, 0, 0, 0], "correct_by_class": []},
+            "'local' is malformed: correct_by_class has 0",
+        ),
+        (
+            {"label_counts": [1, 0, 0, 0, -1], "correct_by_class": [0] * 5},
+            "label_counts is not a list of counts",
+        ),
+        (
+            {"label_counts": [1, 0, 0, 0, True], "correct_by_class": [0] * 5},
+            "label_counts is not a list of counts",
+        ),
+        (
+            {"correct_by_epoch": [[0] * 5, [0] * 4]},
+            r"'epochs' is malformed: correct_by_epoch\[1\] has 4",
+        ),
         ({"correct_by_epoch": 3}, "correct_by_epoch is not a list"),
         ({"private": {"counts": [1] * 5}}, "'private_public' is malformed: private is not a table"),
-        ({"public": {"counts": [1] * 5, "after": [1.5] * 5}}, "public: after is not a list of counts"),
+        (
+            {"public": {"counts": [1] * 5, "after": [1.5] * 5}},
+            "public: after is not a list of counts",
+        ),
         ({"label_counts": [1] * 5, "correct_by_class": [1] * 5, "correct_by_epoch": [[1] * 5]}, ""),
         ({"private": {"counts": [1] * 5, "after": [0] * 5}}, ""),
         ({}, ""),
     ],
 )
-def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(report: dict[str, Any], why: str) -> None:
+def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(
+    report: dict[str, Any], why: str
+) -> None:
     ready = prepare(settle(toys.toy(measure=BUILT_IN, plan={"validation": 0.2})), toys.blobs())
     engine = FlowerEngine(ready.engine(), Answers(report), lambda **_: None)  # type: ignore[arg-type,return-value]
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
@@ -115,7 +138,9 @@ def test_names_are_known_where_every_measure_says_its_own() -> None:
     assert "'more'" in known.refuses({**SPREAD, "more": 1}, TRAIN, 5)
     assert open_.refuses({**SPREAD, "more": 1}, TRAIN, 5) == ""
     other = Stage(1, 0, "train", (0,))
-    assert "'seconds_mine' is none" in open_.refuses(SPREAD, other, 5), "it is not due, so nobody asked"
+    assert "'seconds_mine' is none" in open_.refuses(SPREAD, other, 5), (
+        "it is not due, so nobody asked"
+    )
     assert "'spread' is not a method's" in known.refuses({"report": {"spread": 1.0}}, other, 5)
 
 
@@ -135,6 +160,8 @@ def test_a_check_that_raises_is_a_refusal() -> None:
 
     ready = prepare(settle(toys.toy(measure=())), toys.blobs())
     taken = ClientMeasures({"mine": Raising()}, ALWAYS)
-    engine = FlowerEngine(ready.engine(), Answers({"spread": 0.5}), lambda **_: None, measures=taken)  # type: ignore[arg-type,return-value]
+    engine = FlowerEngine(
+        ready.engine(), Answers({"spread": 0.5}), lambda **_: None, measures=taken
+    )  # type: ignore[arg-type,return-value]
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
     assert reply.failure.startswith("its report could not be checked: AttributeError")

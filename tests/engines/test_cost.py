@@ -34,7 +34,12 @@ LONE = replace(LARGE, clients=1)
         ([SMALL], "cuda", "pooled", "it is not known when stacking is faster on cuda"),
         ([replace(SMALL, clients=3)], "cpu", "pooled", "stacking takes 4"),
         ([SMALL, replace(SMALL, clients=2)], "cpu", "pooled", "2 clients in a stage"),
-        ([replace(SMALL, plan=Plan(keep="best", validation=0.1))], "cpu", "pooled", "plan.keep is set"),
+        (
+            [replace(SMALL, plan=Plan(keep="best", validation=0.1))],
+            "cpu",
+            "pooled",
+            "plan.keep is set",
+        ),
         (
             [replace(SMALL, specs={mlp(16), contract.spec_for("simple_cnn", (1, 8, 8), 10, {})})],
             "cpu",
@@ -42,7 +47,19 @@ LONE = replace(LARGE, clients=1)
             "draws random numbers",
         ),
     ],
-    ids=["small", "large", "one large", "chain beside", "chain", "nothing", "cuda", "few", "fewest", "best", "dropout"],
+    ids=[
+        "small",
+        "large",
+        "one large",
+        "chain beside",
+        "chain",
+        "nothing",
+        "cuda",
+        "few",
+        "fewest",
+        "best",
+        "dropout",
+    ],
 )
 def test_each_reason_is_said(stages: list[Work], device: str, engine: str, words: str) -> None:
     kind, why = suited_engine(stages, device)
@@ -59,7 +76,9 @@ def test_the_crossover_is_where_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch
 def test_a_step_is_three_forward_passes_of_a_batch_of_the_costliest_network() -> None:
     two = replace(SMALL, specs={mlp(16), mlp(32)})
     assert two.flops == 3 * 10 * 2 * (64 * 32 + 32 * 10)
-    assert replace(SMALL, examples=4.0).flops == 3 * 4 * 2 * (64 * 16 + 16 * 10), "no batch is larger than the data"
+    assert replace(SMALL, examples=4.0).flops == 3 * 4 * 2 * (64 * 16 + 16 * 10), (
+        "no batch is larger than the data"
+    )
     assert replace(SMALL, examples=0.0).flops == 3 * 2 * (64 * 16 + 16 * 10)
 
 
@@ -67,7 +86,10 @@ def test_more_work_never_costs_less() -> None:
     widths = [replace(SMALL, specs={mlp(w)}).flops for w in (4, 8, 16, 64, 256)]
     batches = [replace(SMALL, plan=Plan(batch=b)).flops for b in (1, 5, 50, 100, 1000)]
     examples = [replace(SMALL, examples=float(n)).flops for n in (0, 1, 5, 10, 1000)]
-    images = [forward_flops(contract.spec_for("digits_cnn", (channels, 8, 8), 10, {})) for channels in (1, 2, 3)]
+    images = [
+        forward_flops(contract.spec_for("digits_cnn", (channels, 8, 8), 10, {}))
+        for channels in (1, 2, 3)
+    ]
     for costs in (widths, batches, examples, images):
         assert costs == sorted(costs)
         assert costs[0] < costs[-1]

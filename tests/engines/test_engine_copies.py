@@ -1,4 +1,6 @@
-"""An engine may be had with another world, or with other rounds to measure; the one it was made from stays as it is."""
+"""An engine may be had with another world, or with other rounds to measure; the one it was made
+from stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STAGE = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
 
 
 def ready(engine: str) -> Prepared:
-    return prepare(settle(toys.toy(engine=engine, measure=("local",), measure_every=1)), toys.blobs())
+    return prepare(
+        settle(toys.toy(engine=engine, measure=("local",), measure_every=1)), toys.blobs()
+    )
 
 
 def replies(engine: Any, prepared: Prepared, stage: Stage = STAGE) -> list[Reply]:
@@ -37,7 +41,9 @@ def test_a_copy_differs_in_what_was_said_and_shares_no_threads(name: str) -> Non
     if name == "pooled":
         engine = replace(engine, workers=2)  # threads, on a machine of one core too
     assert all("correct_by_class" in r.metrics for r in replies(engine, prepared))
-    longer = replace(prepared.world, plans={"train": replace(prepared.world.plans["train"], epochs=6)})
+    longer = replace(
+        prepared.world, plans={"train": replace(prepared.world.plans["train"], epochs=6)}
+    )
     copy = replace(engine, world=longer, measures=ClientMeasures())
     assert type(copy) is type(engine)
     assert copy.memory is engine.memory

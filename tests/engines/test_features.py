@@ -1,4 +1,6 @@
-"""Features outside of training: what a method gets of them, on every engine; and how many a network has."""
+"""Features outside of training: what a method gets of them, on every engine; and how many a network
+has.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 
 def blank(world: World, client: int) -> torch.Tensor:
     """Two means of features, in the network's type."""
-    return torch.zeros(2, contract.width(world.model(client)), dtype=dtype_of(world.initial(client)))
+    return torch.zeros(
+        2, contract.width(world.model(client)), dtype=dtype_of(world.initial(client))
+    )
 
 
 @method("toy_features")
 @dataclass(frozen=True)
 class MeanFeatures(Method):
-    """The model is averaged, and with it the mean features of clients' data and of the public images."""
+    """The model is averaged, and with it the mean features of clients' data and of the public
+    images.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_features", "public_data"})
 
@@ -59,7 +65,9 @@ class SendFeatures(ClientWork):
         torch.testing.assert_close(first, view.features(down.params)[1:2], rtol=1e-4, atol=1e-4)
         return Carry(down.params)
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         means = torch.stack([view.features(params, of).mean(0) for of in ("data", "public")])
         return Payload(params=params, mean=means), Payload()
 
@@ -87,7 +95,11 @@ class Unflat(nn.Module):
 
 
 def means(engine: str, folder: Path, **changes: Any) -> dict[tuple[int, int], Any]:
-    run(toys.toy("toy_features", engine=engine, data={"public": 20}, **changes), folder, toys.blobs())
+    run(
+        toys.toy("toy_features", engine=engine, data={"public": 20}, **changes),
+        folder,
+        toys.blobs(),
+    )
     events = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"]
     assert events
     assert not any("refused" in e or e["apart"] for e in events)
@@ -105,18 +117,24 @@ def test_features_are_the_same_on_every_engine(tmp_path: Path) -> None:
 
 
 def test_features_are_of_evaluation_mode(tmp_path: Path) -> None:
-    assert means("serial", tmp_path / "run", model="toy_batchnorm"), "they agree with the logits of evaluation mode"
+    assert means("serial", tmp_path / "run", model="toy_batchnorm"), (
+        "they agree with the logits of evaluation mode"
+    )
 
 
 def test_width_is_what_the_head_takes() -> None:
     assert contract.width(contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8, 3)})) == 3
     assert contract.width(contract.spec_for("toy_batchnorm", (1, 4, 4), 5)) == 64
-    with pytest.raises(IncompatibleMethod, match=r"the body of toy_unflat gives \(2, 2, 2, 2\), not features"):
+    with pytest.raises(
+        IncompatibleMethod, match=r"the body of toy_unflat gives \(2, 2, 2, 2\), not features"
+    ):
         contract.width(contract.spec_for("toy_unflat", (1, 4, 4), 5))
 
 
 def test_networks_with_other_numbers_of_features_are_refused() -> None:
-    different = toys.toy("toy_features", data={"public": 20}, clients={"models": ["logistic", "mlp"]})
+    different = toys.toy(
+        "toy_features", data={"public": 20}, clients={"models": ["logistic", "mlp"]}
+    )
     with pytest.raises(IncompatibleMethod, match=r"mlp.* 8, logistic.* 16"):
         prepare(settle(different), toys.blobs())
     with pytest.raises(IncompatibleMethod, match="features"):

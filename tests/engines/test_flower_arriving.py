@@ -1,4 +1,6 @@
-"""On Flower's own server: a reply that is broken, slow or too large is one client's failure, and the others' come."""
+"""On Flower's own server: a reply that is broken, slow or too large is one client's failure, and
+the others' come.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Server:
         from flwr.superlink.config_loader import get_objectstore_linkstate_factories
         from flwr.superlink.federation.noop_federation_manager import NoOpFederationManager
 
-        _, factory = get_objectstore_linkstate_factories(":flwr-in-memory:", NoOpFederationManager())
+        _, factory = get_objectstore_linkstate_factories(
+            ":flwr-in-memory:", NoOpFederationManager()
+        )
         self.state = factory.state()
         self.run = self.state.create_run(
             "a/b", "1", "h", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
@@ -46,7 +50,9 @@ class Server:
         self.nodes: list[int] = []
         self.sent: set[str] = set()  # the parts of replies, by their ids
         for client in range(clients):
-            node = self.state.create_node(NOOP_FLWR_AID, "x", f"key{client}".encode(), 60, name=f"client{client}")
+            node = self.state.create_node(
+                NOOP_FLWR_AID, "x", f"key{client}".encode(), 60, name=f"client{client}"
+            )
             self.state.activate_node(node, 60)
             self.nodes.append(node)
 
@@ -63,7 +69,9 @@ class Server:
             PullMessages=lambda r: runtime.pull_messages(r, state, task),
             PushObject=lambda r: fleet.push_object(r, state),
             PullObject=lambda r: fleet.pull_object(r, state),
-            ConfirmMessageReceived=lambda r: fleet.confirm_message_received(r, state, state.object_store),
+            ConfirmMessageReceived=lambda r: fleet.confirm_message_received(
+                r, state, state.object_store
+            ),
         )
 
         class Grid(HttpGrid):  # type: ignore[misc]
@@ -77,7 +85,9 @@ class Server:
         grid.set_run(self.state.get_run_info(run_ids=[self.run])[0])
         return grid
 
-    def answer(self, client: int, parts: Callable[[Any], tuple[str, dict[str, bytes]]], pushed: bool = True) -> None:
+    def answer(
+        self, client: int, parts: Callable[[Any], tuple[str, dict[str, bytes]]], pushed: bool = True
+    ) -> None:
         """What a client does with a message: it announces its reply, and pushes the parts."""
         from flwr.app import RecordDict
         from flwr.common.serde import recorddict_to_proto
@@ -89,7 +99,9 @@ class Server:
 
         node = Node(node_id=self.nodes[client])
         while not (
-            got := fleet.pull_messages(PullMessagesRequest(node=node), self.state, self.state.object_store)
+            got := fleet.pull_messages(
+                PullMessagesRequest(node=node), self.state, self.state.object_store
+            )
         ).messages_list:
             time.sleep(0.01)
         asked = got.messages_list[0].metadata
@@ -99,15 +111,27 @@ class Server:
         reply.metadata.CopyFrom(asked)
         told = reply.metadata
         told.message_id, told.reply_to_message_id = root, asked.message_id
-        told.src_node_id, told.dst_node_id, told.created_at, told.ttl = node.node_id, 1, time.time(), 2.0
+        told.src_node_id, told.dst_node_id, told.created_at, told.ttl = (
+            node.node_id,
+            1,
+            time.time(),
+            2.0,
+        )
         reply.content.CopyFrom(recorddict_to_proto(RecordDict()))
-        tree = ObjectTree(object_id=root, children=[ObjectTree(object_id=i) for i in contents if i != root])
+        tree = ObjectTree(
+            object_id=root, children=[ObjectTree(object_id=i) for i in contents if i != root]
+        )
         taken = fleet.push_messages(
-            PushMessagesRequest(node=node, messages_list=[reply], message_object_trees=[tree]), self.state
+            PushMessagesRequest(node=node, messages_list=[reply], message_object_trees=[tree]),
+            self.state,
         )
         for id in taken.objects_to_push if pushed else ():
             one = PushObjectRequest(
-                node=node, run_id=self.run, object_id=id, object_content=contents[id], session_id=taken.session_id
+                node=node,
+                run_id=self.run,
+                object_id=id,
+                object_content=contents[id],
+                session_id=taken.session_id,
             )
             assert fleet.push_object(one, self.state).stored
 
@@ -135,9 +159,23 @@ def good(client: int, size: int = 0) -> Callable[[Any], tuple[str, dict[str, byt
         from fedstill.records import Payload
 
         up = Payload({"params": {"w": torch.zeros(size)}} if size else {})
-        told = Metadata(asked.run_id, "", asked.dst_node_id, 1, asked.message_id, "", time.time(), 2.0, "train.stage")
-        message: Message = make_message(metadata=told, content=content(SiteReply(client, 1, 0, up=up)))
-        return message.object_id, {id: one.deflate() for id, one in get_all_nested_objects(message).items()}
+        told = Metadata(
+            asked.run_id,
+            "",
+            asked.dst_node_id,
+            1,
+            asked.message_id,
+            "",
+            time.time(),
+            2.0,
+            "train.stage",
+        )
+        message: Message = make_message(
+            metadata=told, content=content(SiteReply(client, 1, 0, up=up))
+        )
+        return message.object_id, {
+            id: one.deflate() for id, one in get_all_nested_objects(message).items()
+        }
 
     return parts
 
@@ -162,7 +200,9 @@ def beside(*acts: Callable[[], None]) -> None:
         ("Message", b"", "IndexError"),
     ],
 )
-def test_a_reply_that_flower_cannot_read_is_one_clients_failure(kind: str, body: bytes, said: str) -> None:
+def test_a_reply_that_flower_cannot_read_is_one_clients_failure(
+    kind: str, body: bytes, said: str
+) -> None:
     server = Server(2)
     beside(lambda: server.answer(0, alone(kind, body)), lambda: server.answer(1, good(1)))
     bad, other = asked(server, Patience(deadline=20, retries=0))
@@ -171,7 +211,9 @@ def test_a_reply_that_flower_cannot_read_is_one_clients_failure(kind: str, body:
     assert other == ""
 
 
-def test_a_reply_that_is_announced_and_not_sent_holds_up_nobody_and_only_until_the_deadline() -> None:
+def test_a_reply_that_is_announced_and_not_sent_holds_up_nobody_and_only_until_the_deadline() -> (
+    None
+):
     server = Server(2)
 
     def late_answer() -> None:
@@ -186,10 +228,14 @@ def test_a_reply_that_is_announced_and_not_sent_holds_up_nobody_and_only_until_t
     assert time.monotonic() - begun < 20, "Flower's own grid waits for two hours"
 
 
-def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(arriving, "AROUND", 1 << 16)
     server = Server(2)
-    beside(lambda: server.answer(0, good(0, size=100_000)), lambda: server.answer(1, good(1, size=100)))
+    beside(
+        lambda: server.answer(0, good(0, size=100_000)), lambda: server.answer(1, good(1, size=100))
+    )
     large, small = asked(server, Patience(deadline=20, retries=0, max_bytes=1 << 16))
     assert large.startswith("answered with no answer: the message has ")
     assert "over the limit of 65536" in large
@@ -198,7 +244,9 @@ def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(monkeypatch:
 
 def test_a_part_that_stands_in_an_array_many_times_counts_as_often() -> None:
     chunk, content_ = part("ArrayChunk", b"0" * 1000)
-    body = json.dumps({"dtype": "uint8", "shape": [1], "stype": "x", "arraychunk_ids": [0] * 500}).encode()
+    body = json.dumps(
+        {"dtype": "uint8", "shape": [1], "stype": "x", "arraychunk_ids": [0] * 500}
+    ).encode()
     array, whole = part("Array", body, [chunk])
     assert unfolded({chunk: content_, array: whole}) == 500 * len(content_)
 

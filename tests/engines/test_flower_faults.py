@@ -1,4 +1,6 @@
-"""What goes wrong between a server and its clients, on the loopback grid: the same bits, or refused by name."""
+"""What goes wrong between a server and its clients, on the loopback grid: the same bits, or refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def journal(folder: Path) -> list[dict[str, Any]]:
 
 
 def refused(folder: Path) -> list[tuple[int, int, str]]:
-    return [(e["round"], e["client"], e["refused"]) for e in journal(folder) if "refused" in e and "client" in e]
+    return [
+        (e["round"], e["client"], e["refused"])
+        for e in journal(folder)
+        if "refused" in e and "client" in e
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def troubled(folder: Path, trouble: Any, experiment: Experiment = REMEMBERING, **flower: Any) -> TroubledGrid:
+def troubled(
+    folder: Path, trouble: Any, experiment: Experiment = REMEMBERING, **flower: Any
+) -> TroubledGrid:
     experiment = over_flower(experiment, **flower)
     grid = TroubledGrid(experiment, folder.parent / "sites", trouble)
     run(experiment, folder, data=toys.blobs(), grid=grid)
@@ -52,12 +60,16 @@ def same_bits(folder: Path, whole: Path) -> None:
 
 
 def lost_once(code: int | None) -> Any:
-    """Every client's first reply in round 2 is lost: with Flower's error, or unreadable on its way."""
+    """Every client's first reply in round 2 is lost: with Flower's error, or unreadable on its
+    way.
+    """
     from flwr.app import Error, Message
 
     from fedstill.engines.flower.loopback import serialised
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         reply = grid.work(client, data)
         if round == 2 and not before:
             return serialised(Message(Error(code or 0, "gone"), reply_to=parsed(data)))
@@ -66,16 +78,24 @@ def lost_once(code: int | None) -> Any:
     return trouble
 
 
-@pytest.mark.parametrize("code", [3, 4, 5, 8], ids=["message gone", "reply gone", "node gone", "app crashed"])
-def test_a_lost_reply_is_asked_for_again_and_answered_from_the_kept_one(code: int, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "code", [3, 4, 5, 8], ids=["message gone", "reply gone", "node gone", "app crashed"]
+)
+def test_a_lost_reply_is_asked_for_again_and_answered_from_the_kept_one(
+    code: int, whole: Path, tmp_path: Path
+) -> None:
     same = tmp_path / "run"
     grid = troubled(same, lost_once(code))
     same_bits(same, whole)
     assert grid._met[(0, 2, 0)] == 2
 
 
-def test_a_client_killed_before_it_kept_its_reply_works_again_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+def test_a_client_killed_before_it_kept_its_reply_works_again_to_the_same_bits(
+    whole: Path, tmp_path: Path
+) -> None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         if round == 2 and not before and client == 1:
             grid.work(client, data)
             (kept,) = (tmp_path / "sites").rglob("client1/0000002-0000000.reply")
@@ -88,7 +108,9 @@ def test_a_client_killed_before_it_kept_its_reply_works_again_to_the_same_bits(w
 
 
 def test_a_damaged_kept_reply_is_worked_out_again(whole: Path, tmp_path: Path) -> None:
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         out = lost_once(8)(grid, client, round, before, data)
         if round == 2 and not before:
             (kept,) = (tmp_path / "sites").rglob(f"client{client}/0000002-0000000.reply")
@@ -100,17 +122,25 @@ def test_a_damaged_kept_reply_is_worked_out_again(whole: Path, tmp_path: Path) -
 
 
 def test_a_reply_that_never_comes_is_a_failure_by_name_and_leaves_no_memory(tmp_path: Path) -> None:
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         reply = grid.work(client, data)
         return None if (client, round) == (1, 2) else reply
 
     troubled(tmp_path / "run", trouble)
-    assert refused(tmp_path / "run") == [(2, 1, "failed: did not reply within the deadline of 30 s (flower.deadline)")]
-    assert seen(tmp_path / "run") == {0: 3, 1: 2, 2: 3, 3: 3}, "the lost round does not count, at client 1 alone"
+    assert refused(tmp_path / "run") == [
+        (2, 1, "failed: did not reply within the deadline of 30 s (flower.deadline)")
+    ]
+    assert seen(tmp_path / "run") == {0: 3, 1: 2, 2: 3, 3: 3}, (
+        "the lost round does not count, at client 1 alone"
+    )
 
 
 def seen(folder: Path) -> dict[int, int]:
-    """How often each client remembers to have acted, by the memory that the last checkpoint counts."""
+    """How often each client remembers to have acted, by the memory that the last checkpoint
+    counts.
+    """
     import json
 
     from fedstill.wire.codec import decode
@@ -128,7 +158,9 @@ def seen(folder: Path) -> dict[int, int]:
 def test_a_late_reply_is_not_folded_into_a_later_round(tmp_path: Path) -> None:
     late: list[bytes] = []
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         if (client, round) == (1, 2):
             late.append(grid.work(client, data) or b"")
             return None
@@ -146,7 +178,9 @@ def test_a_late_reply_sent_as_the_answer_of_another_round_is_refused(tmp_path: P
 
     late = []
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         from flwr.app import Message
 
         reply = grid.work(client, data)
@@ -160,7 +194,9 @@ def test_a_late_reply_sent_as_the_answer_of_another_round_is_refused(tmp_path: P
     assert refused(tmp_path / "run") == [(3, 1, "replied for round 2 stage 0, not 3 and 0")]
 
 
-def test_a_client_that_raises_is_a_failure_and_the_round_goes_on_as_in_process(tmp_path: Path) -> None:
+def test_a_client_that_raises_is_a_failure_and_the_round_goes_on_as_in_process(
+    tmp_path: Path,
+) -> None:
     all_four = {"clients": 4, "sampled": 4}
     raising = toys.toy(toys.Failing(who=1, how="raise"), topology=all_four, clients=toys.TOLERANT)
     run(replace(raising, engine="serial"), tmp_path / "serial", data=toys.blobs())
@@ -170,7 +206,9 @@ def test_a_client_that_raises_is_a_failure_and_the_round_goes_on_as_in_process(t
 
 
 @pytest.mark.parametrize("how", ["nan", "shape", "type", "huge", "extra", "missing"])
-def test_a_refused_reply_is_refused_by_the_same_name_as_in_process(how: str, tmp_path: Path) -> None:
+def test_a_refused_reply_is_refused_by_the_same_name_as_in_process(
+    how: str, tmp_path: Path
+) -> None:
     bad = toys.toy(toys.Failing(who=1, how=how), topology={"clients": 4, "sampled": 4})
     run(replace(bad, engine="serial"), tmp_path / "serial", data=toys.blobs())
     troubled(tmp_path / "run", None, bad)
@@ -184,17 +222,25 @@ def test_an_app_that_crashes_again_and_again_is_given_up_by_name(tmp_path: Path)
 
     from fedstill.engines.flower.loopback import serialised
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         if (client, round) == (1, 2):
-            return serialised(Message(Error(8, "ClientApp stopped responding."), reply_to=parsed(data)))
+            return serialised(
+                Message(Error(8, "ClientApp stopped responding."), reply_to=parsed(data))
+            )
         return grid.work(client, data)
 
     grid = troubled(tmp_path / "run", trouble, retries=2)
-    assert refused(tmp_path / "run") == [(2, 1, "failed: Flower's error 8: ClientApp stopped responding.")]
+    assert refused(tmp_path / "run") == [
+        (2, 1, "failed: Flower's error 8: ClientApp stopped responding.")
+    ]
     assert grid._met[(1, 2, 0)] == 3, "sent once, and twice again"
 
 
-def test_a_node_that_is_away_is_missed_by_name_and_used_again_when_it_returns(tmp_path: Path) -> None:
+def test_a_node_that_is_away_is_missed_by_name_and_used_again_when_it_returns(
+    tmp_path: Path,
+) -> None:
     experiment = over_flower(REMEMBERING)
     grid = TroubledGrid(experiment, tmp_path / "sites")
 
@@ -208,7 +254,9 @@ def test_a_node_that_is_away_is_missed_by_name_and_used_again_when_it_returns(tm
     ]
 
 
-def test_a_node_that_restarts_within_the_deadline_costs_nothing(whole: Path, tmp_path: Path) -> None:
+def test_a_node_that_restarts_within_the_deadline_costs_nothing(
+    whole: Path, tmp_path: Path
+) -> None:
     """It comes back under another id, as a new machine would, with its disk."""
 
     class Restarting(TroubledGrid):
@@ -228,10 +276,16 @@ def test_a_node_that_restarts_within_the_deadline_costs_nothing(whole: Path, tmp
     same_bits(tmp_path / "run", whole)
 
 
-def test_what_a_node_held_when_it_restarted_is_sent_again_within_the_deadline(whole: Path, tmp_path: Path) -> None:
-    """It is back before Flower misses it, under its old id: the message is gone, and no error says so."""
+def test_what_a_node_held_when_it_restarted_is_sent_again_within_the_deadline(
+    whole: Path, tmp_path: Path
+) -> None:
+    """It is back before Flower misses it, under its old id: the message is gone, and no error says
+    so.
+    """
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         return None if (client, round, before) == (2, 2, 0) else grid.work(client, data)
 
     grid = troubled(tmp_path / "run", trouble, deadline=30, retries=2)
@@ -244,12 +298,16 @@ def test_a_client_that_works_for_longer_than_its_share_is_asked_again_and_its_fi
 ) -> None:
     class Slow(TroubledGrid):
         def pull_messages(self, message_ids: Iterable[str]) -> list[Any]:
-            self._replies.update({i: reply for i, (ready, reply) in late.items() if self.time >= ready})
+            self._replies.update(
+                {i: reply for i, (ready, reply) in late.items() if self.time >= ready}
+            )
             return super().pull_messages(message_ids)
 
     late: dict[str, tuple[float, bytes]] = {}
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         reply = grid.work(client, data)
         if (client, round) != (2, 2) or reply is None:
             return reply
@@ -279,7 +337,9 @@ def test_below_the_quorum_the_run_stops_by_name_and_goes_on_when_the_nodes_are_b
     whole: Path, tmp_path: Path
 ) -> None:
     experiment = over_flower(REMEMBERING)
-    grid = TroubledGrid(experiment, tmp_path / "sites", lambda g, c, r, b, d: None if r == 2 else g.work(c, d))
+    grid = TroubledGrid(
+        experiment, tmp_path / "sites", lambda g, c, r, b, d: None if r == 2 else g.work(c, d)
+    )
     with pytest.raises(TooFewReplies, match="did not reply within the deadline"):
         run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
     grid.trouble = None
@@ -291,21 +351,33 @@ def test_below_the_quorum_the_run_stops_by_name_and_goes_on_when_the_nodes_are_b
 def test_a_server_that_was_killed_after_it_asked_resumes_to_the_same_bits(
     stages: int, whole: Path, tmp_path: Path
 ) -> None:
-    """Clients had done the stage that the checkpoint does not know; they answer it from the kept replies."""
+    """Clients had done the stage that the checkpoint does not know; they answer it from the kept
+    replies.
+    """
     experiment, sites, worked = over_flower(REMEMBERING), tmp_path / "sites", []
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         out = grid.work(client, data)
         if round == stages + 1 and client == 3:
-            raise KeyboardInterrupt  # the server ends in the middle of a stage, when all clients have done it
+            # the server ends in the middle of a stage, when all clients have done it
+            raise KeyboardInterrupt
         return out
 
     with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "run", data=toys.blobs(), grid=TroubledGrid(experiment, sites, trouble))
+        run(
+            experiment,
+            tmp_path / "run",
+            data=toys.blobs(),
+            grid=TroubledGrid(experiment, sites, trouble),
+        )
     before = {p: p.stat().st_mtime_ns for p in sites.rglob(f"*-round{stages + 1}-*.safetensors")}
     assert len(before) == 4
 
-    def watch(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def watch(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         worked.append((client, round))
         return grid.work(client, data)
 
@@ -320,13 +392,17 @@ def test_a_server_that_was_killed_after_it_asked_resumes_to_the_same_bits(
 
 def test_a_link_of_a_chain_that_does_not_answer_is_skipped(tmp_path: Path) -> None:
     chain = toys.toy("toy_chain", rounds=2, topology={"clients": 4, "sampled": 4})
-    troubled(tmp_path / "run", lambda g, c, r, b, d: None if (c, r) == (1, 2) else g.work(c, d), chain)
+    troubled(
+        tmp_path / "run", lambda g, c, r, b, d: None if (c, r) == (1, 2) else g.work(c, d), chain
+    )
     assert [r[:2] for r in refused(tmp_path / "run")] == [(2, 1)]
     assert [e for e in journal(tmp_path / "run") if e["event"] == "round"][-1]["replies"] == 3
 
 
 def test_a_site_that_lost_its_disk_says_so(tmp_path: Path) -> None:
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         if (client, round) == (1, 2):
             for path in (tmp_path / "sites").rglob("client1/*.safetensors"):
                 path.unlink()
@@ -335,7 +411,9 @@ def test_a_site_that_lost_its_disk_says_so(tmp_path: Path) -> None:
     troubled(tmp_path / "run", trouble)
     ((round, client, why), *_) = refused(tmp_path / "run")
     assert (round, client) == (2, 1)
-    assert why.startswith("failed: the memory that counts, client1-round1-stage0.safetensors, cannot be used")
+    assert why.startswith(
+        "failed: the memory that counts, client1-round1-stage0.safetensors, cannot be used"
+    )
 
 
 def test_an_answer_over_the_limit_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Sites with tables, series and texts of their own, on a loopback grid: the simulation's bits, and clear refusals."""
+"""Sites with tables, series and texts of their own, on a loopback grid: the simulation's bits, and
+clear refusals.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,18 @@ pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
 
 CLIENTS = 3
 CLASSES = ["healthy", "ill"]
-TABLE = {"columns": ["age", "pain", "pressure"], "categorical": {"pain": [1, 2, 3]}, "missing": "mean"}
-SERVER = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation", "classes": CLASSES}
+TABLE = {
+    "columns": ["age", "pain", "pressure"],
+    "categorical": {"pain": [1, 2, 3]},
+    "missing": "mean",
+}
+SERVER = {
+    "deadline": 30,
+    "poll": 1,
+    "data": "sites",
+    "federation": "/federation",
+    "classes": CLASSES,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +55,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def patients(client: int, size: int = 40) -> pd.DataFrame:
-    """Rows of a hospital: ages of its own, one missing pressure, and a column elsewhere that nobody asked for."""
+    """Rows of a hospital: ages of its own, one missing pressure, and a column elsewhere that nobody
+    asked for.
+    """
     draw = np.random.default_rng(client)
     age, pain = draw.normal(50 + 10 * client, 8, size).round(1), draw.integers(1, 4, size)
     pressure = draw.normal(130 - 5 * client, 15, size).round(0)
     ill = (age + 8 * pain + draw.normal(0, 5, size) > 62 + 10 * client).astype(int)
-    rows = pd.DataFrame({"age": age, "pain": pain, "pressure": pressure, "label": np.array(CLASSES)[ill]})
+    rows = pd.DataFrame(
+        {"age": age, "pain": pain, "pressure": pressure, "label": np.array(CLASSES)[ill]}
+    )
     rows.loc[3, "pressure"] = np.nan
     rows.insert(client % 4, "ward", draw.integers(0, 9, size))
     return rows
@@ -61,28 +77,47 @@ def written(folder: Path, rows: pd.DataFrame) -> str:
     return str(folder)
 
 
-def hospitals(place: Path, change: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows) -> list[Site]:
+def hospitals(
+    place: Path, change: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows
+) -> list[Site]:
     """Three sites with CSV files; ``change`` is done to the files of the last."""
     made = []
     for client in range(CLIENTS):
         rows = change(patients(client)) if client == CLIENTS - 1 else patients(client)
-        made.append(Site(client, place / f"memory{client}", data=written(place / f"own{client}", rows)))
+        made.append(
+            Site(client, place / f"memory{client}", data=written(place / f"own{client}", rows))
+        )
     return made
 
 
 def grid(sites: list[Site]) -> LoopbackGrid:
     clerks = {site.client: Clerk(site) for site in sites}
-    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    app = client_app(
+        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+    )
     return LoopbackGrid(app, range(CLIENTS))
 
 
-def experiment(data: dict[str, Any], flower: dict[str, Any] | None = None, **more: Any) -> Experiment:
+def experiment(
+    data: dict[str, Any], flower: dict[str, Any] | None = None, **more: Any
+) -> Experiment:
     """Three clients, two rounds of a small network; without ``flower`` a simulation."""
-    over = {"engine": "flower", "flower": {**SERVER, **flower}} if flower is not None else {"engine": "serial"}
+    over = (
+        {"engine": "flower", "flower": {**SERVER, **flower}}
+        if flower is not None
+        else {"engine": "serial"}
+    )
     plan = {"epochs": 1, "batch": 8, "lr": 0.1}
-    common: dict[str, Any] = {"method": {"name": "fedavg"}, "model": {"name": "logistic"}, "rounds": 2, "plan": plan}
+    common: dict[str, Any] = {
+        "method": {"name": "fedavg"},
+        "model": {"name": "logistic"},
+        "rounds": 2,
+        "plan": plan,
+    }
     topology = {"clients": CLIENTS}
-    return Experiment(**{**common, "topology": topology, "data": data, "measure": (), **over, **more})
+    return Experiment(
+        **{**common, "topology": topology, "data": data, "measure": (), **over, **more}
+    )
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -101,7 +136,9 @@ def test_sums_of_sites_give_the_bits_of_a_simulation_on_all_rows(place: Path) ->
     run(experiment(there, {}), place / "run", grid=grid(hospitals(place)))
     same = [(place / k / "model.safetensors").read_bytes() for k in ("simulated", "run")]
     assert same[0] == same[1]
-    start, simulated = (read_journal(place / k / "journal.jsonl")[0]["inputs"] for k in ("run", "simulated"))
+    start, simulated = (
+        read_journal(place / k / "journal.jsonl")[0]["inputs"] for k in ("run", "simulated")
+    )
     assert start == simulated
     rows = pd.concat([own[:30] for own in every])[["age", "pressure"]]
     assert start["features"] == ["age", "pain=1", "pain=2", "pain=3", "pressure"]
@@ -142,9 +179,13 @@ def test_a_run_that_goes_on_keeps_its_sums(place: Path) -> None:
 def test_sums_and_a_census_both_come_before_round_1(place: Path) -> None:
     noise = {"public": toys.PUBLIC, "public_from": "noise"}
     data = {"name": "none", "standardise": "summed", **TABLE, **noise}
-    what = experiment(data, {}, method={"name": "toy_logits"}, model={"name": "mlp", "hidden": (4,)})
+    what = experiment(
+        data, {}, method={"name": "toy_logits"}, model={"name": "mlp", "hidden": (4,)}
+    )
     run(what, place / "run", grid=grid(hospitals(place)))
-    names = [e["name"] for e in read_journal(place / "run" / "journal.jsonl") if e["event"] == "client"]
+    names = [
+        e["name"] for e in read_journal(place / "run" / "journal.jsonl") if e["event"] == "client"
+    ]
     assert names[: 2 * CLIENTS] == ["moments"] * CLIENTS + ["census"] * CLIENTS
 
 
@@ -155,8 +196,18 @@ def test_a_site_counts_its_sums_with_noise_too_whatever_the_server_counts(
     noise = {"clip": 3.0, "noise": 20.0}
     most = Privacy(**noise).spent(2 * toys.PUBLIC)
     limits = {"age": [0, 100], "pressure": [50, 250]}
-    data = {"name": "none", "standardise": "summed", **TABLE, "public": toys.PUBLIC, "public_from": "noise"}
-    changes = {"method": {"name": "hiper_fedkd"}, "privacy": {**noise, "epsilon": most}, "rounds": 2}
+    data = {
+        "name": "none",
+        "standardise": "summed",
+        **TABLE,
+        "public": toys.PUBLIC,
+        "public_from": "noise",
+    }
+    changes = {
+        "method": {"name": "hiper_fedkd"},
+        "privacy": {**noise, "epsilon": most},
+        "rounds": 2,
+    }
     monkeypatch.setattr(Budget, "over", lambda *_: "")
     what = experiment({**data, "limits": limits}, {}, **changes)
     with pytest.raises(TooFewReplies):
@@ -165,7 +216,10 @@ def test_a_site_counts_its_sums_with_noise_too_whatever_the_server_counts(
     assert refused == [(2, REFUSES)] * CLIENTS
 
 
-REFUSES = f"failed: {toys.PUBLIC} more rows of logits would cost this site more than privacy.epsilon allows it"
+REFUSES = (
+    f"failed: {toys.PUBLIC} more rows of logits would cost this site more than privacy.epsilon "
+    "allows it"
+)
 
 
 MEANS = {"mean": [50.0, 0.0, 0.0, 0.0, 130.0], "std": [10.0, 1.0, 1.0, 1.0, 20.0]}
@@ -174,7 +228,11 @@ ORIGINS: dict[str, dict[str, Any]] = {"declared": MEANS, "own": {"standardise": 
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_sites_standardise_by_what_is_declared_or_their_own(origin: str, place: Path) -> None:
-    run(experiment({"name": "none", **TABLE, **ORIGINS[origin]}, {}), place / "run", grid=grid(hospitals(place)))
+    run(
+        experiment({"name": "none", **TABLE, **ORIGINS[origin]}, {}),
+        place / "run",
+        grid=grid(hospitals(place)),
+    )
     assert not events(place / "run", "moments")
     trained = events(place / "run", "train")
     assert not [e for e in trained if "refused" in e]
@@ -184,11 +242,19 @@ def test_sites_standardise_by_what_is_declared_or_their_own(origin: str, place: 
 def test_sites_standardise_as_the_servers_public_set(place: Path) -> None:
     public = written(place / "public", patients(7))
     sites = [Site(s.client, s.memory, s.data, public=public) for s in hospitals(place)]
-    data = {"name": "none", **TABLE, "public_from": public, "public_labels": False, "standardise": "server"}
+    data = {
+        "name": "none",
+        **TABLE,
+        "public_from": public,
+        "public_labels": False,
+        "standardise": "server",
+    }
     run(experiment(data, {}, method={"name": "hiper_fedkd"}), place / "run", grid=grid(sites))
     seen = read_journal(place / "run" / "journal.jsonl")
     assert not [e for e in seen if "refused" in e and e["event"] == "client"]
-    np.testing.assert_allclose(seen[0]["inputs"]["mean"][0], patients(7)[:30]["age"].mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        seen[0]["inputs"]["mean"][0], patients(7)[:30]["age"].mean(), rtol=1e-6
+    )
 
 
 def lacks(name: str) -> Callable[[pd.DataFrame], pd.DataFrame]:
@@ -197,9 +263,18 @@ def lacks(name: str) -> Callable[[pd.DataFrame], pd.DataFrame]:
 
 REFUSED: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], str]] = {
     "a column is missing": (lacks("age"), "has no column 'age' among"),
-    "a category is unknown": (lambda rows: rows.assign(pain=4), "has '4' in column 'pain', which is none of 1, 2, 3"),
-    "a class is unknown": (lambda rows: rows.assign(label="dead"), "has a class 'dead' that the server does not list"),
-    "a column is of text": (lambda rows: rows.assign(age="old"), "column 'age' holds string, not numbers"),
+    "a category is unknown": (
+        lambda rows: rows.assign(pain=4),
+        "has '4' in column 'pain', which is none of 1, 2, 3",
+    ),
+    "a class is unknown": (
+        lambda rows: rows.assign(label="dead"),
+        "has a class 'dead' that the server does not list",
+    ),
+    "a column is of text": (
+        lambda rows: rows.assign(age="old"),
+        "column 'age' holds string, not numbers",
+    ),
 }
 
 
@@ -217,8 +292,16 @@ UNCLEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "pooled": ({**TABLE, "standardise": "pooled"}, {}, "'pooled' would use data that sites keep"),
     "unset": (TABLE, {}, "would use data that sites keep; write data.mean and data.std"),
     "no columns": ({"kind": "table"}, {}, "needs data.columns"),
-    "no names": ({**TABLE, **MEANS, "categorical": ["pain"]}, {}, "needs the names in column 'pain'"),
-    "another width": ({**TABLE, **MEANS}, {"shape": [4]}, r"flower.shape = \[4\] .* give flower.shape = \[5\]"),
+    "no names": (
+        {**TABLE, **MEANS, "categorical": ["pain"]},
+        {},
+        "needs the names in column 'pain'",
+    ),
+    "another width": (
+        {**TABLE, **MEANS},
+        {"shape": [4]},
+        r"flower.shape = \[4\] .* give flower.shape = \[5\]",
+    ),
     "one number": (MEANS, {"shape": [5]}, "set data.kind to table, vector or text"),
     "no shape": ({"kind": "vector"}, {}, "needs flower.shape, the shape of one of the vectors"),
     "no vocabulary": ({"tokenizer": "t.json"}, {}, "needs flower.vocabulary"),
@@ -237,8 +320,12 @@ def texts(place: Path, client: int) -> str:
     """A folder of texts of a site, ill ones with a word of their own."""
     draw = np.random.default_rng(client)
     ill = draw.integers(0, 2, 40)
-    words = [" ".join(["fever" if one else "well", *draw.choice(["a", "b", "c"], 5)]) for one in ill]
-    return written(place / f"texts{client}", pd.DataFrame({"text": words, "label": np.array(CLASSES)[ill]}))
+    words = [
+        " ".join(["fever" if one else "well", *draw.choice(["a", "b", "c"], 5)]) for one in ill
+    ]
+    return written(
+        place / f"texts{client}", pd.DataFrame({"text": words, "label": np.array(CLASSES)[ill]})
+    )
 
 
 def tokenizer(place: Path, *words: str) -> str:
@@ -252,7 +339,11 @@ def tokenizer(place: Path, *words: str) -> str:
     return str(place / "tokenizer.json")
 
 
-BAG = {"model": {"name": "bag", "width": 4}, "plan": {"epochs": 4, "batch": 8, "lr": 0.5}, "clients": {"quorum": 1.0}}
+BAG = {
+    "model": {"name": "bag", "width": 4},
+    "plan": {"epochs": 4, "batch": 8, "lr": 0.5},
+    "clients": {"quorum": 1.0},
+}
 
 
 def test_texts_of_sites_become_ids_of_words(place: Path) -> None:
@@ -263,9 +354,14 @@ def test_texts_of_sites_become_ids_of_words(place: Path) -> None:
 
 
 def test_a_site_reads_texts_by_its_copy_of_the_tokenizer_and_by_no_other(place: Path) -> None:
-    theirs, copy = tokenizer(place / "server", "fever", "well"), tokenizer(place / "site", "fever", "well")
+    theirs, copy = (
+        tokenizer(place / "server", "fever", "well"),
+        tokenizer(place / "site", "fever", "well"),
+    )
     data = {"name": "none", "tokenizer": theirs, "length": 6}
-    sites = [Site(c, place / f"memory{c}", data=texts(place, c), tokenizer=copy) for c in range(CLIENTS)]
+    sites = [
+        Site(c, place / f"memory{c}", data=texts(place, c), tokenizer=copy) for c in range(CLIENTS)
+    ]
     run(experiment(data, {"vocabulary": 4}, **BAG), place / "run", grid=grid(sites))
     assert all(e["site_accuracy"] > 0.9 for e in events(place / "run", "train")[CLIENTS:])
     with pytest.raises(TooFewReplies, match="texts at this site have 4 token ids, not 5"):
@@ -283,8 +379,13 @@ def test_series_of_sites_are_standardised_by_channel_by_their_sums(place: Path) 
     for client in range(CLIENTS):
         draw = np.random.default_rng(client)
         ill = draw.integers(0, 2, 40)
-        values = draw.normal(0, 1, (40, 2, 12)) * [[5.0], [0.1]] + ill[:, None, None] * [[6.0], [0.0]]
-        rows = pd.DataFrame({"signal": [v.astype("float32").tolist() for v in values], "label": ill})
+        values = draw.normal(0, 1, (40, 2, 12)) * [[5.0], [0.1]] + ill[:, None, None] * [
+            [6.0],
+            [0.0],
+        ]
+        rows = pd.DataFrame(
+            {"signal": [v.astype("float32").tolist() for v in values], "label": ill}
+        )
         (folder := place / f"series{client}").mkdir()
         for split, part in (("train", slice(30)), ("test", slice(30, None))):
             rows[part].to_parquet(folder / f"{split}.parquet", index=False)
@@ -294,11 +395,15 @@ def test_series_of_sites_are_standardised_by_channel_by_their_sums(place: Path) 
     network = {"model": {"name": "series_cnn", "hidden": 4}}
     run(experiment(data, {"shape": [2, 12]}, **network), place / "run", grid=grid(sites))
     inputs = read_journal(place / "run" / "journal.jsonl")[0]["inputs"]
-    np.testing.assert_allclose(inputs["mean"], np.concatenate(every).mean((0, 2)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        inputs["mean"], np.concatenate(every).mean((0, 2)), rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_allclose(inputs["std"], np.concatenate(every).std((0, 2)), rtol=1e-5)
 
 
-def test_sums_that_no_numbers_have_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_no_numbers_have_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = SumUp.end
 
     def end(self: SumUp, params: Any, carry: Any, ran: Any, view: Any, world: Any) -> Any:
@@ -311,20 +416,40 @@ def test_sums_that_no_numbers_have_are_refused(place: Path, monkeypatch: pytest.
     with pytest.raises(TooFewReplies, match="stage 'moments': 1 of 3 clients replied well"):
         run(experiment(data, {}), place / "run", grid=grid(hospitals(place)))
     assert read_journal(place / "run" / "journal.jsonl")[0]["event"] == "start", "as in any run"
-    refused = {e["client"]: e["refused"] for e in events(place / "run", "moments") if "refused" in e}
+    refused = {
+        e["client"]: e["refused"] for e in events(place / "run", "moments") if "refused" in e
+    }
     assert "no numbers have the sums and the sums of squares that it sends" in refused[1]
     assert "its sums count 60 values, and it claims 30" in refused[2]
 
 
 def test_what_is_said_of_images_is_what_sites_have_always_been_told() -> None:
-    assert list(Facts(("a", "b"), (1, 8, 8), (0.5,), (0.5,)).plain()) == ["classes", "shape", "mean", "std", "public"]
+    assert list(Facts(("a", "b"), (1, 8, 8), (0.5,), (0.5,)).plain()) == [
+        "classes",
+        "shape",
+        "mean",
+        "std",
+        "public",
+    ]
 
 
 WRONG: dict[str, dict[str, Any]] = {
     "another kind": {"kind": "sound"},
     "no spread": {"kind": "table", "shape": [1], "mean": [0.0], "std": [0.0], "origin": "declared"},
-    "another width": {"kind": "table", "shape": [2], "mean": [0.0], "std": [1.0], "origin": "declared"},
-    "other names": {"kind": "table", "shape": [1], "columns": ["age"], "features": ["sex"], "marks": []},
+    "another width": {
+        "kind": "table",
+        "shape": [2],
+        "mean": [0.0],
+        "std": [1.0],
+        "origin": "declared",
+    },
+    "other names": {
+        "kind": "table",
+        "shape": [1],
+        "columns": ["age"],
+        "features": ["sex"],
+        "marks": [],
+    },
     "a mark of no column": {
         "kind": "table",
         "shape": [2],
@@ -361,7 +486,9 @@ def test_sums_with_noise_are_drawn_once_and_counted(place: Path) -> None:
     (drawn,) = (place / "memory0").rglob("0000000-0000001.reply")
     before = drawn.read_bytes(), drawn.stat().st_mtime_ns
     resume(place / "run", grid=grid(sites))
-    assert (drawn.read_bytes(), drawn.stat().st_mtime_ns) == before, "the same question has the same answer"
+    assert (drawn.read_bytes(), drawn.stat().st_mtime_ns) == before, (
+        "the same question has the same answer"
+    )
     assert len(list((place / "memory0").rglob("0000000-0000001.reply"))) == 1
     sent, seen = events(place / "run", "moments"), read_journal(place / "run" / "journal.jsonl")
     assert [(e["noised_rows"], e["bytes_up"]) for e in sent] == [(2, 2 * 2 * 8)] * CLIENTS

@@ -1,4 +1,6 @@
-"""Runs on the loopback grid whose sites have data of their own: the simulation's bits, for every kind of method."""
+"""Runs on the loopback grid whose sites have data of their own: the simulation's bits, for every
+kind of method.
+"""
 
 from __future__ import annotations
 
@@ -51,21 +53,27 @@ RUNS: dict[str, Experiment] = {
         plan={**PLAN, "transfer": {"keep": "best", "validation": 0.1}},
     ),
     "queries, scored on public labels": experiment("qkt_var_e", **WITH_PUBLIC),
-    "queries that sites raise": experiment("qkt", query={"draw": "single", "fewer_than": 12}, plan=PLAN),
+    "queries that sites raise": experiment(
+        "qkt", query={"draw": "single", "fewer_than": 12}, plan=PLAN
+    ),
     "queries that sites raise again, with new data": replace(
         toys.asking_again(), topology={"clients": CLIENTS}, measure=()
     ),
     "public logits": experiment("hiper_fedkd", **WITH_PUBLIC),
     "public logits and labels": experiment("fedmd", **WITH_PUBLIC),
     "public noise": experiment("feddf", data={"public": 40, "public_from": "noise"}),
-    "public images without labels": experiment("hiper_fedkd", data={"public": toys.PUBLIC, "public_labels": False}),
+    "public images without labels": experiment(
+        "hiper_fedkd", data={"public": toys.PUBLIC, "public_labels": False}
+    ),
     "fit first, beside a method that has no such stage": experiment(
         "fedavg", topology={"clients": CLIENTS, "first": "fit"}
     ),
     "label counts": experiment("toy_logits", **WITH_PUBLIC),
     "a chain": experiment("fedseq"),
     "secure sums": experiment("moon", privacy={"secure_sum": True}, measure=(), rounds=2),
-    "secure sums, beside label counts": experiment("fedlc", privacy={"secure_sum": True}, measure=()),
+    "secure sums, beside label counts": experiment(
+        "fedlc", privacy={"secure_sum": True}, measure=()
+    ),
 }
 
 
@@ -73,7 +81,9 @@ def saved(folder: Path, train: Examples, test: Examples) -> str:
     """A folder with these images and labels."""
     folder.mkdir(parents=True)
     named = {f"{s}_images": e.values[:, 0].numpy() for s, e in (("train", train), ("test", test))}
-    labels = {f"{s}_labels": e.labels.clamp(min=0).numpy() for s, e in (("train", train), ("test", test))}
+    labels = {
+        f"{s}_labels": e.labels.clamp(min=0).numpy() for s, e in (("train", train), ("test", test))
+    }
     np.savez(folder / "data.npz", **named, **labels)
     return str(folder)
 
@@ -93,9 +103,16 @@ def sites(simulated: Prepared, folder: Path, public: bool = True) -> list[Site]:
 def over(experiment: Experiment, there: Sequence[Site], out: Path) -> None:
     """The experiment with these sites on a loopback grid."""
     clerks = {site.client: Clerk(site) for site in there}
-    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    app = client_app(
+        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+    )
     flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
-    run(replace(experiment, engine="flower", flower=flower), out, toys.blobs(), grid=LoopbackGrid(app, range(CLIENTS)))
+    run(
+        replace(experiment, engine="flower", flower=flower),
+        out,
+        toys.blobs(),
+        grid=LoopbackGrid(app, range(CLIENTS)),
+    )
 
 
 def simulated(experiment: Experiment) -> Prepared:
@@ -103,22 +120,30 @@ def simulated(experiment: Experiment) -> Prepared:
 
 
 @pytest.mark.parametrize("what", RUNS)
-def test_sites_with_their_own_data_give_the_bits_of_the_simulation(what: str, tmp_path: Path) -> None:
+def test_sites_with_their_own_data_give_the_bits_of_the_simulation(
+    what: str, tmp_path: Path
+) -> None:
     run(replace(RUNS[what], engine="serial"), tmp_path / "serial", toys.blobs())
     over(RUNS[what], sites(simulated(RUNS[what]), tmp_path / "sites"), tmp_path / "run")
     events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
     assert not [e for e in events if "refused" in e]
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "serial/model.safetensors").read_bytes()
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (
+        tmp_path / "serial/model.safetensors"
+    ).read_bytes()
     trained = [e for e in read_journal(tmp_path / "serial/journal.jsonl") if e["event"] == "client"]
     assert [(e["name"], e["client"], e.get("loss")) for e in events] == [
         (e["name"], e["client"], e.get("loss")) for e in trained
     ]
-    assert not any("label_counts" in e or "correct_by_class" in e for e in events), "they stay at the site"
+    assert not any("label_counts" in e or "correct_by_class" in e for e in events), (
+        "they stay at the site"
+    )
 
 
 def test_a_run_with_a_public_set_needs_a_copy_at_every_site(tmp_path: Path) -> None:
     what = RUNS["queries, scored on public labels"]
-    with pytest.raises(TooFewReplies, match="the run has a public set: set public, your copy of it"):
+    with pytest.raises(
+        TooFewReplies, match="the run has a public set: set public, your copy of it"
+    ):
         over(what, sites(simulated(what), tmp_path / "sites", public=False), tmp_path / "run")
 
 
@@ -129,11 +154,15 @@ def test_the_server_knows_of_a_query_what_its_site_says(tmp_path: Path) -> None:
     asked = {e["client"]: e["query"] for e in events if e.get("name") == "fit"}
     assert any(asked.values())
     whys = [e["why_asked"] for e in events if e.get("name") == "fit"]
-    assert [set(why) >= {str(c) for c in q} for why, q in zip(whys, asked.values(), strict=True)] == [True] * CLIENTS
-    assert {json.dumps(w) for why in whys for w in why.values()} == {'{"lack": null}'}, "no number leaves a site"
-    assert {e["client"]: e["query"] for e in events if e.get("name") == "refine" and "query" in e} == {
-        c: query for c, query in asked.items() if query
-    }
+    assert [
+        set(why) >= {str(c) for c in q} for why, q in zip(whys, asked.values(), strict=True)
+    ] == [True] * CLIENTS
+    assert {json.dumps(w) for why in whys for w in why.values()} == {'{"lack": null}'}, (
+        "no number leaves a site"
+    )
+    assert {
+        e["client"]: e["query"] for e in events if e.get("name") == "refine" and "query" in e
+    } == {c: query for c, query in asked.items() if query}
 
 
 def test_a_method_without_a_fit_cannot_have_sites_raise_queries(tmp_path: Path) -> None:
@@ -155,7 +184,13 @@ class Spread(Measure):
 def test_real_sites_take_the_measures_that_say_so_and_no_others(tmp_path: Path) -> None:
     what = replace(RUNS[next(iter(RUNS))], measure=("local", "toy_spread"), measure_every=1)
     over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
-    events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client" and e["round"]]
+    events = [
+        e
+        for e in read_journal(tmp_path / "run/journal.jsonl")
+        if e["event"] == "client" and e["round"]
+    ]
     assert events
     assert all("spread" in e and "site_accuracy" in e for e in events)
-    assert not any("label_counts" in e or "correct_by_class" in e for e in events), "they stay at the site"
+    assert not any("label_counts" in e or "correct_by_class" in e for e in events), (
+        "they stay at the site"
+    )

@@ -1,4 +1,6 @@
-"""Sites with data of their own by task, on a loopback grid: the simulation's bits, and clear refusals."""
+"""Sites with data of their own by task, on a loopback grid: the simulation's bits, and clear
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def ready(of: Experiment) -> Prepared:
 
 
 def folders(of: Experiment, place: Path) -> list[Site]:
-    """Every client of a simulation as a site with a folder for each task; the tests are those of the task's classes."""
+    """Every client of a simulation as a site with a folder for each task; the tests are those of
+    the task's classes.
+    """
     simulated, made = ready(of), []
     tasks, train, test = simulated.sites.tasks, simulated.sites.train, simulated.dataset.test
     assert tasks is not None
@@ -67,13 +71,19 @@ def folders(of: Experiment, place: Path) -> list[Site]:
             own = torch.isin(test.labels, torch.tensor(tasks.stream.classes(t))).nonzero().flatten()
             mine = train.take(part[tasks.of_task(part, t)])
             saved(place / f"own{client}" / f"task{t + 1}", mine, test.take(own[client::CLIENTS]))
-        made.append(Site(client, place / f"memory{client}", data=str(place / f"own{client}"), tasks="folders"))
+        made.append(
+            Site(
+                client, place / f"memory{client}", data=str(place / f"own{client}"), tasks="folders"
+            )
+        )
     return made
 
 
 def grid(there: Sequence[Site]) -> LoopbackGrid:
     clerks = {site.client: Clerk(site) for site in there}
-    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    app = client_app(
+        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+    )
     return LoopbackGrid(app, range(CLIENTS))
 
 
@@ -108,14 +118,19 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_sites_with_a_folder_for_each_task_give_the_bits_of_the_simulation(name: str, tmp_path: Path) -> None:
+def test_sites_with_a_folder_for_each_task_give_the_bits_of_the_simulation(
+    name: str, tmp_path: Path
+) -> None:
     run(replace(RUNS[name], engine="serial"), tmp_path / "serial", toys.blobs())
     over(RUNS[name], folders(RUNS[name], tmp_path), tmp_path / "run")
     events = [e for e in journal(tmp_path / "run", "client") if e["name"] != "task_test"]
     assert not [e for e in events if "refused" in e]
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "serial/model.safetensors").read_bytes()
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (
+        tmp_path / "serial/model.safetensors"
+    ).read_bytes()
     assert [(e["name"], e["client"], e.get("loss"), "idle" in e) for e in events] == [
-        (e["name"], e["client"], e.get("loss"), "idle" in e) for e in journal(tmp_path / "serial", "client")
+        (e["name"], e["client"], e.get("loss"), "idle" in e)
+        for e in journal(tmp_path / "serial", "client")
     ]
     assert [e["row"] for e in journal(tmp_path / "run", "task")] == [
         e["row"] for e in journal(tmp_path / "serial", "task")
@@ -130,7 +145,9 @@ def plain(model: Any, prepared: Prepared, own: Examples, among: list[int]) -> fl
 
 
 def test_each_site_tests_the_global_model_on_its_own_tasks(tmp_path: Path) -> None:
-    """The rows of the event, against the models of the checkpoints; the same with a server that has no data."""
+    """The rows of the event, against the models of the checkpoints; the same with a server that has
+    no data.
+    """
     of, there = RUNS["finetuning"], folders(RUNS["finetuning"], tmp_path)
     result = over(replace(of, keep_checkpoints_every=1), there, tmp_path / "run")
     prepared, ends = ready(of), journal(tmp_path / "run", "task")
@@ -139,8 +156,12 @@ def test_each_site_tests_the_global_model_on_its_own_tasks(tmp_path: Path) -> No
         rows = [end["clients"].get(str(client)) for end in ends if end["task"]]
         assert rows[0][1] is None, "the data of task 2 had not come"
         for t, classes in enumerate(ORDER):
-            own = test.take(torch.isin(test.labels, torch.tensor(classes)).nonzero().flatten()[client::CLIENTS])
-            assert rows[1][t] == pytest.approx(plain(result.model, prepared, own, [0, 1, 2, 3, 4]), abs=1e-12)
+            own = test.take(
+                torch.isin(test.labels, torch.tensor(classes)).nonzero().flatten()[client::CLIENTS]
+            )
+            assert rows[1][t] == pytest.approx(
+                plain(result.model, prepared, own, [0, 1, 2, 3, 4]), abs=1e-12
+            )
     none = {"name": "none"}
     flower = {"classes": [f"class {c}" for c in range(5)], "shape": [1, 4, 4]}
     alone = at_sites(of)
@@ -161,15 +182,17 @@ def test_each_site_tests_the_global_model_on_its_own_tasks(tmp_path: Path) -> No
 
 
 def test_a_site_without_data_in_a_task_is_idle_and_that_is_no_failure(tmp_path: Path) -> None:
-    """As if the client had not been there: the bits of the simulation in which it is passed over."""
+    """As if the client had not been there: the bits of the simulation in which it is passed
+    over.
+    """
     of, there = RUNS["replay"], folders(RUNS["replay"], tmp_path)
     own = Path(there[1].data)
     shutil.rmtree(own / "task2")
     over(replace(of, clients={"quorum": 1.0}), there, tmp_path / "run")
     events = [e for e in journal(tmp_path / "run", "client") if e["client"] == 1]
-    assert [("idle" in e, "refused" in e) for e in events if e["round"] > 2 and e["name"] != "task_test"] == [
-        (True, False)
-    ] * 3
+    assert [
+        ("idle" in e, "refused" in e) for e in events if e["round"] > 2 and e["name"] != "task_test"
+    ] == [(True, False)] * 3
     tested = [e for e in events if e["name"] == "task_test"]
     assert [e["site_by_task"][1] for e in tested] == [None, None], "it still tests on what it had"
     assert all(e["site_by_task"][0] is not None for e in tested)
@@ -178,7 +201,9 @@ def test_a_site_without_data_in_a_task_is_idle_and_that_is_no_failure(tmp_path: 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", ["replay", "label counts anew"])
-def test_a_run_that_stops_at_a_task_change_goes_on_to_the_same_bits(name: str, stages: int, tmp_path: Path) -> None:
+def test_a_run_that_stops_at_a_task_change_goes_on_to_the_same_bits(
+    name: str, stages: int, tmp_path: Path
+) -> None:
     there, again = (folders(RUNS[name], tmp_path / k) for k in ("a", "b"))
     over(RUNS[name], there, tmp_path / "whole")
     with pytest.raises(Interrupted):
@@ -186,8 +211,12 @@ def test_a_run_that_stops_at_a_task_change_goes_on_to_the_same_bits(name: str, s
     resume(tmp_path / "stopped", toys.blobs(), grid=grid(again))
     model = "model.safetensors"
     assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "stopped" / model).read_bytes()
-    rows = [[end["row"], end["clients"]] for end in journal(tmp_path / "whole", "task") if end["task"]]
-    assert rows == [[end["row"], end["clients"]] for end in journal(tmp_path / "stopped", "task") if end["task"]]
+    rows = [
+        [end["row"], end["clients"]] for end in journal(tmp_path / "whole", "task") if end["task"]
+    ]
+    assert rows == [
+        [end["row"], end["clients"]] for end in journal(tmp_path / "stopped", "task") if end["task"]
+    ]
 
 
 def changed(folder: Path) -> None:
@@ -216,7 +245,11 @@ def nothing(own: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (strange, "own2/task3 is a task that this run does not have: its tasks are task1 to task2; move it elsewhere"),
+        (
+            strange,
+            "own2/task3 is a task that this run does not have: its tasks are task1 to task2; move "
+            "it elsewhere",
+        ),
         (mistaken, "own2/notes is no task: its tasks are task1 to task2; move it elsewhere"),
         (gap, "own2 has task2, and no task1: make an empty folder task1 if there is nothing in it"),
         (nothing, "own2 has no folder task1, task2, …; correct data in this site's site.toml"),
@@ -245,10 +278,16 @@ def test_an_empty_folder_says_that_there_is_nothing(tmp_path: Path) -> None:
 
 def test_data_that_change_after_their_task_began_are_refused_by_name(tmp_path: Path) -> None:
     """A run goes on; its site is refused until the data are as they were."""
-    of, there = replace(RUNS["finetuning"], clients=toys.TOLERANT), folders(RUNS["finetuning"], tmp_path)
+    of, there = (
+        replace(RUNS["finetuning"], clients=toys.TOLERANT),
+        folders(RUNS["finetuning"], tmp_path),
+    )
     with pytest.raises(Interrupted):
         over(of, there, tmp_path / "run", watch=StopAfter(1))
-    notes = [line.split() for line in next((tmp_path / "memory0").rglob("tasks")).read_text().splitlines()]
+    notes = [
+        line.split()
+        for line in next((tmp_path / "memory0").rglob("tasks")).read_text().splitlines()
+    ]
     assert [task for task, _ in notes] == ["1"], "the second task's data were not asked for yet"
     assert len(notes[0][1]) == 64
     own = Path(there[0].data)
@@ -258,7 +297,8 @@ def test_data_that_change_after_their_task_began_are_refused_by_name(tmp_path: P
         resume(tmp_path / "run", toys.blobs(), watch=StopAfter(1), grid=grid(there))
     (said,) = [e["refused"] for e in journal(tmp_path / "run", "client") if "refused" in e]
     assert said == (
-        "failed: task 1 at this site has other data than when this run first used it: put them back as they were, or "
+        "failed: task 1 at this site has other data than when this run first used it: put them "
+        "back as they were, or "
         "start a new run"
     )
     shutil.rmtree(own / "task1")
@@ -268,7 +308,10 @@ def test_data_that_change_after_their_task_began_are_refused_by_name(tmp_path: P
 
 
 def test_data_that_come_after_their_task_began_are_refused_by_name(tmp_path: Path) -> None:
-    of, there = replace(RUNS["finetuning"], clients=toys.TOLERANT), folders(RUNS["finetuning"], tmp_path)
+    of, there = (
+        replace(RUNS["finetuning"], clients=toys.TOLERANT),
+        folders(RUNS["finetuning"], tmp_path),
+    )
     own = Path(there[0].data)
     shutil.move(own / "task2", tmp_path / "late")
     with pytest.raises(Interrupted):
@@ -276,19 +319,39 @@ def test_data_that_come_after_their_task_began_are_refused_by_name(tmp_path: Pat
     shutil.move(tmp_path / "late", own / "task2")
     resume(tmp_path / "run", toys.blobs(), grid=grid(there))
     (said, *_) = [e["refused"] for e in journal(tmp_path / "run", "client") if "refused" in e]
-    assert said.startswith("failed: task 2 at this site has data now, and had none when this run first used it")
+    assert said.startswith(
+        "failed: task 2 at this site has data now, and had none when this run first used it"
+    )
 
 
 @pytest.mark.parametrize(
     ("stream", "why"),
     [
-        ({"kind": "classes", "tasks": 2}, "cuts data that this process has; sites have tasks of their own"),
+        (
+            {"kind": "classes", "tasks": 2},
+            "cuts data that this process has; sites have tasks of their own",
+        ),
         ({**SITES, "compose": "clients_first"}, "stream.compose says how this process splits data"),
-        ({"kind": "sites", "cuts": ["2023-01-01", "soon"]}, "stream.cuts has 'soon', which is no date"),
-        ({"kind": "sites", "cuts": ["2023-01-01", "2022-01-01"]}, "2022-01-01 does not come after 2023-01-01"),
-        ({"kind": "sites", "cuts": ["2023-01-01"], "tasks": 3}, "1 dates, which make 2 tasks, and stream.tasks = 3"),
-        ({"kind": "sites", "tasks": 2, "order": [[0, 1]]}, "stream.order names the classes of 1 tasks"),
-        ({"kind": "sites", "tasks": 2, "order": [[0, 1], [7]]}, "must name classes from 0 to 4 in each task"),
+        (
+            {"kind": "sites", "cuts": ["2023-01-01", "soon"]},
+            "stream.cuts has 'soon', which is no date",
+        ),
+        (
+            {"kind": "sites", "cuts": ["2023-01-01", "2022-01-01"]},
+            "2022-01-01 does not come after 2023-01-01",
+        ),
+        (
+            {"kind": "sites", "cuts": ["2023-01-01"], "tasks": 3},
+            "1 dates, which make 2 tasks, and stream.tasks = 3",
+        ),
+        (
+            {"kind": "sites", "tasks": 2, "order": [[0, 1]]},
+            "stream.order names the classes of 1 tasks",
+        ),
+        (
+            {"kind": "sites", "tasks": 2, "order": [[0, 1], [7]]},
+            "must name classes from 0 to 4 in each task",
+        ),
     ],
 )
 def test_a_stream_that_sites_cannot_have_is_refused_before_anything(
@@ -317,11 +380,15 @@ def test_a_simulation_has_no_tasks_of_sites(tmp_path: Path) -> None:
 
 def test_a_site_must_say_what_a_task_is(tmp_path: Path) -> None:
     there = [replace(site, tasks="") for site in folders(RUNS["finetuning"], tmp_path)]
-    with pytest.raises(TooFewReplies, match="this run has tasks: set tasks = 'folders', or time_column"):
+    with pytest.raises(
+        TooFewReplies, match="this run has tasks: set tasks = 'folders', or time_column"
+    ):
         over(RUNS["finetuning"], there, tmp_path / "run")
 
 
 def test_a_run_without_tasks_has_no_folders_of_them(tmp_path: Path) -> None:
     there = folders(RUNS["finetuning"], tmp_path)
-    with pytest.raises(TooFewReplies, match="a folder for each task, and this run has no tasks: set stream"):
+    with pytest.raises(
+        TooFewReplies, match="a folder for each task, and this run has no tasks: set stream"
+    ):
         run(replace(at_sites(what()), stream={}), tmp_path / "run", toys.blobs(), grid=grid(there))

@@ -35,7 +35,9 @@ CLIENTS = 3
 def settings_of(method: Any = "fedavg", **changes: Any) -> Settings:
     topology = {"clients": CLIENTS, "sampled": CLIENTS, **changes.pop("topology", {})}
     experiment = toys.toy(method, topology=topology, **changes)
-    return settle(replace(experiment, engine="flower", data={"name": "blobs", **changes.get("data", {})}))
+    return settle(
+        replace(experiment, engine="flower", data={"name": "blobs", **changes.get("data", {})})
+    )
 
 
 def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
@@ -43,7 +45,9 @@ def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
     ready = prepare(settings, toys.blobs())
     down = Payload(params=ready.world.initial(client))
     stage = Stage(1, 0, "train", tuple(range(CLIENTS)))
-    made = Request(fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down)
+    made = Request(
+        fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down
+    )
     return replace(made, **changes)
 
 
@@ -65,7 +69,9 @@ def test_a_request_is_answered_and_the_same_one_again_from_the_kept_reply(tmp_pa
 
 
 def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_path: Path) -> None:
-    """Else a server could have any table on the site's disk trained on, and ask for its label counts."""
+    """Else a server could have any table on the site's disk trained on, and ask for its label
+    counts.
+    """
     rows = [f"{30 + i % 40},{180 + i % 90},{'yes' if i % 4 == 0 else 'no'}" for i in range(120)]
     private = tmp_path / "patients.csv"
     private.write_text("\n".join(["age,chol,sick", *rows]) + "\n")
@@ -73,7 +79,9 @@ def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_pa
     settings = settle(replace(asked, engine="flower", model={"name": "mlp", "hidden": [4]}))
     world, config = prepare(settings).world, settings.toml
     stage, down = Stage(1, 0, "train", (0,)), Payload(params=world.initial(0))
-    request = Request(fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, down=down)
+    request = Request(
+        fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, down=down
+    )
     answer = Clerk(Site(0, tmp_path / "memory"))(request)
     assert "has this site read" in answer.failure
     assert "patients.csv" in answer.failure
@@ -83,31 +91,52 @@ def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_pa
 
 def test_fifty_thousand_columns_fit_a_request_and_the_server_names_what_does_not() -> None:
     names = [f"gene_{i:09d}" for i in range(50_000)]
-    facts = {"columns": names, "features": names, "mean": [0.123456789012345] * 50_000, "std": [1.0] * 50_000}
+    facts = {
+        "columns": names,
+        "features": names,
+        "mean": [0.123456789012345] * 50_000,
+        "std": [1.0] * 50_000,
+    }
     request = replace(request_of(settings_of()), facts=facts)
     assert Request.of(request.header(), request.down).facts == facts
     with pytest.raises(ConfigError, match=r"over the limit of 16,777,216; give it fewer columns"):
         replace(request, facts={"columns": names * 30}).header()
 
 
-def test_what_a_configuration_has_a_site_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_configuration_has_a_site_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDSTILL_DATA", str(tmp_path))
     for name in ("owner/here", "kept.json", "wards"):
         (tmp_path / name).mkdir(parents=True)
     by_name = {"name": "digits", "public_from": "noise", "tokenizer": "words"}
-    for data in ({}, by_name, {"name": "ham10000_28"}, {"name": "owner/away", "public_from": "train"}):
+    for data in (
+        {},
+        by_name,
+        {"name": "ham10000_28"},
+        {"name": "owner/away", "public_from": "train"},
+    ):
         assert files_in({"data": data}) == []
-    for key, value in {"name": "wards", "folder": "/data", "public_from": "~/scans", "tokenizer": "t.json"}.items():
+    for key, value in {
+        "name": "wards",
+        "folder": "/data",
+        "public_from": "~/scans",
+        "tokenizer": "t.json",
+    }.items():
         assert files_in({"data": {**by_name, key: value}}) == [value]
     assert files_in({"data": "owner/here"}) == ["owner/here"]
     assert files_in({"data": by_name, "start_from": "runs/one"}) == ["runs/one"]
     there = str(tmp_path / "kept.json")
-    assert files_in({"partition": {"kind": "kept", "file": there}, "model": {"name": "a/b"}}) == [there]
+    assert files_in({"partition": {"kind": "kept", "file": there}, "model": {"name": "a/b"}}) == [
+        there
+    ]
     assert files_in({"data": {"features_of": {"name": "timm/net", "file": there}}}) == [there]
 
 
-def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(tmp_path: Path) -> None:
+def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(
+    tmp_path: Path,
+) -> None:
     request = request_of(settings_of())
     first = clerk(tmp_path)(request)
     moved = Payload(params={k: v + 1 for k, v in request.down.params.items()})
@@ -116,16 +145,52 @@ def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(tm
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "another version": ({"version": "9.9"}, {}, r"the server runs fedstill 9\.9, this site \d.*install the same"),
-    "another hash": ({"sha": "0" * 64}, {}, "the configuration is not the one that its SHA-256 names"),
-    "not accepted": ({}, {"accept": ("1" * 64,)}, r"this site has not accepted the configuration [0-9a-f]{64}"),
-    "nothing accepted": ({}, {"accept": ()}, r"this site has not accepted the configuration [0-9a-f]{64}"),
+    "another version": (
+        {"version": "9.9"},
+        {},
+        r"the server runs fedstill 9\.9, this site \d.*install the same",
+    ),
+    "another hash": (
+        {"sha": "0" * 64},
+        {},
+        "the configuration is not the one that its SHA-256 names",
+    ),
+    "not accepted": (
+        {},
+        {"accept": ("1" * 64,)},
+        r"this site has not accepted the configuration [0-9a-f]{64}",
+    ),
+    "nothing accepted": (
+        {},
+        {"accept": ()},
+        r"this site has not accepted the configuration [0-9a-f]{64}",
+    ),
     "another client": ({"client": 1}, {}, "this site is client 0, not client 1"),
-    "not acting": ({"stage": Stage(1, 0, "train", (1, 2))}, {}, "client 0 does not act in stage 'train'"),
-    "no such stage": ({"stage": Stage(1, 0, "spy", (0, 1, 2))}, {}, "stage 'spy' is not in the schedule of round 1"),
-    "labels": ({"stage": Stage(0, 0, "census", (0, 1, 2))}, {}, "needs no label counts, so they stay here"),
-    "own data only": ({}, {"data": "/data/mine"}, "trains on its own data only: set flower.data = 'sites'"),
-    "memory": ({"memory": ("client0-round0-stage0.safetensors", "0" * 64)}, {}, "the memory that counts, .* cannot be"),
+    "not acting": (
+        {"stage": Stage(1, 0, "train", (1, 2))},
+        {},
+        "client 0 does not act in stage 'train'",
+    ),
+    "no such stage": (
+        {"stage": Stage(1, 0, "spy", (0, 1, 2))},
+        {},
+        "stage 'spy' is not in the schedule of round 1",
+    ),
+    "labels": (
+        {"stage": Stage(0, 0, "census", (0, 1, 2))},
+        {},
+        "needs no label counts, so they stay here",
+    ),
+    "own data only": (
+        {},
+        {"data": "/data/mine"},
+        "trains on its own data only: set flower.data = 'sites'",
+    ),
+    "memory": (
+        {"memory": ("client0-round0-stage0.safetensors", "0" * 64)},
+        {},
+        "the memory that counts, .* cannot be",
+    ),
 }
 
 
@@ -182,9 +247,12 @@ def test_code_runs_only_where_the_site_lists_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit", [("seed = 7", "seed = 7.5"), ("seed = 7", "sede = 7"), ("rounds = 3", "rounds = 3\nx = 1")]
+    "edit",
+    [("seed = 7", "seed = 7.5"), ("seed = 7", "sede = 7"), ("rounds = 3", "rounds = 3\nx = 1")],
 )
-def test_a_configuration_that_does_not_resolve_here_is_refused(edit: tuple[str, str], tmp_path: Path) -> None:
+def test_a_configuration_that_does_not_resolve_here_is_refused(
+    edit: tuple[str, str], tmp_path: Path
+) -> None:
     request = request_of(settings_of())
     config = request.config.replace(*edit)
     assert config != request.config
@@ -205,17 +273,24 @@ def own_data(folder: Path, ready: Any, client: int, test: Any) -> Path:
     folder.mkdir(parents=True)
     arrays = {"train": part, "test": test}
     named = {f"{s}_images": e.values[:, 0].numpy() for s, e in arrays.items()}
-    np.savez(folder / "data.npz", **named, **{f"{s}_labels": e.labels.numpy() for s, e in arrays.items()})
+    np.savez(
+        folder / "data.npz", **named, **{f"{s}_labels": e.labels.numpy() for s, e in arrays.items()}
+    )
     return folder
 
 
 def on_sites(method: Any = "fedavg", **changes: Any) -> Settings:
     settings = settings_of(method, **changes)
-    tree = {**settings.tree, "flower": {**as_table(settings.flower), "federation": "/federation", "data": "sites"}}
+    tree = {
+        **settings.tree,
+        "flower": {**as_table(settings.flower), "federation": "/federation", "data": "sites"},
+    }
     return settle(Experiment(**tree))
 
 
-def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_labels(tmp_path: Path) -> None:
+def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_labels(
+    tmp_path: Path,
+) -> None:
     ready = prepare(settings_of(), toys.blobs())
     simulated = clerk(tmp_path / "a")(request_of(ready.settings))
     folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
@@ -225,7 +300,9 @@ def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_l
     answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(request)
     assert answer.failure == ""
     assert answer.examples == simulated.examples
-    assert all(torch.equal(answer.up.params[k], simulated.up.params[k]) for k in simulated.up.params)
+    assert all(
+        torch.equal(answer.up.params[k], simulated.up.params[k]) for k in simulated.up.params
+    )
     assert 0 <= answer.metrics["site_accuracy"] <= 1
     assert "label_counts" not in answer.metrics
 
@@ -235,7 +312,7 @@ from torch import nn
 
 def normed(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
-"""
+"""  # noqa: E501
 
 
 def test_at_a_site_a_left_over_example_joins_the_batch_before_it(tmp_path: Path) -> None:
@@ -270,7 +347,9 @@ def test_data_of_another_kind_are_refused(facts: dict[str, Any], line: str, tmp_
     folder = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()), 0, toys.blobs().test)
     settings = on_sites()
     known = {**Facts.known_by(prepare(settings, toys.blobs())).plain(), **facts}
-    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(request_of(settings, facts=known))
+    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(
+        request_of(settings, facts=known)
+    )
     with pytest.raises(AssertionError, match=line):
         raise AssertionError(answer.failure)
 
@@ -290,7 +369,13 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     right = tmp_path / "public"
     right.mkdir()
     images, labels = public.values[:, 0].numpy(), public.labels.numpy()
-    np.savez(right / "d.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    np.savez(
+        right / "d.npz",
+        train_images=images,
+        train_labels=labels,
+        test_images=images,
+        test_labels=labels,
+    )
     assert Clerk(replace(site, public=str(right)))(request).failure == ""
 
 
@@ -304,7 +389,9 @@ def test_class_names_make_labels_the_same_at_all_sites() -> None:
     assert labels_of(own, own.train, facts).tolist() == [2, 0, 2, 0]
 
 
-def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(tmp_path: Path) -> None:
+def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "own").mkdir()
     path = tmp_path / "site.toml"
     path.write_text('client = 2\nmemory = "memory"\ndata = "own"\n')
@@ -316,12 +403,20 @@ def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
 
 @needs_flower
 def test_requests_and_answers_survive_the_wire() -> None:
-    request = request_of(settings_of(), facts={"classes": ["a"]}, memory=("client0-round1-stage0.safetensors", "ab"))
+    request = request_of(
+        settings_of(), facts={"classes": ["a"]}, memory=("client0-round1-stage0.safetensors", "ab")
+    )
     back = Request.of(*header_and_payload(content(request), 1 << 30))
     assert back.digest() == request.digest()
     assert list(back.down.params) == list(request.down.params)
     answer = SiteReply(
-        0, 1, 0, Payload(b=torch.ones(2), a=1.5), 3, {"loss": {"ce": float("nan")}}, ("x.safetensors", "y")
+        0,
+        1,
+        0,
+        Payload(b=torch.ones(2), a=1.5),
+        3,
+        {"loss": {"ce": float("nan")}},
+        ("x.safetensors", "y"),
     )
     assert SiteReply.of(*header_and_payload(content(answer), 1 << 30)).header() == answer.header()
 
@@ -379,19 +474,29 @@ def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> Non
     desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
     versions = []
     for round in range(1, 6):
-        asked = replace(request, stage=Stage(round, 0, "train", (0, 1, 2)), memory=versions[0] if versions else None)
+        asked = replace(
+            request,
+            stage=Stage(round, 0, "train", (0, 1, 2)),
+            memory=versions[0] if versions else None,
+        )
         versions.append(desk.keep(asked, SiteReply(0, round, 0), Payload(round=round)).memory)
     there = sorted(p.name for p in desk.place.glob("*.safetensors"))
     assert there == [f"client0-round{r}-stage0.safetensors" for r in (1, 4, 5)]
     assert desk.remembered(versions[0]).number("round") == 1
 
 
-def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(tmp_path: Path) -> None:
+def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(
+    tmp_path: Path,
+) -> None:
     from fedstill.engines.flower.desk import Desk
 
     desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
     for round in (1, 2, 3, 4):
-        desk.keep(replace(request, stage=Stage(round, 0, "train", (0, 1, 2))), SiteReply(0, round, 0), Payload(a=round))
+        desk.keep(
+            replace(request, stage=Stage(round, 0, "train", (0, 1, 2))),
+            SiteReply(0, round, 0),
+            Payload(a=round),
+        )
     anew = replace(request, stage=Stage(1, 0, "train", (0, 1, 2)), version="another")
     version = desk.keep(anew, SiteReply(0, 1, 0), Payload(a=7)).memory
     assert desk.remembered(version).number("a") == 7
@@ -412,7 +517,9 @@ PRIVATE = {"gradient_clip": 0.5, "gradient_noise": 50.0}
 def test_a_site_sees_for_itself_that_private_training_is_private(
     method: str, topology: dict[str, str], stage: str, line: str, tmp_path: Path
 ) -> None:
-    """A server that is hostile would not refuse it, and the site would count an epsilon that is not so."""
+    """A server that is hostile would not refuse it, and the site would count an epsilon that is not
+    so.
+    """
     pytest.importorskip("opacus")
     ready = prepare(settings_of(), toys.blobs())
     folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)

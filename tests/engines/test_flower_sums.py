@@ -1,4 +1,6 @@
-"""Secure sums over Flower: what leaves a site, clients that drop out at any step, and what a site refuses."""
+"""Secure sums over Flower: what leaves a site, clients that drop out at any step, and what a site
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,14 @@ from flowers import TroubledGrid, needs_flower, over_flower
 pytestmark = needs_flower
 
 ON = {"secure_sum": True}
-SECRET = toys.toy("moon", privacy=ON, measure=(), rounds=2, topology={"clients": 5}, plan={"epochs": 1, "batch": 20})
+SECRET = toys.toy(
+    "moon",
+    privacy=ON,
+    measure=(),
+    rounds=2,
+    topology={"clients": 5},
+    plan={"epochs": 1, "batch": 20},
+)
 
 
 def step_of(data: bytes) -> str:
@@ -72,10 +81,14 @@ def carried(folder: Path, trouble: Trouble, experiment=SECRET, **flower: Any) ->
     return grid
 
 
-def test_it_is_the_run_of_one_process_and_no_message_of_a_site_tells_its_model(whole: Path, tmp_path: Path) -> None:
+def test_it_is_the_run_of_one_process_and_no_message_of_a_site_tells_its_model(
+    whole: Path, tmp_path: Path
+) -> None:
     groups, vectors, headers = dict[str, set[str]](), list[torch.Tensor](), list[dict[str, Any]]()
 
-    def noted(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def noted(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         answer = grid.work(client, data)
         assert answer is not None
         header, up = header_and_payload(parsed(answer).content, 1 << 30)
@@ -88,14 +101,21 @@ def test_it_is_the_run_of_one_process_and_no_message_of_a_site_tells_its_model(w
     assert model(tmp_path / "run") == model(whole)
     assert groups == {step: {f"sum.{step}"} for step in STEPS}
     assert {header["examples"] for header in headers} == {0}
-    assert {key for header in headers for key in header["metrics"]} <= {"seconds", "seconds_training"}
+    assert {key for header in headers for key in header["metrics"]} <= {
+        "seconds",
+        "seconds_training",
+    }
     assert len(vectors) == 10
     top = np.concatenate([v.numpy().view(np.uint64) for v in vectors]) >> np.uint64(60)
-    assert len(set(top.tolist())) == 16, "changes of a model would fill the lowest and highest places alone"
+    assert len(set(top.tolist())) == 16, (
+        "changes of a model would fill the lowest and highest places alone"
+    )
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(step: str, tmp_path: Path) -> None:
+def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(
+    step: str, tmp_path: Path
+) -> None:
     def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
         return None if client in (1, 4) and step_of(data) == step else grid.work(client, data)
 
@@ -118,11 +138,15 @@ def test_with_too_few_left_at_any_step_the_run_stops_by_name_and_goes_on_when_th
     step: str, whole: Path, tmp_path: Path
 ) -> None:
     def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
-        return None if round == 2 and client < 3 and step_of(data) == step else grid.work(client, data)
+        return (
+            None if round == 2 and client < 3 and step_of(data) == step else grid.work(client, data)
+        )
 
     asked = over_flower(SECRET, retries=0)
     grid = TroubledGrid(asked, tmp_path / "sites", lost)
-    with pytest.raises(TooFewReplies, match=r"no secure sum: round 2, stage 'train': 2 of 5 clients .* needs 3"):
+    with pytest.raises(
+        TooFewReplies, match=r"no secure sum: round 2, stage 'train': 2 of 5 clients .* needs 3"
+    ):
         run(asked, tmp_path / "run", data=toys.blobs(), grid=grid)
     grid.trouble = None
     resume(tmp_path / "run", data=toys.blobs(), grid=grid)
@@ -134,7 +158,9 @@ def test_a_client_that_answers_with_something_else_drops_out_by_name(tmp_path: P
     def odd(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
         if client != 2 or step_of(data) != "vector":
             return grid.work(client, data)
-        return instead(data, SiteReply(2, round, 0, Payload({"sum.vector": torch.zeros(3, dtype=torch.int64)})))
+        return instead(
+            data, SiteReply(2, round, 0, Payload({"sum.vector": torch.zeros(3, dtype=torch.int64)}))
+        )
 
     carried(tmp_path / "run", odd)
     events = read_journal(tmp_path / "run" / "journal.jsonl")
@@ -155,7 +181,11 @@ def instead(data: bytes, answer: SiteReply) -> bytes:
 
 def told_of(folder: Path, round: int = 1) -> tuple[dict[int, str], set[int]]:
     """Why clients were refused in a round, and the sums' weights of the others."""
-    events = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "client" and e["round"] == round]
+    events = [
+        e
+        for e in read_journal(folder / "journal.jsonl")
+        if e["event"] == "client" and e["round"] == round
+    ]
     refused = {e["client"]: e["refused"] for e in events if "refused" in e}
     return refused, {e["summed"] for e in events if "refused" not in e}
 
@@ -171,16 +201,26 @@ def zeros_for_all(length: int) -> dict[str, torch.Tensor]:
 
 WRONG = {
     "keys": (Payload({"sum.keys": torch.zeros(96, dtype=torch.uint8)}), "a public key is none"),
-    "shares": (Payload({"sum.shares": zeros_for_all(SEALED)}), "most clients cannot read the shares that it sent"),
-    "vector": (Payload({"sum.unread": torch.tensor([77])}), "it cannot read shares of clients that sent none"),
+    "shares": (
+        Payload({"sum.shares": zeros_for_all(SEALED)}),
+        "most clients cannot read the shares that it sent",
+    ),
+    "vector": (
+        Payload({"sum.unread": torch.tensor([77])}),
+        "it cannot read shares of clients that sent none",
+    ),
 }
 
 
 @pytest.mark.parametrize("step", WRONG)
-def test_a_wrong_answer_is_refused_by_name_and_the_sum_goes_on_without_it(step: str, tmp_path: Path) -> None:
+def test_a_wrong_answer_is_refused_by_name_and_the_sum_goes_on_without_it(
+    step: str, tmp_path: Path
+) -> None:
     up, why = WRONG[step]
 
-    def wrong(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def wrong(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         answer = grid.work(client, data)
         mine = client == 2 and step_of(data) == step
         return instead(data, SiteReply(2, round, 0, up)) if mine else answer
@@ -195,7 +235,9 @@ def test_a_wrong_answer_is_refused_by_name_and_the_sum_goes_on_without_it(step: 
 def test_keys_that_two_clients_send_are_of_neither(tmp_path: Path) -> None:
     seen = dict[int, Payload]()
 
-    def copies(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def copies(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         answer = grid.work(client, data)
         if step_of(data) != "keys" or answer is None:
             return answer
@@ -210,10 +252,16 @@ def test_keys_that_two_clients_send_are_of_neither(tmp_path: Path) -> None:
 
 
 def test_a_client_that_says_it_cannot_read_anothers_shares_drops_out_alone(tmp_path: Path) -> None:
-    def accuses(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def accuses(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         answer = grid.work(client, data)
         mine = client == 2 and step_of(data) == "vector"
-        return instead(data, SiteReply(2, round, 0, Payload({"sum.unread": torch.tensor([0])}))) if mine else answer
+        return (
+            instead(data, SiteReply(2, round, 0, Payload({"sum.unread": torch.tensor([0])})))
+            if mine
+            else answer
+        )
 
     carried(tmp_path / "run", accuses)
     refused, summed = told_of(tmp_path / "run")
@@ -222,7 +270,9 @@ def test_a_client_that_says_it_cannot_read_anothers_shares_drops_out_alone(tmp_p
 
 
 def test_wrong_shares_at_the_end_are_passed_over(whole: Path, tmp_path: Path) -> None:
-    def wrong(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def wrong(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         answer = grid.work(client, data)
         mine = client == 0 and step_of(data) == "revealed"
         up = Payload({"sum.revealed": zeros_for_all(16)})
@@ -266,14 +316,18 @@ def test_of_three_clients_none_may_drop_out(tmp_path: Path) -> None:
         return None if client == 2 and step_of(data) == "vector" else grid.work(client, data)
 
     three = replace(SECRET, topology={"clients": 3})
-    with pytest.raises(TooFewReplies, match="2 of 3 clients sent masked vectors, and the secure sum needs 3"):
+    with pytest.raises(
+        TooFewReplies, match="2 of 3 clients sent masked vectors, and the secure sum needs 3"
+    ):
         carried(tmp_path / "run", lost, three)
 
 
 def test_after_shares_were_revealed_a_resume_has_the_same_clients_left(tmp_path: Path) -> None:
     """Client 4 was away then; two answers were lost on their way, so the run stopped."""
 
-    def stuck(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def stuck(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         if round == 2 and client == 4 and step_of(data) == "vector":
             return None
         answer = grid.work(client, data)
@@ -281,10 +335,17 @@ def test_after_shares_were_revealed_a_resume_has_the_same_clients_left(tmp_path:
 
     asked = over_flower(SECRET, retries=0)
     grid, folder = TroubledGrid(asked, tmp_path / "sites", stuck), tmp_path / "run"
-    with pytest.raises(TooFewReplies, match=r"2 of 5 clients revealed shares.* needs 3 .*; client 0: .*deadline"):
+    with pytest.raises(
+        TooFewReplies, match=r"2 of 5 clients revealed shares.* needs 3 .*; client 0: .*deadline"
+    ):
         run(asked, folder, data=toys.blobs(), grid=grid)
-    grid.trouble = lambda g, client, round, before, data: None if client == 3 else g.work(client, data)
-    with pytest.raises(TooFewReplies, match=r"the same clients take part: 0, 1, 2, 3; client 3: .*resume when it is"):
+    grid.trouble = lambda g, client, round, before, data: (
+        None if client == 3 else g.work(client, data)
+    )
+    with pytest.raises(
+        TooFewReplies,
+        match=r"the same clients take part: 0, 1, 2, 3; client 3: .*resume when it is",
+    ):
         resume(folder, data=toys.blobs(), grid=grid)
     grid.trouble = None
     resume(folder, data=toys.blobs(), grid=grid)
@@ -292,11 +353,17 @@ def test_after_shares_were_revealed_a_resume_has_the_same_clients_left(tmp_path:
     assert "was not left when shares were revealed" in refused[4]
     assert summed == {weight_of(0, 1, 2, 3)}
     plain = over_flower(SECRET, retries=0)
-    carried(tmp_path / "plain" / "run", lambda g, c, r, b, d: None if (r, c) == (2, 4) else g.work(c, d), plain)
+    carried(
+        tmp_path / "plain" / "run",
+        lambda g, c, r, b, d: None if (r, c) == (2, 4) else g.work(c, d),
+        plain,
+    )
     assert model(folder) == model(tmp_path / "plain" / "run")
 
 
-def test_what_a_site_leaves_on_disk_is_its_owners_alone_and_a_new_run_may_overwrite_it(tmp_path: Path) -> None:
+def test_what_a_site_leaves_on_disk_is_its_owners_alone_and_a_new_run_may_overwrite_it(
+    tmp_path: Path,
+) -> None:
     asked, folder = over_flower(SECRET, retries=0), tmp_path / "run"
     run(asked, folder, data=toys.blobs())
     kept = [path for path in folder.glob("sites/*/client*/*") if path.name != ".lock"]
@@ -320,7 +387,9 @@ class Asked:
 
     def ask(self, client: int, down: Payload, stage: Stage = STAGE) -> SiteReply:
         config = self.settings.toml
-        sent = Request(fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down)
+        sent = Request(
+            fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down
+        )
         return self.clerks[client](sent)
 
     def up(self, client: int, down: Payload) -> Payload:
@@ -328,44 +397,72 @@ class Asked:
         assert answer.failure == ""
         return answer.up
 
-    def until_masked(self, word: str = "abc") -> tuple[dict[int, bytes], dict[int, dict[int, bytes]], dict[int, Any]]:
-        keys = {c: bytes(self.up(c, question("keys", word)).tensor("sum.keys").tolist()) for c in self.clerks}
-        told = byte_tensors(keys)
-        shares = {
-            c: as_bytes(self.up(c, question("shares", word, keys=told)).tensors("sum.shares"), SEALED)
+    def until_masked(
+        self, word: str = "abc"
+    ) -> tuple[dict[int, bytes], dict[int, dict[int, bytes]], dict[int, Any]]:
+        keys = {
+            c: bytes(self.up(c, question("keys", word)).tensor("sum.keys").tolist())
             for c in self.clerks
         }
-        masked = {c: self.up(c, self.vector(c, shares, word)).tensor("sum.vector") for c in self.clerks}
+        told = byte_tensors(keys)
+        shares = {
+            c: as_bytes(
+                self.up(c, question("shares", word, keys=told)).tensors("sum.shares"), SEALED
+            )
+            for c in self.clerks
+        }
+        masked = {
+            c: self.up(c, self.vector(c, shares, word)).tensor("sum.vector") for c in self.clerks
+        }
         return keys, shares, masked
 
-    def vector(self, client: int, shares: dict[int, dict[int, bytes]], word: str = "abc") -> Payload:
+    def vector(
+        self, client: int, shares: dict[int, dict[int, bytes]], word: str = "abc"
+    ) -> Payload:
         sealed = byte_tensors({c: shares[c][client] for c in shares})
         return Payload({**self.model, **question("vector", word, sealed=sealed)})
 
-    def reveal(self, client: int, left: tuple[int, ...] = STAGE.clients, word: str = "abc") -> SiteReply:
+    def reveal(
+        self, client: int, left: tuple[int, ...] = STAGE.clients, word: str = "abc"
+    ) -> SiteReply:
         return self.ask(client, question("revealed", word, left=torch.tensor(left)))
 
 
 def test_a_site_answers_no_plain_request_for_its_model(tmp_path: Path) -> None:
     server = Asked(tmp_path)
-    for down in (server.model, Payload({**server.model, **question("model", "abc")}), question("keys", "../x")):
+    for down in (
+        server.model,
+        Payload({**server.model, **question("model", "abc")}),
+        question("keys", "../x"),
+    ):
         answer = server.ask(0, down)
-        assert "summed in secret: this site answers only the steps of the secure sum" in answer.failure
+        assert (
+            "summed in secret: this site answers only the steps of the secure sum" in answer.failure
+        )
         assert not answer.up
 
 
 def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
     server = Asked(tmp_path)
     keys, shares, masked = server.until_masked()
-    other = Payload({**server.vector(0, shares), "params": {k: v + 1 for k, v in server.model.params.items()}})
+    other = Payload(
+        {**server.vector(0, shares), "params": {k: v + 1 for k, v in server.model.params.items()}}
+    )
     assert "one mask hides one model only" in server.ask(0, other).failure
-    assert torch.equal(server.up(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]), "asked again, the same"
-    revealed = {c: as_bytes(server.reveal(c).up.tensors("sum.revealed"), KEY) for c in STAGE.clients}
+    assert torch.equal(server.up(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]), (
+        "asked again, the same"
+    )
+    revealed = {
+        c: as_bytes(server.reveal(c).up.tensors("sum.revealed"), KEY) for c in STAGE.clients
+    }
     assert "two sums would show a single model" in server.reveal(0, (0, 1)).failure
     assert as_bytes(server.reveal(0).up.tensors("sum.revealed"), KEY) == revealed[0]
     made = Masking.of(server.settings.privacy, server.settings.method)
     assert made is not None
-    of, numbers = made.begun(STAGE, STAGE.clients, "abc"), {c: v.numpy().view(np.uint64) for c, v in masked.items()}
+    of, numbers = (
+        made.begun(STAGE, STAGE.clients, "abc"),
+        {c: v.numpy().view(np.uint64) for c, v in masked.items()},
+    )
     _, mean = made.mean(of, unmasked(of, keys, shares, numbers, revealed), server.model.params)
     assert any(not torch.equal(v, server.model.params[k]) for k, v in mean.params.items())
 
@@ -399,17 +496,25 @@ def test_a_step_with_too_few_clients_or_without_the_first_is_refused(tmp_path: P
 def test_attacks_of_a_simulation_and_private_training_at_sites_are_refused() -> None:
     asked = over_flower(SECRET)
     attacked = replace(asked, clients={"attack": "scaled", "attackers": 0.2})
-    with pytest.raises(ConfigError, match=r"mask their replies before clients\.attack could change them"):
+    with pytest.raises(
+        ConfigError, match=r"mask their replies before clients\.attack could change them"
+    ):
         prepare(settle(attacked), toys.blobs())
     pytest.importorskip("opacus")
-    private = replace(asked, privacy={**ON, "gradient_clip": 1.0}).with_values({"data.name": "blobs"}, "test")
+    private = replace(asked, privacy={**ON, "gradient_clip": 1.0}).with_values(
+        {"data.name": "blobs"}, "test"
+    )
     at_sites = {"data": "sites", "federation": "/federation"}
     with pytest.raises(ConfigError, match="the server could not count each client's epsilon"):
         prepare(settle(replace(private, method="fedavg", flower=at_sites)), toys.blobs())
 
 
 def test_label_counts_of_a_later_task_go_up_as_they_are(tmp_path: Path) -> None:
-    asked = replace(SECRET, method="fedlc", stream={"kind": "classes", "tasks": 2}, topology={"clients": 4})
+    asked = replace(
+        SECRET, method="fedlc", stream={"kind": "classes", "tasks": 2}, topology={"clients": 4}
+    )
     run(replace(asked, engine="serial"), tmp_path / "serial", data=toys.blobs())
-    carried(tmp_path / "run", lambda grid, client, round, before, data: grid.work(client, data), asked)
+    carried(
+        tmp_path / "run", lambda grid, client, round, before, data: grid.work(client, data), asked
+    )
     assert model(tmp_path / "run") == model(tmp_path / "serial")

@@ -1,4 +1,6 @@
-"""Sites with a time column, on a loopback grid: the bits of sites with folders; and what is refused in one line."""
+"""Sites with a time column, on a loopback grid: the bits of sites with folders; and what is refused
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ def by_folder(place: Path) -> list[Site]:
         for t in range(3):
             (own / f"task{t + 1}").mkdir(parents=True)
             rows = years(client)
-            rows[rows["acquired"].str.startswith(str(2021 + t))].to_csv(own / f"task{t + 1}" / "rows.csv", index=False)
-        made.append(Site(client, place / f"memory-of-folders{client}", data=str(own), tasks="folders"))
+            rows[rows["acquired"].str.startswith(str(2021 + t))].to_csv(
+                own / f"task{t + 1}" / "rows.csv", index=False
+            )
+        made.append(
+            Site(client, place / f"memory-of-folders{client}", data=str(own), tasks="folders")
+        )
     return made
 
 
@@ -68,11 +74,18 @@ def test_a_time_column_and_a_folder_for_each_task_are_the_same_run(place: Path) 
     model = "model.safetensors"
     assert (place / "times" / model).read_bytes() == (place / "folders" / model).read_bytes()
     both = [
-        [e for e in read_journal(place / k / "journal.jsonl") if e["event"] == "task"] for k in ("times", "folders")
+        [e for e in read_journal(place / k / "journal.jsonl") if e["event"] == "task"]
+        for k in ("times", "folders")
     ]
-    assert [(e["row"], e["clients"]) for e in both[0]] == [(e["row"], e["clients"]) for e in both[1]]
+    assert [(e["row"], e["clients"]) for e in both[0]] == [
+        (e["row"], e["clients"]) for e in both[1]
+    ]
     rows = [e["row"] for e in both[0]]
-    assert [[v is None for v in row] for row in rows] == [[False, True, True], [False, False, True], [False] * 3]
+    assert [[v is None for v in row] for row in rows] == [
+        [False, True, True],
+        [False, False, True],
+        [False] * 3,
+    ]
     start = read_journal(place / "times/journal.jsonl")[0]
     assert start["stream"] == {
         "kind": "sites",
@@ -107,10 +120,16 @@ def test_rows_of_a_later_task_may_come_at_any_time(place: Path) -> None:
     [
         ("taken", {}, "has no column 'taken' among .*; correct time_column in site.toml"),
         ("ward", {}, r"column 'ward' has '\d', which is no date; write dates as 2023-01-31"),
-        ("acquired", {"cuts": [], "tasks": 3}, "cut by time_column, and the run's stream.cuts has no dates for it"),
+        (
+            "acquired",
+            {"cuts": [], "tasks": 3},
+            "cut by time_column, and the run's stream.cuts has no dates for it",
+        ),
     ],
 )
-def test_a_column_that_cannot_be_cut_is_refused(column: str, stream: dict[str, Any], why: str, place: Path) -> None:
+def test_a_column_that_cannot_be_cut_is_refused(
+    column: str, stream: dict[str, Any], why: str, place: Path
+) -> None:
     with pytest.raises(TooFewReplies, match=why):
         run(over_years(**stream), place / "run", grid=grid(by_time(place, column)))
 

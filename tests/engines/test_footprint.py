@@ -1,4 +1,6 @@
-"""What a step takes: operations, dense gradients, activations; and that images keep the numbers of before."""
+"""What a step takes: operations, dense gradients, activations; and that images keep the numbers of
+before.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,12 @@ def test_more_tokens_a_larger_vocabulary_and_a_larger_batch_are_more_work() -> N
     def bag(length: int, vocabulary: int) -> ModelSpec:
         return contract.spec_for("bag", (length,), 4, {}, vocabulary)
 
-    assert _work(bag(12, 30), 10) < _work(bag(24, 30), 10) < _work(bag(24, 30), 20) < _work(bag(24, 9000), 20)
+    assert (
+        _work(bag(12, 30), 10)
+        < _work(bag(24, 30), 10)
+        < _work(bag(24, 30), 20)
+        < _work(bag(24, 9000), 20)
+    )
 
 
 @register("model", "toy_sparse_bag")

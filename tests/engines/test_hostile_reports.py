@@ -1,4 +1,6 @@
-"""Crafted reports over the loopback grid: each is refused by name, the round goes on as without it, and resumes."""
+"""Crafted reports over the loopback grid: each is refused by name, the round goes on as without it,
+and resumes.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,26 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
     "an empty name": (metrics(**{"": 1}), "a name that is no short text"),
     **{
         f"the server's {name}": (metrics(**{name: 1}), f"'{name}' is the server's to fill in")
-        for name in ("event", "round", "client", "refused", "idle", "bytes_up", "examples", "noised_rows")
+        for name in (
+            "event",
+            "round",
+            "client",
+            "refused",
+            "idle",
+            "bytes_up",
+            "examples",
+            "noised_rows",
+        )
     },
     "endless seconds": (metrics(seconds_training=10**400), MALFORMED.format("seconds_training")),
-    "endless seconds of measures": (metrics(seconds_measuring=10**400), MALFORMED.format("seconds_measuring")),
-    "endless seconds of a measure": (metrics(seconds_local=10**400), MALFORMED.format("seconds_local")),
+    "endless seconds of measures": (
+        metrics(seconds_measuring=10**400),
+        MALFORMED.format("seconds_measuring"),
+    ),
+    "endless seconds of a measure": (
+        metrics(seconds_local=10**400),
+        MALFORMED.format("seconds_local"),
+    ),
     "negative seconds": (metrics(seconds=-1.0), MALFORMED.format("seconds")),
     "text for seconds": (metrics(seconds_training="long"), MALFORMED.format("seconds_training")),
     "a table for seconds": (metrics(seconds_local={"a": 1}), MALFORMED.format("seconds_local")),
@@ -92,7 +109,10 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
     "text for scores": (metrics(scores=["good"]), MALFORMED.format("scores")),
     "teachers that are a number": (metrics(teachers=7), MALFORMED.format("teachers")),
     "an accuracy over 1": (metrics(site_accuracy=1.5), MALFORMED.format("site_accuracy")),
-    "too few counts": (metrics(label_counts=[1] * (C - 1)), "label_counts has 4 numbers for 5 classes"),
+    "too few counts": (
+        metrics(label_counts=[1] * (C - 1)),
+        "label_counts has 4 numbers for 5 classes",
+    ),
     "too many counts": (right(lambda n: [*n, 0]), "correct_by_class has 6 numbers for 5 classes"),
     "text for counts": (metrics(label_counts="many"), MALFORMED.format("label_counts")),
     "text among counts": (right(lambda n: ["1", *n[1:]]), MALFORMED.format("correct_by_class")),
@@ -105,22 +125,46 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
     ),
     "label counts of others": (metrics(label_counts=[7] * C), "'label_counts' is not what it has"),
     "no label counts": (without("label_counts"), "correct_by_class is without label_counts"),
-    "epochs of another length": (metrics(correct_by_epoch=[[0] * C, [0]]), r"correct_by_epoch\[1\] has 1 numbers"),
+    "epochs of another length": (
+        metrics(correct_by_epoch=[[0] * C, [0]]),
+        r"correct_by_epoch\[1\] has 1 numbers",
+    ),
     "no epochs": (metrics(correct_by_epoch=[]), "correct_by_epoch is not a list"),
-    "epochs that are numbers": (metrics(correct_by_epoch=[1, 2]), MALFORMED.format("correct_by_epoch")),
-    "more epochs than it had": (metrics(correct_by_epoch=[[0] * C] * 9), "correct_by_epoch has 9 epochs"),
+    "epochs that are numbers": (
+        metrics(correct_by_epoch=[1, 2]),
+        MALFORMED.format("correct_by_epoch"),
+    ),
+    "more epochs than it had": (
+        metrics(correct_by_epoch=[[0] * C] * 9),
+        "correct_by_epoch has 9 epochs",
+    ),
     "private text": (metrics(private="mine"), "private is not a table"),
     "private without after": (metrics(private={"counts": [1] * C}), "private is not a table"),
     "private with more": (metrics(private={**TABLE, "more": [1] * C}), "private is not a table"),
-    "private of another length": (metrics(private={**TABLE, "after": [1]}), "private: after has 1 numbers"),
-    "more right than private": (metrics(private={**TABLE, "after": [4] * C}), "private: after has more right answers"),
-    "more private than it has": (metrics(private={"counts": [10**6] * C, "after": [1] * C}), "counts more examples"),
+    "private of another length": (
+        metrics(private={**TABLE, "after": [1]}),
+        "private: after has 1 numbers",
+    ),
+    "more right than private": (
+        metrics(private={**TABLE, "after": [4] * C}),
+        "private: after has more right answers",
+    ),
+    "more private than it has": (
+        metrics(private={"counts": [10**6] * C, "after": [1] * C}),
+        "counts more examples",
+    ),
     "a report that is a list": (metrics(report=[1]), MALFORMED.format("report")),
     "a report in the server's name": (own(refused="no"), "'refused' is the server's to fill in"),
     "a report in the engine's name": (own(steps=10**6), "'steps' is not a method's to give"),
-    "a report in a measure's name": (own(label_counts=[1] * C), "'label_counts' is not a method's to give"),
+    "a report in a measure's name": (
+        own(label_counts=[1] * C),
+        "'label_counts' is not a method's to give",
+    ),
     "a report in a reader's name": (own(private=TABLE), "'private' is not a method's to give"),
-    "a report in a measure's time": (own(seconds_epochs=3.0), "'seconds_epochs' is not a method's to give"),
+    "a report in a measure's time": (
+        own(seconds_epochs=3.0),
+        "'seconds_epochs' is not a method's to give",
+    ),
     "a report with endless numbers": (own(mine=10**400), MALFORMED.format("mine")),
     "a deep report": (own(mine=[[[[1]]]]), MALFORMED.format("mine")),
     "a large report": (own(mine=[0.123456789] * 20_000), "characters, over the limit of"),
@@ -129,14 +173,26 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
     "a probe of another length": (own(probe=[0.5]), "'probe' has 1 numbers for 5 classes"),
     "reasons that are text": (own(why_asked="because"), MALFORMED.format("why_asked")),
     "a reason for no class": (own(why_asked={"-1": {"lack": 3}}), MALFORMED.format("why_asked")),
-    "a reason that is no number": (own(why_asked={"1": {"lack": "3"}}), MALFORMED.format("why_asked")),
+    "a reason that is no number": (
+        own(why_asked={"1": {"lack": "3"}}),
+        MALFORMED.format("why_asked"),
+    ),
     "a class without reasons": (own(why_asked={"1": 3}), MALFORMED.format("why_asked")),
-    "endless reasons": (own(why_asked={"1": {str(i): 1 for i in range(9)}}), MALFORMED.format("why_asked")),
+    "endless reasons": (
+        own(why_asked={"1": {str(i): 1 for i in range(9)}}),
+        MALFORMED.format("why_asked"),
+    ),
     "many losses": (metrics(loss={str(i): 0.5 for i in range(10_001)}), MALFORMED.format("loss")),
     "many teachers": (metrics(teachers=["x"] * 10_001), MALFORMED.format("teachers")),
     "text that no file can hold": (own(mine="\ud800"), MALFORMED.format("mine")),
-    "a failure that no terminal can show": (said(failure="\x1b[2J\ud800 no"), r"failed: \?\[2J\? no"),
-    "a memory without SHA-256": (said(memory=["client1.safetensors", "x" * 100_000]), "memory has no SHA-256"),
+    "a failure that no terminal can show": (
+        said(failure="\x1b[2J\ud800 no"),
+        r"failed: \?\[2J\? no",
+    ),
+    "a memory without SHA-256": (
+        said(memory=["client1.safetensors", "x" * 100_000]),
+        "memory has no SHA-256",
+    ),
     "too many examples": (said(examples=10**9), "claims 1000000000 examples"),
     "more examples than it has": (said(examples=500), "claims 500 examples, and has"),
     "negative examples": (said(examples=-1), "examples is out of range"),
@@ -148,10 +204,22 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
 }
 
 TEXTS: dict[str, tuple[Callable[[str], str], str]] = {
-    "NaN": (lambda t: t.replace('"seconds": ', '"seconds": NaN, "was": '), "the header is not JSON"),
-    "-Infinity": (lambda t: t.replace('"loss": {', '"loss": {"more": -Infinity, '), "the header is not JSON"),
-    "1e999": (lambda t: t.replace('"loss": {', '"loss": {"more": 1e999, '), "the header is not JSON"),
-    "a number of 5000 digits": (lambda t: t.replace('"loss": {', '"loss": {"more": ' + "9" * 5000 + ", "), "not JSON"),
+    "NaN": (
+        lambda t: t.replace('"seconds": ', '"seconds": NaN, "was": '),
+        "the header is not JSON",
+    ),
+    "-Infinity": (
+        lambda t: t.replace('"loss": {', '"loss": {"more": -Infinity, '),
+        "the header is not JSON",
+    ),
+    "1e999": (
+        lambda t: t.replace('"loss": {', '"loss": {"more": 1e999, '),
+        "the header is not JSON",
+    ),
+    "a number of 5000 digits": (
+        lambda t: t.replace('"loss": {', '"loss": {"more": ' + "9" * 5000 + ", "),
+        "not JSON",
+    ),
     "deep lists": (lambda t: "[" * 100_000, "the header is not JSON"),
     "a long header": (lambda t: t + " " * (1 << 20), "over the limit of 1048576"),
     "no text": (lambda t: "", "the header is not JSON"),
@@ -173,7 +241,9 @@ ALL = {**{name: (as_text(attack), why) for name, (attack, why) in ATTACKS.items(
 def spoiled(text: Callable[[str], str]) -> Any:
     """What changes the header of the hostile client's reply in round 1."""
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         reply = grid.work(client, data)
         if (client, round) != (HOSTILE, 1) or reply is None:
             return reply
@@ -199,10 +269,17 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("without") / "run"
     experiment = over_flower(SHORT, retries=0)
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         return None if (client, round) == (HOSTILE, 1) else grid.work(client, data)
 
-    run(experiment, folder, toys.blobs(), grid=TroubledGrid(experiment, folder.parent / "sites", trouble))
+    run(
+        experiment,
+        folder,
+        toys.blobs(),
+        grid=TroubledGrid(experiment, folder.parent / "sites", trouble),
+    )
     return folder
 
 
@@ -222,12 +299,20 @@ def test_a_crafted_report_is_refused_by_name_and_the_run_is_that_without_it(
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(refused["refused"])
     assert len(refused["refused"]) <= 300
-    assert (folder / "model.safetensors").read_bytes() == (without_it / "model.safetensors").read_bytes()
-    assert [e for e in events if e not in refusals(events)] == [e for e in others if e not in refusals(others)]
+    assert (folder / "model.safetensors").read_bytes() == (
+        without_it / "model.safetensors"
+    ).read_bytes()
+    assert [e for e in events if e not in refusals(events)] == [
+        e for e in others if e not in refusals(others)
+    ]
 
 
 CENSUS = toys.toy(
-    "toy_logits", rounds=1, data={"public": toys.PUBLIC}, topology={"clients": CLIENTS}, plan={"epochs": 1, "batch": 10}
+    "toy_logits",
+    rounds=1,
+    data={"public": toys.PUBLIC},
+    topology={"clients": CLIENTS},
+    plan={"epochs": 1, "batch": 10},
 )
 
 
@@ -240,14 +325,25 @@ CENSUS = toys.toy(
         ([1] * C, 50, "its census counts 5 examples, and it claims 50"),
     ],
 )
-def test_a_crafted_census_is_refused(labels: list[int], examples: int, why: str, tmp_path: Path) -> None:
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+def test_a_crafted_census_is_refused(
+    labels: list[int], examples: int, why: str, tmp_path: Path
+) -> None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         if (client, round) != (HOSTILE, 0):
             return grid.work(client, data)
-        return answer(data, SiteReply(HOSTILE, 0, 0, Payload(labels=torch.tensor(labels)), examples))
+        return answer(
+            data, SiteReply(HOSTILE, 0, 0, Payload(labels=torch.tensor(labels)), examples)
+        )
 
     experiment = over_flower(CENSUS, retries=0)
-    run(experiment, tmp_path / "run", toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites", trouble))
+    run(
+        experiment,
+        tmp_path / "run",
+        toys.blobs(),
+        grid=TroubledGrid(experiment, tmp_path / "sites", trouble),
+    )
     first = refusals(journal(tmp_path / "run"))[0]
     assert (first["client"], first["name"]) == (HOSTILE, "census")
     with pytest.raises(AssertionError, match=why):
@@ -272,10 +368,14 @@ LARGE: dict[str, tuple[Payload, str]] = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_reply_is_refused_by_a_short_reason(name: str, without_it: Path, tmp_path: Path) -> None:
+def test_a_large_reply_is_refused_by_a_short_reason(
+    name: str, without_it: Path, tmp_path: Path
+) -> None:
     up, why = LARGE[name]
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         return (
             answer(data, SiteReply(HOSTILE, 1, 0, up, 5))
             if (client, round) == (HOSTILE, 1)
@@ -283,24 +383,40 @@ def test_a_large_reply_is_refused_by_a_short_reason(name: str, without_it: Path,
         )
 
     experiment = over_flower(SHORT, retries=0)
-    run(experiment, tmp_path / "run", toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites", trouble))
+    run(
+        experiment,
+        tmp_path / "run",
+        toys.blobs(),
+        grid=TroubledGrid(experiment, tmp_path / "sites", trouble),
+    )
     (refused,) = refusals(journal(tmp_path / "run"))
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(refused["refused"])
     assert len(refused["refused"]) <= 300
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (without_it / "model.safetensors").read_bytes()
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (
+        without_it / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_long_reason_of_flowers_or_of_an_app_that_raised_is_cut(tmp_path: Path) -> None:
     from flwr.app import Error, Message
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         if round == 1 and client in (0, HOSTILE):
-            return serialised(Message(Error(2 if client else 4, "no " * 10**6), reply_to=parsed(data)))
+            return serialised(
+                Message(Error(2 if client else 4, "no " * 10**6), reply_to=parsed(data))
+            )
         return grid.work(client, data)
 
     experiment = over_flower(SHORT.with_values({"clients.quorum": 0.3}, "test"), retries=0)
-    run(experiment, tmp_path / "run", toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites", trouble))
+    run(
+        experiment,
+        tmp_path / "run",
+        toys.blobs(),
+        grid=TroubledGrid(experiment, tmp_path / "sites", trouble),
+    )
     reasons = [e["refused"] for e in refusals(journal(tmp_path / "run"))]
     assert [len(why) for why in reasons] == [300, 300]
     assert {why[:16] for why in reasons} == {"failed: no no no", "failed: Flower's"}
@@ -314,4 +430,7 @@ def test_an_honest_report_is_taken_with_all_its_fields(tmp_path: Path) -> None:
     assert not refusals(events)
     assert events == journal(tmp_path / "serial")
     told = [e for e in events if e["event"] == "client"]
-    assert all({"loss", "steps", "label_counts", "correct_by_class", "correct_by_epoch"} <= e.keys() for e in told)
+    assert all(
+        {"loss", "steps", "label_counts", "correct_by_class", "correct_by_epoch"} <= e.keys()
+        for e in told
+    )

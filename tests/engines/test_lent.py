@@ -35,7 +35,9 @@ class Written(ClientWork):
         self.write("terms", carry["anchor"])
         return super().terms(step, carry)
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         self.write("end", carry["anchor"])
         return Payload(params=params), NOTHING
 
@@ -97,11 +99,16 @@ def test_a_client_that_writes_into_what_it_was_sent_ends_the_run(
 
 
 def test_a_measure_that_writes_into_the_run_ends_it(tmp_path: Path) -> None:
-    line = r"WritingMeasure\.look writes into after\.params\.\S+, which others .* \(test_lent.py, line \d+, in look\)$"
+    line = (
+        r"WritingMeasure\.look writes into after\.params\.\S+, which others .* \(test_lent.py, "
+        r"line \d+, in look\)$"
+    )
     with pytest.raises(ChangedInPlace, match=line):
         run(toys.toy(measure=("toy_writing",)), tmp_path / "run", data=toys.blobs())
 
 
 def test_so_does_one_that_writes_into_a_clients_model(tmp_path: Path) -> None:
-    with pytest.raises(ChangedInPlace, match=r"^WritingAtClient\.at_client writes into end\.\S+ at client \d"):
+    with pytest.raises(
+        ChangedInPlace, match=r"^WritingAtClient\.at_client writes into end\.\S+ at client \d"
+    ):
         run(toys.toy(measure=("toy_writing_client",)), tmp_path / "run", data=toys.blobs())

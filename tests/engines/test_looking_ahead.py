@@ -1,4 +1,6 @@
-"""A gradient taken elsewhere: against a loop written out in torch, and what leaves plain training as it is."""
+"""A gradient taken elsewhere: against a loop written out in torch, and what leaves plain training
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class HereTwice(ClientWork):
 
 @pytest.mark.parametrize("model", [{"name": "mlp", "hidden": (8,)}, "digits_cnn", "toy_batchnorm"])
 @pytest.mark.parametrize("work", [Here(), HereTwice()], ids=["no pass", "a pass"])
-def test_a_look_at_where_training_is_leaves_it_as_it_is_to_the_bit(model: object, work: ClientWork) -> None:
+def test_a_look_at_where_training_is_leaves_it_as_it_is_to_the_bit(
+    model: object, work: ClientWork
+) -> None:
     ready = prepare(settle(toys.toy(model=model)), toys.blobs_of(8))
     one, other = trained(ready, work), trained(ready, ClientWork())
     assert same_bits(one.params, other.params)
@@ -72,7 +76,9 @@ class Against(ClientWork):
         return {"largest": step.logits().logsumexp(1), "pull": 0.1 * step.params["head.bias"].sum()}
 
     def lookahead(self, params, grads, carry):  # type: ignore[no-untyped-def]
-        return {k: w + self.rho * grads[k].sign() * grads[k].abs().sqrt() for k, w in params.items()}
+        return {
+            k: w + self.rho * grads[k].sign() * grads[k].abs().sqrt() for k, w in params.items()
+        }
 
     def trainable(self, name: str) -> bool:
         return name != "body.1.bias"
@@ -84,7 +90,9 @@ def written_out(ready: Prepared, rho: float, client: int = 0) -> dict[str, Tenso
     module = contract.build(view.model).double()
     module.load_state_dict(dict(ready.world.initial(client)))
     named = [p for k, p in module.named_parameters() if k != "body.1.bias"]
-    sgd = torch.optim.SGD(named, lr=PLAN.lr_at(2), momentum=PLAN.momentum, weight_decay=PLAN.weight_decay)
+    sgd = torch.optim.SGD(
+        named, lr=PLAN.lr_at(2), momentum=PLAN.momentum, weight_decay=PLAN.weight_decay
+    )
     x, y = ready.sites.inputs.plain(view.data.values), view.data.labels
     order = generator(seed_for(7, 2, 0, client, "order"))
     for _ in range(PLAN.epochs):
@@ -112,23 +120,33 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def test_two_passes_are_the_loop_written_out(prepared: Prepared) -> None:
     ours = trained(prepared, Against(0.3)).params
     close(dict(ours), written_out(prepared, 0.3))
-    assert not torch.allclose(ours["head.weight"], trained(prepared, Against(0.0)).params["head.weight"], atol=1e-4)
+    assert not torch.allclose(
+        ours["head.weight"], trained(prepared, Against(0.0)).params["head.weight"], atol=1e-4
+    )
 
 
 def test_in_a_stack_each_client_looks_from_where_it_is(prepared: Prepared) -> None:
     views = [prepared.sites.view(c, STAGE) for c in STAGE.clients]
     carries = [Carry(prepared.world.initial(c)) for c in STAGE.clients]
     how = How(PLAN, STAGE, prepared.sites.inputs, 7)
-    for client, result in zip(STAGE.clients, train_stack(Against(0.3), carries, views, how), strict=True):
+    for client, result in zip(
+        STAGE.clients, train_stack(Against(0.3), carries, views, how), strict=True
+    ):
         close(dict(result.params), written_out(prepared, 0.3, client))
 
 
 def test_statistics_of_normalisation_take_up_a_batch_once() -> None:
-    """In the first pass, at the parameters themselves: one step moves them as one of plain training."""
+    """In the first pass, at the parameters themselves: one step moves them as one of plain
+    training.
+    """
     ready = prepare(settle(toys.toy(model="toy_batchnorm")), toys.blobs())
     plan = replace(PLAN, epochs=0, steps=1)
     looked, plain = (trained(ready, work, plan).params for work in (Far(), ClientWork()))
-    names = [k for k in plain if k.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")]
+    names = [
+        k
+        for k in plain
+        if k.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+    ]
     assert len(names) == 3
     assert all(torch.equal(looked[k], plain[k]) for k in names)
     assert not torch.equal(looked["head.weight"], plain["head.weight"])

@@ -1,4 +1,6 @@
-"""The one training loop: against a plain loop in torch, and the rules that hold for every objective."""
+"""The one training loop: against a plain loop in torch, and the rules that hold for every
+objective.
+"""
 
 from __future__ import annotations
 
@@ -76,20 +78,26 @@ def test_what_it_starts_from_is_left_alone(prepared: Prepared) -> None:
 
 
 def test_losses_are_means_over_the_examples_of_the_last_epoch(prepared: Prepared) -> None:
-    """With steps too small to move anything, whatever the batches: a short last one counts by its examples."""
+    """With steps too small to move anything, whatever the batches: a short last one counts by its
+    examples.
+    """
     view, start = prepared.sites.view(0, STAGE), prepared.world.initial(0)
     logits = contract.predictor(view.model, start)(prepared.sites.inputs.plain(view.data.values))
     expected = torch.nn.functional.cross_entropy(logits, view.data.labels).item()
     for batch in (1, 7, 1000):
         assert len(view.data) % 7
         result = trained(prepared, Plan(epochs=2, batch=batch, lr=1e-30))
-        assert result.losses == {"ce": pytest.approx(expected, rel=1e-5)}, "float32 sums of some tens of numbers"
+        assert result.losses == {"ce": pytest.approx(expected, rel=1e-5)}, (
+            "float32 sums of some tens of numbers"
+        )
 
 
 def test_each_epochs_parameters_are_those_of_a_shorter_training(prepared: Prepared) -> None:
     view, start = prepared.sites.view(0, STAGE), Carry(prepared.world.initial(0))
     plan = Plan(epochs=3, batch=7, lr=0.05, momentum=0.9)
-    result = train(ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7, by_epoch=True)
+    result = train(
+        ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7, by_epoch=True
+    )
     for epochs, params in enumerate(result.by_epoch, 1):
         shorter = trained(prepared, replace(plan, epochs=epochs)).params
         assert all(torch.equal(params[k], shorter[k]) for k in shorter)
@@ -136,7 +144,9 @@ class Halted(ClientWork):
 
 
 def test_settle_has_the_last_word_on_every_step(prepared: Prepared) -> None:
-    result = trained(prepared, Plan(epochs=2, batch=10, lr=0.1), Halted(), trace={"steps": torch.zeros(())})
+    result = trained(
+        prepared, Plan(epochs=2, batch=10, lr=0.1), Halted(), trace={"steps": torch.zeros(())}
+    )
     assert all(torch.equal(result.params[k], v) for k, v in prepared.world.initial(0).items())
     assert result.ran.trace["steps"] == result.ran.steps > 0
 
@@ -162,11 +172,16 @@ class FromTeacher(ClientWork):
         with torch.no_grad():
             expected = functional_call(module, dict(carry.teachers["t"]), (x,))  # type: ignore[call-overload]
         torch.testing.assert_close(step.teacher("t"), expected, rtol=NEAR, atol=NEAR)
-        return {"ce": super().terms(step, carry)["ce"], "far": (step.logits() - step.teacher("t")).square().sum(1)}
+        return {
+            "ce": super().terms(step, carry)["ce"],
+            "far": (step.logits() - step.teacher("t")).square().sum(1),
+        }
 
 
 @pytest.mark.parametrize("augment", [(), ("flip",)])
-def test_a_teacher_gives_the_same_looked_up_or_run(prepared: Prepared, augment: tuple[str, ...]) -> None:
+def test_a_teacher_gives_the_same_looked_up_or_run(
+    prepared: Prepared, augment: tuple[str, ...]
+) -> None:
     view: View = prepared.sites.view(0, STAGE)
     start = prepared.world.initial(0)
     carry = Carry(start, teachers={"t": start}, constants={"spec": view.model})
@@ -182,10 +197,15 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
     assert view.validation is not None
     assert len(view.validation) + len(view.data) == int(view.counts.sum())
     work, plans = ClientWork(), ready.world.plans["train"]
-    result = train(work, Carry(ready.world.initial(0)), plans, STAGE, view, ready.sites.inputs, seed=7)
+    result = train(
+        work, Carry(ready.world.initial(0)), plans, STAGE, view, ready.sites.inputs, seed=7
+    )
     assert result.epochs < 40
     each = [replace(plans, epochs=e + 1, patience=0, keep="last") for e in range(result.epochs)]
-    runs = [train(work, Carry(ready.world.initial(0)), p, STAGE, view, ready.sites.inputs, seed=7) for p in each]
+    runs = [
+        train(work, Carry(ready.world.initial(0)), p, STAGE, view, ready.sites.inputs, seed=7)
+        for p in each
+    ]
     best = max(work.score(r.params, view) for r in runs)
     assert work.score(result.params, view) == best
 
@@ -220,7 +240,11 @@ class InParts(ClientWork):
 
 
 def test_parts_of_the_network_in_a_step_are_those_of_the_whole(prepared: Prepared) -> None:
-    """In the first step, in which the teacher is the student; and the gradient reaches all entries."""
+    """In the first step, in which the teacher is the student; and the gradient reaches all
+    entries.
+    """
     plan, teacher = Plan(steps=1, epochs=0, batch=10, lr=0.1), {"t": prepared.world.initial(0)}
-    ours, theirs = (trained(prepared, plan, InParts(whole), teachers=teacher).params for whole in (False, True))
+    ours, theirs = (
+        trained(prepared, plan, InParts(whole), teachers=teacher).params for whole in (False, True)
+    )
     assert all(torch.equal(ours[k], v) for k, v in theirs.items())

@@ -1,4 +1,6 @@
-"""What clients remember: it counts once it is committed, in this process or in files, and damage is noticed."""
+"""What clients remember: it counts once it is committed, in this process or in files, and damage is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,11 @@ def test_files_that_no_checkpoint_names_are_deleted_and_others_left(tmp_path: Pa
     (tmp_path / "notes.txt").write_text("mine")
     memory.prune({"client0-round3-stage0.safetensors", "client0-round2-stage0.safetensors"})
     left = {p.name for p in tmp_path.iterdir()}
-    assert left == {"client0-round2-stage0.safetensors", "client0-round3-stage0.safetensors", "notes.txt"}
+    assert left == {
+        "client0-round2-stage0.safetensors",
+        "client0-round3-stage0.safetensors",
+        "notes.txt",
+    }
     Memory(tmp_path / "absent").prune(set())
     Memory().prune(set())
 
@@ -113,7 +119,9 @@ def test_a_damaged_file_names_the_client(damage: str, tmp_path: Path) -> None:
     assert memory.load(1) == NOTHING
 
 
-def test_a_file_whose_digest_is_right_and_whose_content_is_none_is_damaged_too(tmp_path: Path) -> None:
+def test_a_file_whose_digest_is_right_and_whose_content_is_none_is_damaged_too(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "strange").write_bytes(b"not a payload")
     memory = Memory(tmp_path, {0: ("strange", digest(b"not a payload"))})
     with pytest.raises(CorruptFile, match="client 0"):

@@ -1,4 +1,6 @@
-"""Plans that keep the best epoch, and clients without a held-out example to score it by: they keep the last one."""
+"""Plans that keep the best epoch, and clients without a held-out example to score it by: they keep
+the last one.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,17 @@ def events_of(folder: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["serial", "pooled"])
-def test_a_client_of_one_example_trains_all_epochs_and_is_not_scored(engine: str, tmp_path: Path) -> None:
+def test_a_client_of_one_example_trains_all_epochs_and_is_not_scored(
+    engine: str, tmp_path: Path
+) -> None:
     fit = {"epochs": 3, "patience": 1, "keep": "best", "validation": 0.1}
-    events = events_of(tmp_path / "run", "local_only", plan={"fit": fit}, partition=with_a_tiny_client, engine=engine)
+    events = events_of(
+        tmp_path / "run",
+        "local_only",
+        plan={"fit": fit},
+        partition=with_a_tiny_client,
+        engine=engine,
+    )
     one, *others = events
     assert (one["client"], one["examples"], one["epochs"], one["steps"]) == (0, 1, 3, 3)
     assert "scores" not in one
@@ -36,9 +46,13 @@ def test_a_client_of_one_example_trains_all_epochs_and_is_not_scored(engine: str
 
 
 @pytest.mark.parametrize("name", ["feddf", "fedgen", "dsfl"])
-def test_the_server_has_nothing_held_out_and_keeps_its_last_epoch(name: str, tmp_path: Path) -> None:
+def test_the_server_has_nothing_held_out_and_keeps_its_last_epoch(
+    name: str, tmp_path: Path
+) -> None:
     plan = {"epochs": 2, "batch": 20, "lr": 0.1, "validation": 0.2, "keep": "best"}
-    events = events_of(tmp_path / "run", name, plan=plan, partition={"kind": "iid"}, data={"public": toys.PUBLIC})
+    events = events_of(
+        tmp_path / "run", name, plan=plan, partition={"kind": "iid"}, data={"public": toys.PUBLIC}
+    )
     of_server = [e for e in events if e["client"] == -1]
     assert of_server
     assert not any("scores" in e for e in of_server)

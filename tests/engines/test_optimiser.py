@@ -1,4 +1,6 @@
-"""Our optimisers move parameters as torch.optim's do, whatever order gradients lie in, and whenever they come."""
+"""Our optimisers move parameters as torch.optim's do, whatever order gradients lie in, and whenever
+they come.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PLANS = {
 def theirs(plan: Plan, leaves: list[torch.Tensor]) -> torch.optim.Optimizer:
     if plan.optimiser == "adam":
         return torch.optim.Adam(leaves, lr=plan.lr, weight_decay=plan.weight_decay, foreach=False)
-    return torch.optim.SGD(leaves, lr=plan.lr, momentum=plan.momentum, weight_decay=plan.weight_decay, foreach=False)
+    return torch.optim.SGD(
+        leaves, lr=plan.lr, momentum=plan.momentum, weight_decay=plan.weight_decay, foreach=False
+    )
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -28,7 +32,12 @@ def test_four_steps_are_torchs(name: str) -> None:
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    starts = [some(7, 5), some(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), some(6), some(3)]
+    starts = [
+        some(7, 5),
+        some(4, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+        some(6),
+        some(3),
+    ]
     ours, plain = ([v.clone().requires_grad_() for v in starts] for _ in range(2))
     one, other = optimiser(PLANS[name], ours, PLANS[name].lr), theirs(PLANS[name], plain)
     for step in range(4):

@@ -1,4 +1,6 @@
-"""In which order examples come: against one epoch loop written plainly, for one client and for many side by side."""
+"""In which order examples come: against one epoch loop written plainly, for one client and for many
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ CPU = torch.device("cpu")
 
 PLANS = [
     Plan(epochs=epochs, steps=steps, batch=batch, shuffle=shuffle)
-    for epochs, steps, batch, shuffle in itertools.product((1, 3), (0, 1, 7), (1, 4, 5, 100), (True, False))
+    for epochs, steps, batch, shuffle in itertools.product(
+        (1, 3), (0, 1, 7), (1, 4, 5, 100), (True, False)
+    )
 ]
 
 SIZES = [(1,), (5,), (5, 5), (1, 12, 4), (3, 8, 20, 8, 5)]
@@ -25,18 +29,23 @@ def order(seed: int) -> torch.Generator:
 
 
 def plainly(n: int, plan: Plan, seed: int) -> list[tuple[int, list[int], bool]]:
-    """One client's steps as anybody would write them: (epoch, positions of the batch, whether the epoch ends)."""
+    """One client's steps as anybody would write them: (epoch, positions of the batch, whether the
+    epoch ends).
+    """
     generator, steps = order(seed), []
     epoch = 0
     while (len(steps) < plan.steps) if plan.steps else (epoch < plan.epochs):
-        positions = torch.randperm(n, generator=generator).tolist() if plan.shuffle else list(range(n))
+        positions = (
+            torch.randperm(n, generator=generator).tolist() if plan.shuffle else list(range(n))
+        )
         for start in range(0, n, plan.batch):
             steps.append((epoch, positions[start : start + plan.batch], start + plan.batch >= n))
             if len(steps) == plan.steps:
                 break
         epoch += 1
     last_epoch, batch, _ = steps[-1]
-    steps[-1] = (last_epoch, batch, True)  # the last epoch ends with the training, be it whole or not
+    # the last epoch ends with the training, be it whole or not
+    steps[-1] = (last_epoch, batch, True)
     return steps
 
 
@@ -68,7 +77,11 @@ def check_alone(sizes: tuple[int, ...], plan: Plan, table: Timetable) -> None:
         alone = plainly(n, plan, k)
         acted = int((table.sizes[:, k] > 0).sum())
         got = [
-            (int(table.epoch[t, k]), table.index[t, k, : table.sizes[t, k]].tolist(), bool(table.ends[t, k]))
+            (
+                int(table.epoch[t, k]),
+                table.index[t, k, : table.sizes[t, k]].tolist(),
+                bool(table.ends[t, k]),
+            )
             for t in range(acted)
         ]
         assert got == alone, plan

@@ -24,7 +24,9 @@ INPUTS = Inputs()
 
 def some(count: int) -> Examples:
     draw = torch.Generator().manual_seed(3)
-    return Examples(torch.rand(count, 1, 8, 8, generator=draw), torch.randint(4, (count,), generator=draw))
+    return Examples(
+        torch.rand(count, 1, 8, 8, generator=draw), torch.randint(4, (count,), generator=draw)
+    )
 
 
 def one(seed: int) -> Any:
@@ -42,9 +44,13 @@ def short_shards_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("predict", [one(0), Joined([one(0), one(1)], MeanOfProbabilities()), wrapped()])
+@pytest.mark.parametrize(
+    "predict", [one(0), Joined([one(0), one(1)], MeanOfProbabilities()), wrapped()]
+)
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_shards_side_by_side_give_the_bits_of_one_after_another(predict: Predict, workers: int) -> None:
+def test_shards_side_by_side_give_the_bits_of_one_after_another(
+    predict: Predict, workers: int
+) -> None:
     data = some(7 * SHARD + 3)
     before = [predict(data.values[i : i + SHARD]) for i in range(0, len(data), SHARD)]
     names: set[str] = set()
@@ -79,7 +85,13 @@ def test_shards_stay_in_one_thread(why: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(passes, "LONG", 1e9)
     names: set[str] = set()
     with torch_threads(2 if why == "more torch threads" else 1):
-        by_shard(lambda _: names.add(threading.current_thread().name), one(0), some(5 * SHARD), INPUTS, workers=2)
+        by_shard(
+            lambda _: names.add(threading.current_thread().name),
+            one(0),
+            some(5 * SHARD),
+            INPUTS,
+            workers=2,
+        )
     assert names == {threading.current_thread().name}
 
 

@@ -1,4 +1,6 @@
-"""The pooled engine: what may go wrong when clients train side by side. Its bits are tested for every method."""
+"""The pooled engine: what may go wrong when clients train side by side. Its bits are tested for
+every method.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def sent(ready: Prepared, stage: Stage = STAGE) -> dict[int, Payload]:
 
 @dataclass(frozen=True)
 class Meeting(ClientWork):
-    """Clients that wait for each other, notice how many threads torch gives them, and of whom one fails."""
+    """Clients that wait for each other, notice how many threads torch gives them, and of whom one
+    fails.
+    """
 
     barrier: threading.Barrier
 
@@ -66,7 +70,8 @@ def test_clients_act_side_by_side_and_one_that_fails_is_a_reply(ready: Prepared)
     (failed,) = (r for r in replies if r.failure)
     assert failed.client == 2
     assert re.fullmatch(
-        r"RuntimeError: the disk of this site is gone \(test_pooled.py, line \d+, in begin\)", failed.failure
+        r"RuntimeError: the disk of this site is gone \(test_pooled.py, line \d+, in begin\)",
+        failed.failure,
     )
 
 
@@ -91,7 +96,9 @@ class Named(ClientWork):
 
 
 @pytest.mark.parametrize("why", ["dropout", "one client", "small"])
-def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(ready: Prepared, why: str) -> None:
+def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(
+    ready: Prepared, why: str
+) -> None:
     if why == "dropout":
         ready = prepare(settle(toys.toy(model="simple_cnn")), toys.blobs_of(8))
     stage = Stage(1, 0, "train", (3,), hop=True) if why == "one client" else STAGE
@@ -126,13 +133,17 @@ def test_initial_weights_are_the_same_while_other_threads_build_modules() -> Non
 
 
 @pytest.mark.parametrize("said", ["0", "many", "-1", "1.5"])
-def test_a_number_of_workers_that_is_none_is_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_workers_that_is_none_is_refused(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDSTILL_WORKERS", said)
     with pytest.raises(ConfigError, match="FEDSTILL_WORKERS"):
         workers()
 
 
-@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("2,1", 2), ("0", None), ("", None), ("many", None)])
+@pytest.mark.parametrize(
+    ("said", "threads"), [("3", 3), ("2,1", 2), ("0", None), ("", None), ("many", None)]
+)
 def test_a_lone_client_has_the_threads_that_openmp_is_told(
     said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,12 +152,19 @@ def test_a_lone_client_has_the_threads_that_openmp_is_told(
 
 
 @pytest.mark.parametrize(
-    ("said", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("said", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
-def test_waiting_threads_fall_asleep_soon_unless_told_otherwise(said: dict[str, str], spins: str | None) -> None:
+def test_waiting_threads_fall_asleep_soon_unless_told_otherwise(
+    said: dict[str, str], spins: str | None
+) -> None:
     kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     code = "import fedstill, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **said}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**kept, **said},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == str(spins)

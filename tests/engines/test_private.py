@@ -1,4 +1,6 @@
-"""Private training: its steps against the algorithm written out, its draws, its costs, and what is refused."""
+"""Private training: its steps against the algorithm written out, its draws, its costs, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +51,28 @@ ON = {"gradient_clip": 0.5, "gradient_noise": 1.0}
 def private(method: object = "fedavg", *, privacy: dict[str, object] = ON, **changes: object):
     plan = {"epochs": 2, "batch": 10, "lr": 0.2, **changes.pop("plan", {})}
     return toys.toy(
-        method, measure=(), **{"rounds": 2, "topology": {"clients": 4}, "privacy": privacy, "plan": plan, **changes}
+        method,
+        measure=(),
+        **{"rounds": 2, "topology": {"clients": 4}, "privacy": privacy, "plan": plan, **changes},
     )
 
 
 def test_a_step_is_that_of_the_algorithm_written_out() -> None:
-    """Poisson draws, one gradient an example, clipped, summed, noised, over the batch that is expected."""
-    asked = private(model={"name": "mlp", "hidden": (6,)}, rounds=1, plan={"momentum": 0.9, "weight_decay": 1e-3})
+    """Poisson draws, one gradient an example, clipped, summed, noised, over the batch that is
+    expected.
+    """
+    asked = private(
+        model={"name": "mlp", "hidden": (6,)},
+        rounds=1,
+        plan={"momentum": 0.9, "weight_decay": 1e-3},
+    )
     ready = prepare(settle(asked), toys.blobs())
     settings, world = ready.settings, ready.world
     stage = settings.topology(1, world)[0]
     start = settings.method.setup(world).params
-    (got, *_) = ready.engine().run(settings.method.work(stage), stage, {0: Payload(params=start)}, world.seed)
+    (got, *_) = ready.engine().run(
+        settings.method.work(stage), stage, {0: Payload(params=start)}, world.seed
+    )
 
     data = ready.sites.view(0, stage).data
     x, y = ready.sites.inputs.plain(data.values), data.labels
@@ -72,7 +84,9 @@ def test_a_step_is_that_of_the_algorithm_written_out() -> None:
     noise = generator(seed_for(world.seed, 1, 0, 0, "noise"))
     rate = 10 / len(y)
     for _ in range(2 * math.ceil(len(y) / 10)):
-        taken = (torch.rand(len(y), generator=order, dtype=torch.float64) < rate).nonzero().flatten()
+        taken = (
+            (torch.rand(len(y), generator=order, dtype=torch.float64) < rate).nonzero().flatten()
+        )
         sums = [torch.zeros(p.shape, dtype=torch.float64) for p in net.parameters()]
         for i in taken:
             net.zero_grad()
@@ -92,11 +106,17 @@ def test_without_noise_and_with_a_wide_clip_a_full_batch_is_plain_training() -> 
     wide = {"gradient_clip": 1e6, "gradient_noise": 0.0}
     each = []
     for privacy in (wide, {}):
-        ready = prepare(settle(private(privacy=privacy, rounds=1, plan={"batch": 1000})), toys.blobs())
+        ready = prepare(
+            settle(private(privacy=privacy, rounds=1, plan={"batch": 1000})), toys.blobs()
+        )
         stage = ready.settings.topology(1, ready.world)[0]
         start = ready.settings.method.setup(ready.world).params
         work = ready.settings.method.work(stage)
-        each.append(ready.engine().run(work, stage, {0: Payload(params=start)}, ready.world.seed)[0].up.params)
+        each.append(
+            ready.engine()
+            .run(work, stage, {0: Payload(params=start)}, ready.world.seed)[0]
+            .up.params
+        )
     for k, value in each[1].items():
         torch.testing.assert_close(each[0][k], value, rtol=1e-4, atol=1e-6)
 
@@ -110,13 +130,21 @@ def test_poisson_batches_take_each_example_by_itself() -> None:
     assert sizes.var() == pytest.approx(50 * 0.4 * 0.6, rel=0.3), "binomial, not fixed"
     assert list(poisson_batches(0, plan, generator(1), torch.device("cpu"))) == []
     assert rate_and_steps(50, Plan(epochs=0, steps=7, batch=20)) == (0.4, 7)
-    assert [len(e) for e in poisson_batches(50, Plan(steps=7, batch=20), generator(1), torch.device("cpu"))] == [
+    assert [
+        len(e)
+        for e in poisson_batches(50, Plan(steps=7, batch=20), generator(1), torch.device("cpu"))
+    ] == [
         3,
         3,
         1,
     ]
-    secret = [next(poisson_batches(50, plan, generator(1), torch.device("cpu"), secret=True)) for _ in range(2)]
-    assert any(not torch.equal(a, b) for a, b in zip(*secret, strict=True)), "on a real site no seed repeats them"
+    secret = [
+        next(poisson_batches(50, plan, generator(1), torch.device("cpu"), secret=True))
+        for _ in range(2)
+    ]
+    assert any(not torch.equal(a, b) for a, b in zip(*secret, strict=True)), (
+        "on a real site no seed repeats them"
+    )
 
 
 def test_secret_batches_are_drawn_by_no_generator_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +173,13 @@ def stages() -> Iterator[Stage]:
 
 
 @pytest.mark.parametrize("epsilon", [3.0, 5.0, 8.0])
-def test_of_a_real_site_the_server_stops_before_the_stage_that_costs_too_much(epsilon: float) -> None:
-    site, simulated = budget(epsilon=epsilon), replace(budget(epsilon=epsilon), examples={("train", 0): 1000})
+def test_of_a_real_site_the_server_stops_before_the_stage_that_costs_too_much(
+    epsilon: float,
+) -> None:
+    site, simulated = (
+        budget(epsilon=epsilon),
+        replace(budget(epsilon=epsilon), examples={("train", 0): 1000}),
+    )
     last = []
     for one in (site, simulated):
         for stage in stages():
@@ -172,19 +205,27 @@ class Answering:
 
 
 def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None:
-    """A site that claims one example takes it in every step, and so spends all at once: of its own."""
+    """A site that claims one example takes it in every step, and so spends all at once: of its
+    own.
+    """
     spending, engine = replace(budget(epsilon=8.0), on_sites=True), Answering()
     first, second = (Stage(r, 0, "train", (0, 1)) for r in (1, 2))
     within, downs = WithinBudget(engine, spending), {0: NOTHING, 1: NOTHING}
     within.run(None, first, downs, 0)  # type: ignore[arg-type]
-    said = [{"name": "train", "client": 0, "examples": 1000}, {"name": "train", "client": 1, "examples": 1}]
+    said = [
+        {"name": "train", "client": 0, "examples": 1000},
+        {"name": "train", "client": 1, "examples": 1},
+    ]
     spending.mark(first, said, {})
     replies = {reply.client: reply.failure for reply in within.run(None, second, downs, 0)}  # type: ignore[arg-type]
     assert engine.asked == [0]
     assert replies[0] == ""
     assert re.match(r"client 1 has spent epsilon .* over privacy.epsilon = 8", replies[1])
     before = spending.spent(1)
-    again: list[dict[str, Any]] = [{"name": "train", "client": 0, "examples": 1000}, {"name": "train", "client": 1}]
+    again: list[dict[str, Any]] = [
+        {"name": "train", "client": 0, "examples": 1000},
+        {"name": "train", "client": 1},
+    ]
     spending.mark(second, again, {})
     assert spending.spent(1) == before, "it was asked nothing"
     assert "private_steps" in again[0]
@@ -208,17 +249,27 @@ def test_a_site_that_times_out_once_counts_as_what_it_said_before_also_after_a_r
     again = budget()
     again.count(events)
     for one in (site, again):
-        one.mark(Stage(4, 0, "train", (0,)), [{"name": "train", "client": 0, "refused": "failed: did not reply"}], {})
+        one.mark(
+            Stage(4, 0, "train", (0,)),
+            [{"name": "train", "client": 0, "refused": "failed: did not reply"}],
+            {},
+        )
     assert site.steps == again.steps == {0: Counter({0.005: 4 * 400})}
     unknown = budget()
-    unknown.mark(Stage(1, 0, "train", (0,)), [{"name": "train", "client": 0, "refused": "failed: did not reply"}], {})
+    unknown.mark(
+        Stage(1, 0, "train", (0,)),
+        [{"name": "train", "client": 0, "refused": "failed: did not reply"}],
+        {},
+    )
     assert unknown.steps == {0: Counter({1.0: 2})}
 
 
 def test_what_a_site_said_in_one_stage_is_not_taken_for_another() -> None:
     site = budget(epsilon=5.0)
     site.mark(Stage(1, 0, "train", (0,)), [{"name": "train", "client": 0, "examples": 10_000}], {})
-    world: Any = SimpleNamespace(plans=dict.fromkeys(("train", "fit"), Plan(epochs=2, batch=50)), clients=1)
+    world: Any = SimpleNamespace(
+        plans=dict.fromkeys(("train", "fit"), Plan(epochs=2, batch=50)), clients=1
+    )
     site = replace(site, world=world)
     assert site.visit(Stage(2, 0, "train", (0,)), 0, None) == (0.005, 400)
     assert site.visit(Stage(2, 1, "fit", (0,)), 0, None) == (1.0, 2), "every step took all examples"
@@ -229,7 +280,9 @@ def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) ->
     n, plan, true = [200], Plan(epochs=2, batch=100), Counter[float]()
     private = Privacy(gradient_clip=1.0, gradient_noise=1.0, epsilon=11.0, delta=1e-5)
     settings = SimpleNamespace(plans={"train": plan}, privacy=private)
-    ready: Any = SimpleNamespace(settings=settings, sites=SimpleNamespace(trains_on=lambda client, stage: n[0]))
+    ready: Any = SimpleNamespace(
+        settings=settings, sites=SimpleNamespace(trains_on=lambda client, stage: n[0])
+    )
     desk = Desk(tmp_path, "run1", 0)
     desk.place.mkdir(parents=True)
 
@@ -250,9 +303,14 @@ def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("cached", [1, 7, 40, 10**9])
-def test_large_gradients_in_parts_give_the_sum_of_the_clipped(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+def test_large_gradients_in_parts_give_the_sum_of_the_clipped(
+    monkeypatch: pytest.MonkeyPatch, cached: int
+) -> None:
     monkeypatch.setattr("fedstill.engines.private.CACHED", cached)
-    grads = {"w": torch.randn(5, 3, 4, generator=generator(1)), "b": torch.randn(5, 3, generator=generator(2))}
+    grads = {
+        "w": torch.randn(5, 3, 4, generator=generator(1)),
+        "b": torch.randn(5, 3, generator=generator(2)),
+    }
     grads["s"] = torch.randn(5, generator=generator(3))
     grads["w"][2, 1, 1], grads["b"][4, 0] = math.nan, math.inf
     like = {k: torch.zeros(v.shape[1:], dtype=torch.float64) for k, v in grads.items()}
@@ -271,19 +329,26 @@ def test_no_example_moves_a_step_by_more_than_its_clip() -> None:
     still = noised_mean(grads, {"w": torch.zeros(2)}, Private(0.5, 0.0), 1.0, generator(0))["w"]
     torch.testing.assert_close(still, torch.tensor([0.3 + 0.03, 0.4 + 0.04]))
     nothing = noised_mean({}, {"w": torch.zeros(1000)}, Private(0.5, 2.0), 4.0, generator(0))["w"]
-    assert float(nothing.std()) == pytest.approx(0.5 * 2.0 / 4.0, rel=0.1), "a step without examples is noise"
+    assert float(nothing.std()) == pytest.approx(0.5 * 2.0 / 4.0, rel=0.1), (
+        "a step without examples is noise"
+    )
 
 
 PERMITTED = [
     n
     for n in registry.names("method")
-    if not n.startswith("toy_") and "private_training" in registry.lookup("method", n).build().permits
+    if not n.startswith("toy_")
+    and "private_training" in registry.lookup("method", n).build().permits
 ]
 
 
 @pytest.mark.parametrize("name", PERMITTED)
-def test_every_method_that_permits_it_trains_and_reads_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Label counts, shares, logits and features of the site's own data are closed while it works."""
+def test_every_method_that_permits_it_trains_and_reads_nothing_else(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Label counts, shares, logits and features of the site's own data are closed while it
+    works.
+    """
     from fedstill.records import View
 
     changes = toys.suited(name)
@@ -294,13 +359,22 @@ def test_every_method_that_permits_it_trains_and_reads_nothing_else(name: str, m
 
     def closed(client: int, stage):
         seen = view(client, stage)
-        monkeypatch.setattr(View, "proportions", property(lambda _: pytest.fail("label shares are read")), raising=True)
+        monkeypatch.setattr(
+            View,
+            "proportions",
+            property(lambda _: pytest.fail("label shares are read")),
+            raising=True,
+        )
         for reads in ("logits", "features", "gradients"):
-            monkeypatch.setattr(View, reads, lambda *_, **__: pytest.fail("a pass over its data"), raising=True)
+            monkeypatch.setattr(
+                View, reads, lambda *_, **__: pytest.fail("a pass over its data"), raising=True
+            )
         object.__setattr__(seen, "counts", None)
         return seen
 
-    monkeypatch.setattr(engine.sites.__class__, "view", lambda _, client, stage: closed(client, stage))
+    monkeypatch.setattr(
+        engine.sites.__class__, "view", lambda _, client, stage: closed(client, stage)
+    )
     stage = next(s for s in ready.settings.topology(1, world) if len(s.clients) > 1)
     state = method.open(method.setup(world), ready.settings.topology(1, world), world)
     downs = {c: method.down(state, c, stage, world) for c in stage.clients}
@@ -313,16 +387,26 @@ def test_every_method_that_permits_it_trains_and_reads_nothing_else(name: str, m
     "name", ["fedlc", "fedrs", "fedsam", "fedadkd", "scaffold", "ccvr", "fedcurv", "dsfl", "feddbe"]
 )
 def test_others_refuse_at_the_start(name: str) -> None:
-    with pytest.raises((IncompatibleMethod, ConfigError), match=f"privacy.gradient_clip with method {name}"):
-        prepare(settle(private(name, **{"topology": {"clients": 4}, **toys.suited(name)})), toys.blobs())
+    with pytest.raises(
+        (IncompatibleMethod, ConfigError), match=f"privacy.gradient_clip with method {name}"
+    ):
+        prepare(
+            settle(private(name, **{"topology": {"clients": 4}, **toys.suited(name)})), toys.blobs()
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"plan": {"validation": 0.2, "patience": 2}}, "plan.patience or plan.keep is set"),
-        ({"privacy": {"gradient_noise": 1.0}}, "privacy.gradient_noise needs privacy.gradient_clip"),
-        ({"privacy": {**ON, "gradient_noise": 0.0, "epsilon": 1.0}}, "needs privacy.gradient_noise"),
+        (
+            {"privacy": {"gradient_noise": 1.0}},
+            "privacy.gradient_noise needs privacy.gradient_clip",
+        ),
+        (
+            {"privacy": {**ON, "gradient_noise": 0.0, "epsilon": 1.0}},
+            "needs privacy.gradient_noise",
+        ),
         ({"privacy": {**ON, "clip": 1.0}}, "set one of them"),
         ({"engine": "vectorised"}, "set engine = 'pooled'"),
         ({"topology": {"clients": 4, "last": "ridge"}}, "stage 'ridge' sends what has no noise"),
@@ -341,7 +425,9 @@ def test_hardly_any_noise_costs_much_and_warns_of_nothing(recwarn: pytest.Warnin
 
 
 def test_epsilon_is_that_of_other_accountants() -> None:
-    """At sampling of all it is the Gaussian mechanism, whose epsilon is exact; Rényi orders give a bound above it."""
+    """At sampling of all it is the Gaussian mechanism, whose epsilon is exact; Rényi orders give a
+    bound above it.
+    """
     from opacus.accountants import PRVAccountant
 
     from fedstill.wire.privacy import gaussian_epsilon
@@ -362,14 +448,24 @@ def test_epsilon_is_that_of_other_accountants() -> None:
 
 
 def test_a_canary_shows_no_more_than_is_claimed() -> None:
-    """One step on half of a data set, with and without an example whose gradient is as large as it may be."""
+    """One step on half of a data set, with and without an example whose gradient is as large as it
+    may be.
+    """
     how, steps = Private(1.0, 1.0), 1000
     rest, canary = torch.zeros(3, 4), torch.tensor([[50.0, 0, 0, 0]])
     seen = [
         np.array(
-            [float(noised_mean({"w": grads}, {"w": torch.zeros(4)}, how, 1.0, generator(s))["w"][0]) for s in seeds]
+            [
+                float(
+                    noised_mean({"w": grads}, {"w": torch.zeros(4)}, how, 1.0, generator(s))["w"][0]
+                )
+                for s in seeds
+            ]
         )
-        for grads, seeds in ((torch.cat([rest, canary]), range(steps)), (rest, range(steps, 2 * steps)))
+        for grads, seeds in (
+            (torch.cat([rest, canary]), range(steps)),
+            (rest, range(steps, 2 * steps)),
+        )
     ]
     claim = training_epsilon(1.0, {1.0: 1}, 1e-3)
     assert claim * 0.2 < epsilon_at_least(*seen, 1e-3) < claim
@@ -379,8 +475,14 @@ def test_the_budget_is_kept_and_resumed(tmp_path: Path) -> None:
     whole = run(private(), tmp_path / "whole", data=toys.blobs())
     events = read_journal(tmp_path / "whole" / "journal.jsonl")
     after = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
-    assert whole.summary["privacy"] == {"epsilon": after[1], "delta": 1e-5, "covers": "training, by example"}
-    for client, n in enumerate(len(p) for p in prepare(settle(private()), toys.blobs()).sites.parts):
+    assert whole.summary["privacy"] == {
+        "epsilon": after[1],
+        "delta": 1e-5,
+        "covers": "training, by example",
+    }
+    for client, n in enumerate(
+        len(p) for p in prepare(settle(private()), toys.blobs()).sites.parts
+    ):
         steps = math.ceil(n / 10) * 2
         assert [row[client] for row in after] == [
             training_epsilon(1.0, {min(1, 10 / n): k * steps}, 1e-5) for k in (1, 2)
@@ -400,7 +502,11 @@ def test_over_flower_it_has_the_same_bits(tmp_path: Path) -> None:
     run(private("fedntd"), tmp_path / "here", data=toys.blobs())
     run(private("fedntd", engine="flower"), tmp_path / "there", data=toys.blobs())
     here, there = (
-        [e["class_accuracy"] for e in read_journal(tmp_path / n / "journal.jsonl") if e["event"] == "round"]
+        [
+            e["class_accuracy"]
+            for e in read_journal(tmp_path / n / "journal.jsonl")
+            if e["event"] == "round"
+        ]
         for n in ("here", "there")
     )
     assert here == there

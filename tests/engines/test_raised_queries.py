@@ -1,4 +1,6 @@
-"""Queries that clients raise in a run: from held-out data alone, on each engine with the same bits, and again."""
+"""Queries that clients raise in a run: from held-out data alone, on each engine with the same bits,
+and again.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,16 @@ def events(folder: Path, name: str = "") -> list[dict[str, Any]]:
 
 
 def state_of(folder: Path) -> State:
-    restored = Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes()), None).latest()
+    restored = Checkpoints(
+        folder / "checkpoints", digest((folder / "config.toml").read_bytes()), None
+    ).latest()
     assert restored is not None
     return restored.state
 
 
-def test_a_client_asks_for_the_classes_that_its_model_gets_wrong_on_what_it_holds_out(tmp_path: Path) -> None:
+def test_a_client_asks_for_the_classes_that_its_model_gets_wrong_on_what_it_holds_out(
+    tmp_path: Path,
+) -> None:
     run(by_accuracy(), tmp_path / "run", toys.blobs())
     prepared, models = ready(by_accuracy()), state_of(tmp_path / "run").extra.many("model")
     asked = {e["client"]: e["query"] for e in events(tmp_path / "run", "fit")}
@@ -59,14 +65,21 @@ def test_a_client_asks_for_the_classes_that_its_model_gets_wrong_on_what_it_hold
         view = prepared.sites.view(client, Stage(1, 0, "fit", (client,)))
         held = view.validation
         assert held is not None
-        answer = ModelPasses(view.model, prepared.sites.inputs).logits(models[client], held).argmax(1)
+        answer = (
+            ModelPasses(view.model, prepared.sites.inputs).logits(models[client], held).argmax(1)
+        )
         for c in range(toys.CLASSES):
             own = [int(a) == c for a, y in zip(answer, held.labels, strict=True) if int(y) == c]
             wanted = bool(own) and sum(own) / len(own) < 0.9
             assert (str(c) in whys[client]) == wanted
             if wanted:
-                assert whys[client][str(c)] == {"accuracy": round(sum(own) / len(own), 4), "held_out": len(own)}
-        others = prepared.sites.counts(client) * 0 + sum(prepared.sites.counts(o) for o in asked if o != client)
+                assert whys[client][str(c)] == {
+                    "accuracy": round(sum(own) / len(own), 4),
+                    "held_out": len(own),
+                }
+        others = prepared.sites.counts(client) * 0 + sum(
+            prepared.sites.counts(o) for o in asked if o != client
+        )
         assert classes == [c for c in map(int, whys[client]) if others[c] > 0]
 
 
@@ -89,13 +102,16 @@ def test_the_test_set_has_no_part_in_a_query(tmp_path: Path) -> None:
     run(by_accuracy(), tmp_path / "one", data)
     run(by_accuracy(), tmp_path / "other", other)
     one, two = (
-        [(e["client"], e["query"], e["why_asked"]) for e in events(tmp_path / name, "fit")] for name in ("one", "other")
+        [(e["client"], e["query"], e["why_asked"]) for e in events(tmp_path / name, "fit")]
+        for name in ("one", "other")
     )
     assert one == two
 
 
 @pytest.mark.parametrize("experiment", [by_accuracy(), toys.asking_again()], ids=["once", "again"])
-def test_the_pooled_engine_and_flower_give_the_serial_engines_bits(experiment: Experiment, tmp_path: Path) -> None:
+def test_the_pooled_engine_and_flower_give_the_serial_engines_bits(
+    experiment: Experiment, tmp_path: Path
+) -> None:
     run(replace(experiment, engine="serial"), tmp_path / "serial", toys.blobs())
     run(replace(experiment, engine="pooled"), tmp_path / "pooled", toys.blobs())
     assert events(tmp_path / "serial") == events(tmp_path / "pooled")
@@ -140,14 +156,22 @@ def test_a_client_asks_again_with_more_data_and_goes_on_from_its_model(tmp_path:
         own = prepared.sites.counts(answer["client"], 2)
         lacks = {c for c, why in answer["why_asked"].items() if "lack" in why}
         assert lacks == {str(c) for c in answer["query"] if own[c] < 3}
-    assert {a["client"]: a["query"] for a in rounds[1]["answers"]} != {c: a["query"] for c, a in first.items()}
+    assert {a["client"]: a["query"] for a in rounds[1]["answers"]} != {
+        c: a["query"] for c, a in first.items()
+    }
 
 
-def test_a_client_that_does_not_ask_again_goes_on_from_what_it_trained_alone(tmp_path: Path) -> None:
+def test_a_client_that_does_not_ask_again_goes_on_from_what_it_trained_alone(
+    tmp_path: Path,
+) -> None:
     prepared = ready(toys.asking_again())
     method, world = prepared.settings.method, prepared.world
-    ones, twos = ({k: torch.full_like(v, n) for k, v in world.initial(0).items()} for n in (1.0, 2.0))
-    state = State({}, Payload({"model.0": ones, "student.0": twos, "model.1": ones, "size.0": 3, "size.1": 3}))
+    ones, twos = (
+        {k: torch.full_like(v, n) for k, v in world.initial(0).items()} for n in (1.0, 2.0)
+    )
+    state = State(
+        {}, Payload({"model.0": ones, "student.0": twos, "model.1": ones, "size.0": 3, "size.1": 3})
+    )
     fit = Stage(2, 0, "fit", (0, 1, 2))
     sent = [method.down(state, c, fit, world) for c in (0, 1, 2)]
     assert [next(iter(s.params.values())).flatten()[0].item() for s in sent[:2] if s] == [2.0, 1.0]
@@ -159,11 +183,17 @@ def test_a_client_that_does_not_ask_again_goes_on_from_what_it_trained_alone(tmp
 
 def test_a_method_of_many_rounds_asks_after_its_stage_fit(tmp_path: Path) -> None:
     fed = by_accuracy(
-        "fedavg", rounds=2, topology={"clients": 6, "first": "fit"}, plan={"fit": ONCE["plan"], **ONCE["plan"]}
+        "fedavg",
+        rounds=2,
+        topology={"clients": 6, "first": "fit"},
+        plan={"fit": ONCE["plan"], **ONCE["plan"]},
     )
     run(fed, tmp_path / "fedavg", toys.blobs())
     run(by_accuracy(), tmp_path / "qkt", toys.blobs())
-    one, other = ({e["client"]: e["query"] for e in events(tmp_path / name, "fit")} for name in ("fedavg", "qkt"))
+    one, other = (
+        {e["client"]: e["query"] for e in events(tmp_path / name, "fit")}
+        for name in ("fedavg", "qkt")
+    )
     assert one == other, "methods are compared on the same queries"
     answers = [e["answers"] for e in events(tmp_path / "fedavg") if e["event"] == "round"]
     assert [[a["query"] for a in each] for each in answers] == 2 * [[q for q in one.values() if q]]
@@ -184,30 +214,59 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
         (
             {"plan": {**ONCE["plan"], "validation": 0.0}},
             ConfigError,
-            "plan.fit.keep = 'best' scores each epoch on held-out data, .*: set plan.fit.validation, 0.1 say",
+            "plan.fit.keep = 'best' scores each epoch on held-out data, .*: set "
+            "plan.fit.validation, 0.1 say",
         ),
-        ({"method": "fedavg", "rounds": 2}, IncompatibleMethod, "there is no stage 'fit'; set topology.first = 'fit'"),
+        (
+            {"method": "fedavg", "rounds": 2},
+            IncompatibleMethod,
+            "there is no stage 'fit'; set topology.first = 'fit'",
+        ),
         ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.fitting.Fit"),
         (
-            {"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 1}, "data": {"train_size": 10}},
+            {
+                "partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 1},
+                "data": {"train_size": 10},
+            },
             ConfigError,
             r"client \d has one example and cannot hold it out",
         ),
-        ({"method": "clue"}, IncompatibleMethod, "answers queries for one class; set query.draw = 'single'"),
+        (
+            {"method": "clue"},
+            IncompatibleMethod,
+            "answers queries for one class; set query.draw = 'single'",
+        ),
         (
             {"rounds": 2, "query": {"again": "mixed"}},
             ConfigError,
-            r"stage 'refine' trains on what the stage 'fit' holds out, .* set plan.refine.validation = 0.1",
+            r"stage 'refine' trains on what the stage 'fit' holds out, .* set "
+            r"plan.refine.validation = 0.1",
         ),
-        ({"rounds": 2}, ConfigError, "peer_to_peer is one shot; set rounds = 1, or query.again = 'mixed'"),
-        ({"rounds": 2, "query": {"again": "mixed"}, "method": "pfnm"}, ConfigError, "pfnm counts labels once"),
+        (
+            {"rounds": 2},
+            ConfigError,
+            "peer_to_peer is one shot; set rounds = 1, or query.again = 'mixed'",
+        ),
+        (
+            {"rounds": 2, "query": {"again": "mixed"}, "method": "pfnm"},
+            ConfigError,
+            "pfnm counts labels once",
+        ),
         (
             {"rounds": 2, "query": {"again": "mixed"}, "method": "fedavg"},
             ConfigError,
             "with topology.kind = 'parallel' clients do not ask again",
         ),
-        ({"query": {"by": "need", "accuracy_under": None, "needs": {"9": [1]}}}, ConfigError, "there is no client 9"),
-        ({"query": {"by": "need", "accuracy_under": None, "needs": {"0": [7]}}}, ConfigError, "there is no class 7"),
+        (
+            {"query": {"by": "need", "accuracy_under": None, "needs": {"9": [1]}}},
+            ConfigError,
+            "there is no client 9",
+        ),
+        (
+            {"query": {"by": "need", "accuracy_under": None, "needs": {"0": [7]}}},
+            ConfigError,
+            "there is no class 7",
+        ),
     ],
 )
 def test_what_cannot_raise_a_query_is_refused_before_round_1(

@@ -1,4 +1,6 @@
-"""When a step is recorded and replayed, with a recording that is imitated on the CPU; on a card: test_recorded.py."""
+"""When a step is recorded and replayed, with a recording that is imitated on the CPU; on a card:
+test_recorded.py.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ BATCH = 4
 
 
 class Training:
-    """One weight that goes down by the mean of what it sees; ``more``: something that a replay would not do."""
+    """One weight that goes down by the mean of what it sees; ``more``: something that a replay
+    would not do.
+    """
 
-    def __init__(self, more: Callable[[Tensor], float] = lambda x: 0.0, asks: bool = False, late: int = 0) -> None:
+    def __init__(
+        self, more: Callable[[Tensor], float] = lambda x: 0.0, asks: bool = False, late: int = 0
+    ) -> None:
         self.weight, self.extra, self.more, self.late = torch.zeros(1), torch.zeros(1), more, late
         self.asks, self.asked, self.calls = asks, set[str](), 0
 
@@ -48,7 +54,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     record_on_cpu(monkeypatch)
     seen: list[int] = []
     plain = Recording.replay
-    monkeypatch.setattr(Recording, "replay", lambda self, of: (seen.append(len(of[1])), plain(self, of))[1])
+    monkeypatch.setattr(
+        Recording, "replay", lambda self, of: (seen.append(len(of[1])), plain(self, of))[1]
+    )
     return seen
 
 
@@ -57,11 +65,15 @@ def batches(count: int, size: int = BATCH, epochs: int = 1) -> list[tuple[Any, .
     each = []
     for i in range(count):
         index = torch.arange(size)
-        each.append((torch.rand(size, 3, generator=draw), index, index, index, None, i * epochs // count))
+        each.append(
+            (torch.rand(size, 3, generator=draw), index, index, index, None, i * epochs // count)
+        )
     return each
 
 
-def ends(training: Training, one: Callable[[Any], dict[str, Tensor]], some: list[tuple[Any, ...]]) -> list[float]:
+def ends(
+    training: Training, one: Callable[[Any], dict[str, Tensor]], some: list[tuple[Any, ...]]
+) -> list[float]:
     seen = [float(one(of)["seen"]) for of in some]
     return [*seen, float(training.weight)]
 
@@ -111,7 +123,9 @@ ODD: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(what: str, replays: list[int]) -> None:
+def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(
+    what: str, replays: list[int]
+) -> None:
     """It ends where it ends by itself: nothing is drawn or written once more."""
     some, ended = batches(20), []
     for on in (False, True):
@@ -127,7 +141,9 @@ def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(what: str, repla
     assert ended[0] == ended[1]
 
 
-def test_a_step_that_ends_elsewhere_when_it_is_replayed_is_tried_once_in_a_process(replays: list[int]) -> None:
+def test_a_step_that_ends_elsewhere_when_it_is_replayed_is_tried_once_in_a_process(
+    replays: list[int],
+) -> None:
     for _ in range(3):
         training, count = Training(), iter(range(99))
         training.more = lambda x, count=count: float(next(count) > FIRST)  # type: ignore[misc]
@@ -139,7 +155,9 @@ def test_a_step_that_ends_elsewhere_when_it_is_replayed_is_tried_once_in_a_proce
 
 
 def test_what_was_kept_of_the_batch_that_was_recorded_shows_on_the_next(replays: list[int]) -> None:
-    """As a teacher's logits for a batch, which are computed once however often they are asked for."""
+    """As a teacher's logits for a batch, which are computed once however often they are asked
+    for.
+    """
 
     class Teacher:
         batch: Any = None
@@ -194,7 +212,9 @@ def test_momentum_that_begins_late_is_left_alone() -> None:
     assert training.calls == 20 + 1, "and the step that was recorded, of which nothing was computed"
 
 
-def test_a_recording_that_fails_is_tried_once_in_a_process(monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
+def test_a_recording_that_fails_is_tried_once_in_a_process(
+    monkeypatch: pytest.MonkeyPatch, replays: list[int]
+) -> None:
     begun: list[Any] = []
 
     def refuse(self: Graph) -> None:
@@ -202,10 +222,14 @@ def test_a_recording_that_fails_is_tried_once_in_a_process(monkeypatch: pytest.M
         begun.append(self)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": refuse}))
+    monkeypatch.setattr(
+        recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": refuse})
+    )
     for _ in range(3):
         training, other = Training(), Training()
-        assert ends(training, training.recorder(), batches(20)) == ends(other, other.act, batches(20))
+        assert ends(training, training.recorder(), batches(20)) == ends(
+            other, other.act, batches(20)
+        )
     assert len(begun) == 1
     assert not replays
 
@@ -215,7 +239,9 @@ def test_ctrl_c_while_a_step_is_recorded_is_ctrl_c(monkeypatch: pytest.MonkeyPat
         Graph.capture_end(self)
         raise RuntimeError("the recording was broken off")
 
-    monkeypatch.setattr(recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": failing}))
+    monkeypatch.setattr(
+        recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": failing})
+    )
     training = Training()
 
     def stopped(x: Tensor) -> float:
@@ -247,7 +273,11 @@ def test_that_the_host_waited_for_a_card_is_heard_and_other_warnings_are_passed_
         warnings.simplefilter("always")
         with on_host._waits_said(torch.device("cuda")) as waits:
             assert modes[-1] == "warn"
-            for text in ("called a synchronizing CUDA operation", "Synchronization debug mode is new", "another"):
+            for text in (
+                "called a synchronizing CUDA operation",
+                "Synchronization debug mode is new",
+                "another",
+            ):
                 warnings.warn(text, stacklevel=1)
     assert waits == ["called a synchronizing CUDA operation"]
     assert [str(one.message) for one in said] == ["another"]

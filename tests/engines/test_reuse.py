@@ -1,4 +1,6 @@
-"""Replies kept for other runs: trained once, the same bits, and a damaged file is noticed and made anew."""
+"""Replies kept for other runs: trained once, the same bits, and a damaged file is noticed and made
+anew.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     trained: list[tuple[str, int]] = []
     loop = serial.train
 
-    def counted(work: object, carry: object, plan: Plan, stage: Stage, view: View, *rest: object) -> object:
+    def counted(
+        work: object, carry: object, plan: Plan, stage: Stage, view: View, *rest: object
+    ) -> object:
         trained.append((stage.name, view.client))
         return loop(work, carry, plan, stage, view, *rest)  # type: ignore[arg-type]
 
@@ -51,7 +55,12 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def experiment(method: object, reuse: bool = True, **changes: object) -> Experiment:
-    given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}, "reuse": reuse}
+    given = {
+        "rounds": 1,
+        "topology": {"clients": 6},
+        "query": {"draw": "single", "fewer_than": 5},
+        "reuse": reuse,
+    }
     return toys.toy(method, **{**given, "plan": {"epochs": 2, "batch": 10}, **changes})
 
 
@@ -75,7 +84,9 @@ def test_a_second_method_trains_nobody_alone_again_and_has_the_same_bits(
     run(experiment("qkt", reuse=False), tmp_path / "anew", toys.blobs())
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
     assert bits(tmp_path / "reused") == bits(tmp_path / "anew")
-    events = [e for e in read_journal(tmp_path / "reused" / "journal.jsonl") if e.get("name") == "fit"]
+    events = [
+        e for e in read_journal(tmp_path / "reused" / "journal.jsonl") if e.get("name") == "fit"
+    ]
     assert all(e["seconds_training"] == 0 and e["seconds_reused"] > 0 for e in events)
 
 
@@ -116,18 +127,31 @@ def test_what_a_reply_depends_on_makes_another_key(
 
 def test_own_tests_are_part_of_what_a_reply_depends_on() -> None:
     spec, draw = contract.spec_for("logistic", (4,), 3, {}), torch.Generator().manual_seed(1)
-    own, test, other = (Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3) for _ in range(3))
-    plain = View(0, spec, own, torch.tensor([2, 2, 2]), None, None, None, ModelPasses(spec, Inputs()))
+    own, test, other = (
+        Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3) for _ in range(3)
+    )
+    plain = View(
+        0, spec, own, torch.tensor([2, 2, 2]), None, None, None, ModelPasses(spec, Inputs())
+    )
     keys = {
         key_of(ClientWork(), Stage(1, 0, "fit", (0,)), view, None, 1, Payload())
-        for view in (plain, replace(plain, test=test), replace(plain, test=other), replace(plain, test=test))
+        for view in (
+            plain,
+            replace(plain, test=test),
+            replace(plain, test=other),
+            replace(plain, test=test),
+        )
     }
     assert len(keys) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
 def test_a_damaged_file_is_noticed_and_made_anew(
-    cache: Path, fits: list[tuple[str, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+    cache: Path,
+    fits: list[tuple[str, int]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
 ) -> None:
     run(experiment("local_only"), tmp_path / "one", toys.blobs())
     files = sorted(cache.glob("*.reply"))
@@ -135,7 +159,9 @@ def test_a_damaged_file_is_noticed_and_made_anew(
     whole = files[0].read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    files[0].write_bytes({"cut": whole[:-9], "flipped": flipped, "empty": b"", "other": b"x" * 200}[damage])
+    files[0].write_bytes(
+        {"cut": whole[:-9], "flipped": flipped, "empty": b"", "other": b"x" * 200}[damage]
+    )
     fits.clear()
     with caplog.at_level(logging.WARNING, logger="fedstill.reuse"):
         run(experiment("local_only"), tmp_path / "two", toys.blobs())
@@ -180,7 +206,9 @@ def test_those_not_used_for_longest_make_room(
 ) -> None:
     run(experiment("local_only"), tmp_path / "one", toys.blobs())
     files = sorted(cache.glob("*.reply"))
-    assert {p.name for p in (cache / "locks").iterdir()} == {p.stem[:LOCKED_BY] for p in files}, "no lock for each"
+    assert {p.name for p in (cache / "locks").iterdir()} == {p.stem[:LOCKED_BY] for p in files}, (
+        "no lock for each"
+    )
     for age, path in enumerate(files):
         os.utime(path, (1e9 - age, 1e9 - age))
     used = files[-1]  # the oldest, until it serves again
@@ -215,7 +243,9 @@ def test_where_no_lock_can_be_written_what_is_kept_serves_and_one_line_warns(
     assert warned == [f"replies are not kept in {cache} for other runs: Read-only file system"]
 
 
-def test_a_cache_folder_that_is_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_is_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"FEDSTILL_CACHE = .*file' is a file; name a folder"):
@@ -223,7 +253,11 @@ def test_a_cache_folder_that_is_a_file_is_refused(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("said", ["much", "-1", "nan", "inf"])
-def test_a_bound_that_is_none_is_one_clear_line(cache: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_a_bound_that_is_none_is_one_clear_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
     monkeypatch.setenv("FEDSTILL_REUSE_GB", said)
-    with pytest.raises(ConfigError, match=f"FEDSTILL_REUSE_GB = '{said}' must be a number of gigabytes"):
+    with pytest.raises(
+        ConfigError, match=f"FEDSTILL_REUSE_GB = '{said}' must be a number of gigabytes"
+    ):
         reuse_bytes()

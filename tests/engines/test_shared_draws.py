@@ -1,4 +1,6 @@
-"""What draws from torch's global generator: the same seed gives the same bits, in each engine and after a resume."""
+"""What draws from torch's global generator: the same seed gives the same bits, in each engine and
+after a resume.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,20 @@ from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.models.probing import draws_random_numbers
-from fedstill.records import NOTHING, Carry, ModelSpec, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    NOTHING,
+    Carry,
+    ModelSpec,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method, register
 from fedstill.work import ClientWork
 from run_bits import assert_same_bits, bits, stopped
@@ -49,7 +64,9 @@ class Dropping(nn.Module):
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(functional.dropout(self.first(x.flatten(1)).relu(), 0.5, self.training))
+        y: Tensor = self.last(
+            functional.dropout(self.first(x.flatten(1)).relu(), 0.5, self.training)
+        )
         return y
 
 
@@ -88,14 +105,22 @@ class Shaken(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(
-            {k: v + 0.1 * torch.randn_like(v) for k, v in down.params.items()} if self.where == "begin" else down.params
+            {k: v + 0.1 * torch.randn_like(v) for k, v in down.params.items()}
+            if self.where == "begin"
+            else down.params
         )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         logits = step.logits()
-        return {"ce": cross_entropy(logits + torch.randn_like(logits) if self.where == "terms" else logits, step.y)}
+        return {
+            "ce": cross_entropy(
+                logits + torch.randn_like(logits) if self.where == "terms" else logits, step.y
+            )
+        }
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         if self.where == "end":
             params = {k: v + 0.1 * torch.randn_like(v) for k, v in params.items()}
         return Payload(params=params), NOTHING
@@ -135,7 +160,9 @@ class Drawing(Measure):
 
 
 def twice_and_resumed(folder: Path, **changes: object) -> dict[str, Any]:
-    """The bits of a run; they are those of the same run again, and of one that was stopped and resumed."""
+    """The bits of a run; they are those of the same run again, and of one that was stopped and
+    resumed.
+    """
     experiment = toys.toy(**{"measure": ("toy_drawing",), **changes})
     run(experiment, folder / "one", data=toys.blobs())
     torch.rand(7)
@@ -151,14 +178,20 @@ def twice_and_resumed(folder: Path, **changes: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["toy_functional_dropout", "toy_gru"])
 def test_a_network_may_draw_in_its_forward_pass(model: str, tmp_path: Path) -> None:
-    each = [twice_and_resumed(tmp_path / name, model=model, engine=name) for name in ("serial", "pooled")]
+    each = [
+        twice_and_resumed(tmp_path / name, model=model, engine=name)
+        for name in ("serial", "pooled")
+    ]
     assert each[0]["model.safetensors"] == each[1]["model.safetensors"]
 
 
 @pytest.mark.parametrize("where", ["begin", "terms", "end", "fold", "setup"])
 def test_a_method_may_draw(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shaken = {"name": "toy_shaken", "where": where}
-    each = {n: twice_and_resumed(tmp_path / n, method=shaken, engine=n) for n in ("serial", "pooled", "vectorised")}
+    each = {
+        n: twice_and_resumed(tmp_path / n, method=shaken, engine=n)
+        for n in ("serial", "pooled", "vectorised")
+    }
     assert each["serial"]["model.safetensors"] == each["pooled"]["model.safetensors"]
     if where in ("fold", "setup"):
         assert not caplog.messages
@@ -173,8 +206,14 @@ def test_what_draws_is_told_by_a_pass_that_leaves_no_trace() -> None:
         return contract.spec_for(name, (1, 4, 4), 5)
 
     before = torch.get_rng_state()
-    assert all(draws_random_numbers(spec(name)) for name in ("toy_functional_dropout", "toy_gru", "toy_noisy"))
-    assert not any(draws_random_numbers(spec(name), training=False) for name in ("toy_functional_dropout", "toy_gru"))
+    assert all(
+        draws_random_numbers(spec(name))
+        for name in ("toy_functional_dropout", "toy_gru", "toy_noisy")
+    )
+    assert not any(
+        draws_random_numbers(spec(name), training=False)
+        for name in ("toy_functional_dropout", "toy_gru")
+    )
     assert not draws_random_numbers(spec("mlp"))
     assert not draws_random_numbers(spec("toy_batchnorm"))
     assert torch.equal(torch.get_rng_state(), before)
@@ -184,7 +223,10 @@ def test_what_draws_is_told_by_a_pass_that_leaves_no_trace() -> None:
 
 
 def test_a_network_that_draws_where_it_is_looked_at_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model toy_noisy draws random numbers in evaluation mode.* self\.training"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model toy_noisy draws random numbers in evaluation mode.* self\.training",
+    ):
         prepare(settle(toys.toy(model="toy_noisy")), toys.blobs())
 
 
@@ -199,7 +241,9 @@ def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path:
             acting.add(view.client)
             return super().begin(down, memory, view, world)
 
-        def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        def end(
+            self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        ) -> tuple[Payload, Payload]:
             acting.discard(view.client)
             return super().end(params, carry, ran, view, world)
 

@@ -1,4 +1,6 @@
-"""Noise of real sites: nobody can draw it again, and a hostile server gets one noised answer a stage."""
+"""Noise of real sites: nobody can draw it again, and a hostile server gets one noised answer a
+stage.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,24 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
 def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
     """What the server sends client 0 in a stage."""
     settings = settle(
-        replace(experiment.with_values({"data.name": "blobs"}, "test"), engine="flower", flower=dict(SITES))
+        replace(
+            experiment.with_values({"data.name": "blobs"}, "test"),
+            engine="flower",
+            flower=dict(SITES),
+        )
     )
     facts, config = Facts.known_by(prepare(settings, toys.blobs())).plain(), settings.toml
     sent = Payload({"temperature": 1.0, **down})
-    return Request(fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, facts=facts, down=sent)
+    return Request(
+        fedstill.__version__,
+        config,
+        digest(config.encode()),
+        "run1",
+        0,
+        stage,
+        facts=facts,
+        down=sent,
+    )
 
 
 def at(site: Site, memory: Path) -> Clerk:
@@ -83,7 +98,9 @@ def keyed(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator(key), dtype=torch.float64)
 
 
-def test_a_server_that_knows_the_seed_cannot_subtract_the_noise(there: list[Site], tmp_path: Path) -> None:
+def test_a_server_that_knows_the_seed_cannot_subtract_the_noise(
+    there: list[Site], tmp_path: Path
+) -> None:
     clean = clip_rows(logits(at(there[0], tmp_path / "clean")(asked(setting()))), PRIVACY["clip"])
     noised = logits(at(there[0], tmp_path / "noised")(asked(setting(**PRIVACY))))
     spread = PRIVACY["clip"] * PRIVACY["noise"]
@@ -96,7 +113,9 @@ def test_in_a_simulation_it_can_be_subtracted_as_the_document_says() -> None:
     """The test above would pass if the attack itself were wrong."""
     experiment, ready = (
         setting(**PRIVACY),
-        prepare(settle(setting(**PRIVACY).with_values({"data.name": "blobs"}, "test")), toys.blobs()),
+        prepare(
+            settle(setting(**PRIVACY).with_values({"data.name": "blobs"}, "test")), toys.blobs()
+        ),
     )
     work, down = ready.settings.method.work(FIRST), Payload(temperature=1.0)
     plain = replace(ready.engine(), privacy=Privacy())
@@ -109,7 +128,9 @@ def test_in_a_simulation_it_can_be_subtracted_as_the_document_says() -> None:
     torch.testing.assert_close(left, clip_rows(clean, PRIVACY["clip"]), rtol=0, atol=1e-4)
 
 
-def test_the_same_request_has_the_kept_answer_and_noise_is_drawn_once(there: list[Site], tmp_path: Path) -> None:
+def test_the_same_request_has_the_kept_answer_and_noise_is_drawn_once(
+    there: list[Site], tmp_path: Path
+) -> None:
     request = asked(setting(**PRIVACY))
     first, again = (logits(at(there[0], tmp_path)(request)) for _ in range(2))
     assert torch.equal(first, again)
@@ -130,12 +151,19 @@ def test_another_request_for_a_stage_that_has_noise_is_refused(
     request = asked(setting(**PRIVACY))
     first = logits(at(there[0], tmp_path)(request))
     second = at(there[0], tmp_path)(replace(request, **change))
-    assert "answered round 1, stage 'local' with noise, and answers no other request for it" in second.failure
+    assert (
+        "answered round 1, stage 'local' with noise, and answers no other request for it"
+        in second.failure
+    )
     assert not second.up
-    assert torch.equal(logits(at(there[0], tmp_path)(request)), first), "the first one is still answered"
+    assert torch.equal(logits(at(there[0], tmp_path)(request)), first), (
+        "the first one is still answered"
+    )
 
 
-def test_without_noise_another_request_is_worked_out_anew(there: list[Site], tmp_path: Path) -> None:
+def test_without_noise_another_request_is_worked_out_anew(
+    there: list[Site], tmp_path: Path
+) -> None:
     request = asked(setting())
     assert at(there[0], tmp_path)(request).failure == ""
     assert at(there[0], tmp_path)(replace(request, down=Payload(temperature=2.0))).failure == ""
@@ -149,7 +177,9 @@ def test_a_stage_stays_answered_when_its_reply_is_gone(there: list[Site], tmp_pa
     assert "answers no other request" in at(there[0], tmp_path)(request).failure
 
 
-def test_a_site_that_was_killed_before_its_answer_left_works_again(there: list[Site], tmp_path: Path) -> None:
+def test_a_site_that_was_killed_before_its_answer_left_works_again(
+    there: list[Site], tmp_path: Path
+) -> None:
     request = asked(setting(**PRIVACY))
     logits(at(there[0], tmp_path)(request))
     (kept,), (noted,) = tmp_path.rglob("*.reply"), tmp_path.rglob("noised")
@@ -159,20 +189,28 @@ def test_a_site_that_was_killed_before_its_answer_left_works_again(there: list[S
 
 
 @pytest.mark.parametrize("round", [0, 3, 1000])
-def test_rounds_that_the_run_does_not_have_are_refused(round: int, there: list[Site], tmp_path: Path) -> None:
+def test_rounds_that_the_run_does_not_have_are_refused(
+    round: int, there: list[Site], tmp_path: Path
+) -> None:
     answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), replace(FIRST, round=round)))
     assert f"stage 'local' is not in the schedule of round {round}" in answer.failure
 
 
 def test_more_rows_than_the_run_accounts_for_are_refused(there: list[Site], tmp_path: Path) -> None:
-    images = torch.zeros(toys.PUBLIC + 1, dtype=torch.int64)  # one image, again and again: its noise would average out
+    # one image, again and again: its noise would average out
+    images = torch.zeros(toys.PUBLIC + 1, dtype=torch.int64)
     answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images))
     assert answer.failure == "the request asks for 51 rows of logits, where the run has 50"
     assert not answer.up
-    assert logits(at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images[1:]))).shape[0] == toys.PUBLIC
+    assert (
+        logits(at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images[1:]))).shape[0]
+        == toys.PUBLIC
+    )
 
 
-def test_a_site_refuses_what_is_beyond_the_budget_whatever_the_server_says(there: list[Site], tmp_path: Path) -> None:
+def test_a_site_refuses_what_is_beyond_the_budget_whatever_the_server_says(
+    there: list[Site], tmp_path: Path
+) -> None:
     """It counts what it has sent itself: one upload goes, the second would be too much."""
     one = Privacy(**PRIVACY).spent(toys.PUBLIC)
     experiment = setting(**PRIVACY, epsilon=one)
@@ -180,11 +218,16 @@ def test_a_site_refuses_what_is_beyond_the_budget_whatever_the_server_says(there
     assert logits(site(asked(experiment))).shape[0] == toys.PUBLIC
     assert logits(site(asked(experiment))).shape[0] == toys.PUBLIC, "the kept answer costs nothing"
     later = at(there[0], tmp_path)(asked(experiment, replace(FIRST, round=2)))
-    assert later.failure == "50 more rows of logits would cost this site more than privacy.epsilon allows it"
+    assert (
+        later.failure
+        == "50 more rows of logits would cost this site more than privacy.epsilon allows it"
+    )
     assert not later.up
 
 
-def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(there: list[Site], tmp_path: Path) -> None:
+def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(
+    there: list[Site], tmp_path: Path
+) -> None:
     from flwr.app import Error, Message
 
     class Losing(LoopbackGrid):
@@ -194,13 +237,17 @@ def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(there: list[S
             reply, message = super().deliver(node, data), parsed(data)
             if message.metadata.message_type != "train.stage" or reply is None:
                 return reply
-            answers.setdefault((node, str(message.content.config_records["header"]["json"])), []).append(reply)
+            answers.setdefault(
+                (node, str(message.content.config_records["header"]["json"])), []
+            ).append(reply)
             lost = len(answers[node, str(message.content.config_records["header"]["json"])]) == 1
             return serialised(Message(Error(4, "gone"), reply_to=message)) if lost else reply
 
     answers: dict[tuple[int, str], list[bytes]] = {}
     clerks = {s.client: at(s, tmp_path / str(s.client)) for s in there}
-    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    app = client_app(
+        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+    )
     experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
     run(experiment, tmp_path / "run", toys.blobs(), grid=Losing(app, range(CLIENTS)))
     events = read_journal(tmp_path / "run" / "journal.jsonl")
@@ -230,7 +277,9 @@ def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was
 
     answered: list[tuple[int, int]] = []
     clerks = {s.client: at(s, tmp_path / str(s.client)) for s in there}
-    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    app = client_app(
+        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+    )
     experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
     with pytest.raises(KeyboardInterrupt):
         run(experiment, tmp_path / "run", toys.blobs(), grid=Killed(app, range(CLIENTS)))
@@ -245,7 +294,9 @@ def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was
     ] * CLIENTS
 
 
-def test_secret_draws_are_normal_and_come_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_draws_are_normal_and_come_from_the_operating_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(1)
     one = secret_normal((300, 100))
     torch.manual_seed(1)
@@ -268,11 +319,15 @@ def secret(word: int) -> float:
     return sign * low
 
 
-def test_a_draw_is_the_inverse_of_the_normal_distribution_at_the_systems_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_is_the_inverse_of_the_normal_distribution_at_the_systems_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = [0, 1, 2**64 - 1, 2**64 - 2, 2**63, 12345678901234567890, 3, 2**32]
     drawn: list[int] = []
     monkeypatch.setattr(
-        wire_privacy.os, "urandom", lambda size: drawn.append(size) or b"".join(w.to_bytes(8, "little") for w in words)
+        wire_privacy.os,
+        "urandom",
+        lambda size: drawn.append(size) or b"".join(w.to_bytes(8, "little") for w in words),
     )
     found = secret_normal((2, 4)).flatten().tolist()
     assert drawn == [64]
@@ -301,17 +356,26 @@ def test_private_training_at_a_site_draws_what_no_seed_repeats_answers_once_and_
     experiment, sites = trains_privately(), [at(there[0], tmp_path / n) for n in ("one", "two")]
     first, other = (trained(site, experiment) for site in sites)
     assert (first.failure, other.failure) == ("", "")
-    assert not any(torch.equal(v, other.up.params[k]) for k, v in first.up.params.items()), "not the run's seed"
+    assert not any(torch.equal(v, other.up.params[k]) for k, v in first.up.params.items()), (
+        "not the run's seed"
+    )
     again = trained(at(there[0], tmp_path / "one"), experiment)
-    assert all(torch.equal(v, again.up.params[k]) for k, v in first.up.params.items()), "the kept answer"
-    changed = replace(asked(experiment, TRAIN), down=Payload(params={k: v + 1 for k, v in first.up.params.items()}))
+    assert all(torch.equal(v, again.up.params[k]) for k, v in first.up.params.items()), (
+        "the kept answer"
+    )
+    changed = replace(
+        asked(experiment, TRAIN),
+        down=Payload(params={k: v + 1 for k, v in first.up.params.items()}),
+    )
     assert "answers no other request for it" in at(there[0], tmp_path / "one")(changed).failure
     (noted,) = (tmp_path / "one").rglob("noised")
     assert int(noted.read_text().split(":")[1]) > 0, "its steps"
 
     tight = trains_privately(epsilon=0.5)
     refused = trained(at(there[0], tmp_path / "tight"), tight)
-    assert refused.failure.endswith("more steps would cost this site more than privacy.epsilon allows it")
+    assert refused.failure.endswith(
+        "more steps would cost this site more than privacy.epsilon allows it"
+    )
     assert not refused.up
 
 

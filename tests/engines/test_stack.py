@@ -1,4 +1,6 @@
-"""A stack of clients: each is what it would be alone, in float64, whatever it shares with the others."""
+"""A stack of clients: each is what it would be alone, in float64, whatever it shares with the
+others.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,16 @@ def view_of(client: int, size: int, public: Examples | None = None) -> View:
     labels = torch.randint(5, (size,), generator=draw)
     images = torch.randint(256, (size, 1, 8, 8), dtype=torch.uint8, generator=draw)
     counts = torch.bincount(labels, minlength=5)
-    return View(client, STUDENT, Examples(images, labels), counts, public, None, None, ModelPasses(STUDENT, STILL))
+    return View(
+        client,
+        STUDENT,
+        Examples(images, labels),
+        counts,
+        public,
+        None,
+        None,
+        ModelPasses(STUDENT, STILL),
+    )
 
 
 VIEWS = [view_of(client, size) for client, size in enumerate(SIZES)]
@@ -64,15 +75,23 @@ TEACHER = doubles(contract.initial(STUDENT, 1))
 
 
 def carries(how: str) -> list[Carry]:
-    """What clients start with: ``shared``: all the same objects; ``own``: everything of one's own."""
+    """What clients start with: ``shared``: all the same objects; ``own``: everything of one's
+    own.
+    """
     if how == "shared":
         constants = {"weight": 0.5, "anchor": START}
         return [Carry(START, {"t": TEACHER}, trees.zeros_like(START), constants) for _ in SIZES]
     each = []
     for client in range(len(SIZES)):
         own = doubles(contract.initial(STUDENT, 10 + client))
-        teachers = {"t": doubles(contract.initial(STUDENT, 20 + client)), "other": other(client), "all": TEACHER}
-        each.append(Carry(own, teachers, trees.zeros_like(own), {"weight": 0.1 * client, "anchor": own}))
+        teachers = {
+            "t": doubles(contract.initial(STUDENT, 20 + client)),
+            "other": other(client),
+            "all": TEACHER,
+        }
+        each.append(
+            Carry(own, teachers, trees.zeros_like(own), {"weight": 0.1 * client, "anchor": own})
+        )
     return each
 
 
@@ -90,7 +109,11 @@ class Everything(ClientWork):
         for name in carry.teachers:
             terms[name] = carry["weight"] * kd(step.logits(), step.teacher(name), 2.0)
         far = sum((step.params[k] - v).square().sum() for k, v in carry["anchor"].items())
-        return {**terms, "far": 0.01 * far, "late": (step.epoch > 0) * cross_entropy(step.logits(), step.y)}
+        return {
+            **terms,
+            "far": 0.01 * far,
+            "late": (step.epoch > 0) * cross_entropy(step.logits(), step.y),
+        }
 
     def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
         return {k: g + 0.01 * carry["weight"] * carry["anchor"][k] for k, g in grads.items()}
@@ -101,16 +124,32 @@ class Everything(ClientWork):
         return after, {k: trace[k] + (grads[k] * (after[k] - before[k])).abs() for k in trace}
 
 
-def check(starts: Sequence[Carry], views: Sequence[View], how: How, work: ClientWork | None = None) -> list[Trained]:
+def check(
+    starts: Sequence[Carry], views: Sequence[View], how: How, work: ClientWork | None = None
+) -> list[Trained]:
     """That a stack is each client alone; what it gave."""
     work = work or Everything()
     together = train_stack(work, starts, views, how)
     for carry, view, ours in zip(starts, views, together, strict=True):
-        alone = train(work, carry, how.plan, how.stage, view, how.inputs, how.seed, how.precision, how.by_epoch)
+        alone = train(
+            work,
+            carry,
+            how.plan,
+            how.stage,
+            view,
+            how.inputs,
+            how.seed,
+            how.precision,
+            how.by_epoch,
+        )
         near(ours.params, alone.params)
         near(ours.ran.trace, alone.ran.trace)
         assert ours.losses == pytest.approx(alone.losses, abs=NEAR)
-        assert (ours.ran.steps, ours.ran.lr, ours.epochs) == (alone.ran.steps, alone.ran.lr, alone.epochs)
+        assert (ours.ran.steps, ours.ran.lr, ours.epochs) == (
+            alone.ran.steps,
+            alone.ran.lr,
+            alone.epochs,
+        )
         assert len(ours.by_epoch) == len(alone.by_epoch)
         for mine, its in zip(ours.by_epoch, alone.by_epoch, strict=True):
             near(mine, its)
@@ -127,7 +166,12 @@ def near(ours: Tensors, alone: Tensors) -> None:
 @pytest.mark.parametrize("what", ["shared", "own"])
 @pytest.mark.parametrize(
     "plan",
-    [PLAN, replace(PLAN, clip_norm=0.1), replace(PLAN, steps=5), Plan(epochs=1, batch=50, optimiser="adam", lr=0.01)],
+    [
+        PLAN,
+        replace(PLAN, clip_norm=0.1),
+        replace(PLAN, steps=5),
+        Plan(epochs=1, batch=50, optimiser="adam", lr=0.01),
+    ],
     ids=["epochs", "clipped", "steps", "adam"],
 )
 def test_a_stack_is_each_client_alone(what: str, plan: Plan, inputs: Inputs) -> None:
@@ -150,9 +194,15 @@ def test_clipping_is_by_each_clients_own_norm() -> None:
 def test_a_scalar_that_is_trained_is_clipped_with_the_rest() -> None:
     """The scale of a simplex head is one number a client."""
     spec = contract.spec_for("etf", (1, 8, 8), 5, {"of": "mlp", "arguments": {"hidden": (6,)}})
-    plan, start = Plan(epochs=2, batch=6, lr=0.1, clip_norm=0.1), Carry(doubles(contract.initial(spec, 0)))
+    plan, start = (
+        Plan(epochs=2, batch=6, lr=0.1, clip_norm=0.1),
+        Carry(doubles(contract.initial(spec, 0))),
+    )
     trained = check(
-        [start] * len(VIEWS), [replace(v, model=spec) for v in VIEWS], How(plan, STAGE, STILL, 7), ClientWork()
+        [start] * len(VIEWS),
+        [replace(v, model=spec) for v in VIEWS],
+        How(plan, STAGE, STILL, 7),
+        ClientWork(),
     )
     assert all(t.params["head.scale"] != start.params["head.scale"] for t in trained)
 
@@ -171,17 +221,23 @@ def test_clients_on_common_public_data_are_each_alone() -> None:
 @pytest.mark.parametrize("inputs", [STILL, MOVING], ids=["still", "moving"])
 @pytest.mark.parametrize("what", ["shared", "own"])
 def test_further_examples_stand_behind_the_clients_own(what: str, inputs: Inputs) -> None:
-    """Of unlike numbers, of one client none; the teachers' logits cover them, and a step's index counts on."""
+    """Of unlike numbers, of one client none; the teachers' logits cover them, and a step's index
+    counts on.
+    """
     more = [view_of(20 + k, n).data if n else None for k, n in enumerate((4, 0, 9, 2))]
     starts = [replace(c, more=m) for c, m in zip(carries(what), more, strict=True)]
     how = How(PLAN, STAGE, inputs, 7)
     together = check(starts, VIEWS, how)
-    views = [v if m is None else replace(v, data=v.data + m) for v, m in zip(VIEWS, more, strict=True)]
+    views = [
+        v if m is None else replace(v, data=v.data + m) for v, m in zip(VIEWS, more, strict=True)
+    ]
     for trained, same in zip(together, check(carries(what), views, how), strict=True):
         near(trained.params, same.params)
     some = [replace(c, only=torch.tensor([0]), more=view_of(9, 3).data) for c in carries(what)]
     views = [replace(v, data=v.data.take(torch.tensor([0])) + view_of(9, 3).data) for v in VIEWS]
-    for trained, same in zip(check(some, VIEWS, how), check(carries(what), views, how), strict=True):
+    for trained, same in zip(
+        check(some, VIEWS, how), check(carries(what), views, how), strict=True
+    ):
         near(trained.params, same.params)
 
 
@@ -203,7 +259,8 @@ def test_a_short_batch_is_padded_with_what_has_no_weight() -> None:
         assert images.shape[:2] == labels.shape == batch.index.shape == (len(SIZES), 6)
         assert batch.mask is not None
         for k, n in enumerate(batch.counts):
-            weights = [1.0] * n + [0.0] * (6 - n) if n else [1.0] * 6  # one that has finished is put back
+            # one that has finished is put back
+            weights = [1.0] * n + [0.0] * (6 - n) if n else [1.0] * 6
             assert batch.mask[k].tolist() == weights
             assert labels[k].tolist() == VIEWS[k].data.labels[batch.index[k]].tolist()
             seen[k] += batch.index[k, :n].tolist()
@@ -215,7 +272,9 @@ def test_a_teacher_that_all_share_is_run_once_over_the_data_and_an_own_one_on_it
     what: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teachers = [carry.teachers["t"] for carry in carries(what)]
-    plainly = [ModelPasses(STUDENT, STILL).logits(t, v.data) for t, v in zip(teachers, VIEWS, strict=True)]
+    plainly = [
+        ModelPasses(STUDENT, STILL).logits(t, v.data) for t, v in zip(teachers, VIEWS, strict=True)
+    ]
     passes: list[int] = []
     forward = contract.forward
 
@@ -270,7 +329,9 @@ def test_clients_whose_tensors_do_not_fit_on_each_other_have_other_structures(
     one: dict[str, Any], another: dict[str, Any]
 ) -> None:
     structures = Structures()
-    first, second = (structures.of(Carry(**{"params": START, **c}), VIEWS[0]) for c in (one, another))
+    first, second = (
+        structures.of(Carry(**{"params": START, **c}), VIEWS[0]) for c in (one, another)
+    )
     assert first != second
     like = {"params": {k: v + 1 for k, v in START.items()}, **one}
     assert structures.of(Carry(**like), VIEWS[1]) == first, "values do not matter"

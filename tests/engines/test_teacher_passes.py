@@ -1,4 +1,6 @@
-"""Teachers' outputs: equal to plain forward passes, in as few of them as there can be, whatever the workers."""
+"""Teachers' outputs: equal to plain forward passes, in as few of them as there can be, whatever the
+workers.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,13 @@ def test_the_bits_do_not_depend_on_the_number_of_workers(still: bool) -> None:
         x = IMAGES[index].clone()
         teachers = Teachers(NAMED, IMAGES if still else None, workers)
         found.append(
-            torch.stack([asked(teachers, n, k, x, index).sum(1) for n in NAMED for k in ("logits", "features")])
+            torch.stack(
+                [
+                    asked(teachers, n, k, x, index).sum(1)
+                    for n in NAMED
+                    for k in ("logits", "features")
+                ]
+            )
         )
         assert torch.get_num_threads() == threads, "the caller's setting is left as it was"
     torch.set_num_threads(before)
@@ -150,7 +158,13 @@ def test_a_chain_with_teachers_gives_the_same_bits_on_any_number_of_cores(
     models = []
     for workers in (1, 2, 3):
         monkeypatch.setenv(WORKERS, str(workers))
-        toy = toys.toy({"name": "sfedkd", "k": 3}, rounds=2, topology=chain, data={"augment": augment}, measure=())
+        toy = toys.toy(
+            {"name": "sfedkd", "k": 3},
+            rounds=2,
+            topology=chain,
+            data={"augment": augment},
+            measure=(),
+        )
         models.append(run(toy, tmp_path / str(workers), data=toys.blobs()).model)
     assert all(torch.equal(m[k], models[0][k]) for m in models for k in m)
 
@@ -169,7 +183,10 @@ def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.Mo
     monkeypatch.setenv(WORKERS, "3")
     for kind, expected in (("parallel", {1}), ("sequential", {3})):
         seen.clear()
-        ready = prepare(settle(toys.toy("fedntd", topology={"kind": kind, "clients": 6, "sampled": 4})), toys.blobs())
+        ready = prepare(
+            settle(toys.toy("fedntd", topology={"kind": kind, "clients": 6, "sampled": 4})),
+            toys.blobs(),
+        )
         method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
         state, engine = method.setup(ready.world), ready.engine()
         downs = {c: method.down(state, c, stage, ready.world) for c in stage.clients}

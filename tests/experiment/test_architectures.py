@@ -62,14 +62,26 @@ def test_shares_are_kept_to_within_one_client(shares: list[float], clients: int)
 
 def test_by_client_and_the_servers_for_the_others() -> None:
     found = specs({"1": "digits_cnn", "2-3": SMALL}, clients=5)
-    assert found == ["logistic(hidden=())", "digits_cnn", "mlp(hidden=(3,))", "mlp(hidden=(3,))", "logistic(hidden=())"]
+    assert found == [
+        "logistic(hidden=())",
+        "digits_cnn",
+        "mlp(hidden=(3,))",
+        "mlp(hidden=(3,))",
+        "logistic(hidden=())",
+    ]
 
 
 def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    path.write_text('method = "hiper_fedkd"\n[data]\npublic = 20\n[clients.models]\n"0-1" = "mlp"\n')
+    path.write_text(
+        'method = "hiper_fedkd"\n[data]\npublic = 20\n[clients.models]\n"0-1" = "mlp"\n'
+    )
     settings = settle(load(path, ("topology.clients=3", "clients.models.2=logistic")))
-    assert [n and n[0] for n in assigned(settings.of_clients.models, 3)] == ["mlp", "mlp", "logistic"]
+    assert [n and n[0] for n in assigned(settings.of_clients.models, 3)] == [
+        "mlp",
+        "mlp",
+        "logistic",
+    ]
 
 
 @pytest.mark.parametrize(

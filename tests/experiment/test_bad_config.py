@@ -1,4 +1,6 @@
-"""Configurations that cannot be: one line, the key at fault, its value, and what to write instead."""
+"""Configurations that cannot be: one line, the key at fault, its value, and what to write
+instead.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ("[clients]\nmodels = ['mpl']", "mpl", "mlp"),
     ],
 )
-def test_a_typo_is_answered_with_the_nearest_legal_name(text: str, key: str, nearest: str, tmp_path: Path) -> None:
+def test_a_typo_is_answered_with_the_nearest_legal_name(
+    text: str, key: str, nearest: str, tmp_path: Path
+) -> None:
     message = problem(text, tmp_path)
     assert f"{key}'" in message
     assert f"did you mean {nearest!r}?" in message
@@ -98,7 +102,10 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(text: str, key: str, nea
         ('[data]\npublic_from = "a\\u0000"', r"data\.public_from = .* cannot be a path"),
         ("[topology]\nclients = [1]", r"topology\.clients = \[1\]"),
         ("[partition]\nclients = {}", r"partition\.clients = \{\}"),
-        ("[topology]\nclients = 3\n[partition]\nclients = 4", r"topology\.clients = 3.*partition\.clients = 4"),
+        (
+            "[topology]\nclients = 3\n[partition]\nclients = 4",
+            r"topology\.clients = 3.*partition\.clients = 4",
+        ),
         ("[topology]\nsampled = 0", "sampled = 0"),
         ("[clients]\nquorum = 1.5", r"clients\.quorum = 1\.5"),
         ("[clients]\nnorm_limit = inf", r"clients\.norm_limit = inf"),
@@ -114,13 +121,18 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(text: str, key: str, nea
         ("seed = " + "9" * 5000, "not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_the_key_and_the_value(text: str, words: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_one_line_with_the_key_and_the_value(
+    text: str, words: str, tmp_path: Path
+) -> None:
     assert re.search(words, problem(text, tmp_path))
 
 
 def test_all_that_is_wrong_in_a_table_is_said_at_once(tmp_path: Path) -> None:
     message = problem("[plan]\nlr = -1.0\nbatch = 0\nepoch = 3", tmp_path)
-    assert all(words in message for words in ("plan.train.lr = -1.0", "plan.train.batch = 0", "unknown key"))
+    assert all(
+        words in message
+        for words in ("plan.train.lr = -1.0", "plan.train.batch = 0", "unknown key")
+    )
     assert message.count("threads") == 0
     assert problem("threads = 'x'", tmp_path).count("threads = ") == 1
 
@@ -154,18 +166,34 @@ def test_a_config_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"topology": {"clients": 6, "sampled": 7}}, ConfigError, r"topology\.sampled = 7 is more than the 6 clients"),
+        (
+            {"topology": {"clients": 6, "sampled": 7}},
+            ConfigError,
+            r"topology\.sampled = 7 is more than the 6 clients",
+        ),
         (
             {"topology": {"clients": 6, "first": "fitt"}},
             UnknownName,
             r"^topology\.first, with method .*: unknown stage 'fitt'; did you mean 'fit'\?$",
         ),
-        ({"topology": {"clients": 6, "after": "x" * 999}}, UnknownName, r"topology\.after.*'x{79}…'"),
+        (
+            {"topology": {"clients": 6, "after": "x" * 999}},
+            UnknownName,
+            r"topology\.after.*'x{79}…'",
+        ),
         ({"topology": {"clients": 301}}, InfeasiblePartition, "dirichlet"),
         ({"partition": {"kind": "sharding", "shards": 200}}, InfeasiblePartition, "shard"),
-        ({"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 51}}, InfeasiblePartition, "51|min_size"),
+        (
+            {"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 51}},
+            InfeasiblePartition,
+            "51|min_size",
+        ),
         ({"data": {"public": 300}}, ConfigError, r"data\.public = 300 leaves nothing of 300"),
-        ({"data": {"train_size": 301}}, ConfigError, r"data\.train_size = 301 is more than the 300"),
+        (
+            {"data": {"train_size": 301}},
+            ConfigError,
+            r"data\.train_size = 301 is more than the 300",
+        ),
         ({"data": {"test_size": 101}}, ConfigError, r"data\.test_size = 101 is more than the 100"),
         ({"model": "lenet5"}, ConfigError, "lenet5"),
         (

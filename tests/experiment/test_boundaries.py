@@ -33,7 +33,13 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asking(*measure: str) -> Experiment:
     plan = {"epochs": 4, "batch": 20, "lr": 0.1}
-    return toys.toy("qkt", measure=measure, model={"name": "mlp", "hidden": (8, 2)}, plan=plan, **toys.suited("qkt"))
+    return toys.toy(
+        "qkt",
+        measure=measure,
+        model={"name": "mlp", "hidden": (8, 2)},
+        plan=plan,
+        **toys.suited("qkt"),
+    )
 
 
 def test_it_leaves_no_trace_and_resumes_to_the_same_bits(looked: Path, tmp_path: Path) -> None:
@@ -52,18 +58,26 @@ def test_it_looks_at_the_first_client_that_asked_after_each_of_its_stages(looked
     client = min(int(c) for c in asked)
     for event in found:
         assert (event["client"], event["query"]) == (client, asked[str(client)])
-        own = [c for c, n in enumerate(read_label_counts(looked, start)[client]) if n and c not in event["query"]]
+        own = [
+            c
+            for c, n in enumerate(read_label_counts(looked, start)[client])
+            if n and c not in event["query"]
+        ]
         assert event["own"] == own
         assert set(event["labels"]) == {*own, *event["query"]}
         same = next(
-            e for e in events if e.get("client") == client and e["event"] == "client" and e["name"] == event["name"]
+            e
+            for e in events
+            if e.get("client") == client and e["event"] == "client" and e["name"] == event["name"]
         )
         right = [n / t for n, t in zip(same["correct_by_class"], start["test_counts"], strict=True)]
         assert event["accuracy"] == pytest.approx(right)
 
 
 def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) -> None:
-    event = [e for e in read_journal(looked / "journal.jsonl") if e.get("measure") == "boundaries"][-1]
+    event = [e for e in read_journal(looked / "journal.jsonl") if e.get("measure") == "boundaries"][
+        -1
+    ]
     prepared = prepare(settle(asking()), toys.blobs())
     config = digest((looked / "config.toml").read_bytes())
     restored = Checkpoints(looked / "checkpoints", config, looked / "memory").latest()
@@ -76,7 +90,11 @@ def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) ->
     said = contract.predictor(prepared.world.model(event["client"]), params)(x).argmax(1).tolist()
     plane = np.array(event["plane"])
     at = [
-        np.clip(np.round((np.array(event[k]) - low) / (high - low) * (STEPS - 1)).astype(int), 0, STEPS - 1)
+        np.clip(
+            np.round((np.array(event[k]) - low) / (high - low) * (STEPS - 1)).astype(int),
+            0,
+            STEPS - 1,
+        )
         for k, (low, high) in (("x", event["x_range"]), ("y", event["y_range"]))
     ]
     agree = plane[at[1], at[0]] == np.array(said)

@@ -1,4 +1,6 @@
-"""What is noted of a CUDA card and how it is shared, with a card that is imitated; on a card: FEDSTILL_TEST_DEVICE."""
+"""What is noted of a CUDA card and how it is shared, with a card that is imitated; on a card:
+FEDSTILL_TEST_DEVICE.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_no_server_chooses_the_device_of_its_sites() -> None:
     assert settle(toys.toy("fedavg", device="cpu", **deployed)).device == "cpu"
 
 
-def test_what_is_kept_in_the_processors_memory_is_not_put_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_in_the_processors_memory_is_not_put_on_a_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked = toys.toy("fedavg", device="auto")
     assert settle(asked, here=False).device == "cuda"

@@ -1,4 +1,6 @@
-"""Checkpoints: whole or not at all, the newest sound one is used, and nothing that counts is ever deleted too early."""
+"""Checkpoints: whole or not at all, the newest sound one is used, and nothing that counts is ever
+deleted too early.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ LABELS = torch.arange(12).reshape(4, 3)
 def state_at(round: int, stage: int = 0) -> State:
     """A state with every kind of group; ``labels`` is the same in all, the rest is this stage's."""
     draw = torch.Generator().manual_seed(100 * round + stage)
-    params = {"z.weight": torch.randn(3, 2, generator=draw), "a.bias": torch.zeros(3), "n": torch.tensor(round)}
+    params = {
+        "z.weight": torch.randn(3, 2, generator=draw),
+        "a.bias": torch.zeros(3),
+        "n": torch.tensor(round),
+    }
     extra = Payload(
         labels=LABELS,
         importance={"z": torch.randn(2, generator=draw)},
@@ -33,7 +39,13 @@ def state_at(round: int, stage: int = 0) -> State:
         gini=0.1 * round,
         said="x" * round,
     )
-    return State(params, extra, round, stage, ModelSpec("mlp", (1, 4, 4), 5, (("deep", True), ("hidden", (8, 4)))))
+    return State(
+        params,
+        extra,
+        round,
+        stage,
+        ModelSpec("mlp", (1, 4, 4), 5, (("deep", True), ("hidden", (8, 4)))),
+    )
 
 
 def mark(round: int) -> tuple[int, str]:
@@ -41,7 +53,9 @@ def mark(round: int) -> tuple[int, str]:
 
 
 def save(checkpoints: Checkpoints, round: int, stage: int = 0) -> list[str]:
-    return checkpoints.save(state_at(round, stage), {2: (f"m{round}", digest(b"m")), 11: ("m0", "0")}, mark(round))
+    return checkpoints.save(
+        state_at(round, stage), {2: (f"m{round}", digest(b"m")), 11: ("m0", "0")}, mark(round)
+    )
 
 
 def assert_is(restored: Restored | None, round: int, stage: int = 0) -> None:
@@ -78,10 +92,16 @@ def test_a_state_without_extras_model_or_parameters_is_restored(checkpoints: Che
     checkpoints.save(State({}), {}, journals.START)
     restored = checkpoints.latest()
     assert restored is not None
-    assert (dict(restored.state.params), dict(restored.state.extra), restored.state.model) == ({}, {}, None)
+    assert (dict(restored.state.params), dict(restored.state.extra), restored.state.model) == (
+        {},
+        {},
+        None,
+    )
 
 
-def test_extras_whose_names_look_like_the_checkpoints_own_stay_apart(checkpoints: Checkpoints) -> None:
+def test_extras_whose_names_look_like_the_checkpoints_own_stay_apart(
+    checkpoints: Checkpoints,
+) -> None:
     extra = Payload({"params": 1, "extra x": 2, "x": 3, "model.0": {"w": torch.ones(1)}})
     checkpoints.save(State({"w": torch.zeros(1)}, extra), {}, journals.START)
     restored = checkpoints.latest()
@@ -97,7 +117,9 @@ def test_what_has_not_changed_is_not_written_again(checkpoints: Checkpoints) -> 
     after = {p.name: p.stat().st_mtime_ns for p in checkpoints.objects.iterdir()}
     same = {n for n in before if after.get(n) == before[n]}
     assert digest(encode(Payload(labels=LABELS))) + ".safetensors" in same
-    assert len(after) == len(before) + 4, "params, importance, gini and said changed; labels and answered did not"
+    assert len(after) == len(before) + 4, (
+        "params, importance, gini and said changed; labels and answered did not"
+    )
 
 
 def test_the_last_three_are_kept_and_the_rest_is_gone(checkpoints: Checkpoints) -> None:
@@ -108,7 +130,9 @@ def test_the_last_three_are_kept_and_the_rest_is_gone(checkpoints: Checkpoints) 
     assert len(manifests) == CHECKPOINTS_KEPT
     needed = set()
     for name in manifests:
-        needed.update(json.loads((checkpoints.folder / name).read_text())["manifest"]["groups"].values())
+        needed.update(
+            json.loads((checkpoints.folder / name).read_text())["manifest"]["groups"].values()
+        )
     assert {p.stem for p in checkpoints.objects.iterdir()} == needed
     assert named == ["m0", "m5", "m6", "m7"]
 
@@ -125,7 +149,9 @@ def test_memory_files_that_no_kept_checkpoint_names_are_pruned(tmp_path: Path) -
         memory.commit(Stage(round, 0, "train", (3, 4)), [3, 4] if round == 1 else [3])
         memory.prune(checkpoints.save(State({}, round=round), dict(memory.index), journals.START))
     names = {p.name for p in (tmp_path / "memory").iterdir()}
-    assert names == {f"client{c}-round{r}-stage0.safetensors" for c, r in [(4, 1), (3, 5), (3, 6), (3, 7)]}
+    assert names == {
+        f"client{c}-round{r}-stage0.safetensors" for c, r in [(4, 1), (3, 5), (3, 6), (3, 7)]
+    }
     restored = checkpoints.latest()
     assert restored is not None
     assert Memory(tmp_path / "memory", restored.memory).load(3).number("n") == 7
@@ -169,7 +195,9 @@ DAMAGES: dict[str, Damage] = {
     "object truncated": lambda c: own_object(c).write_bytes(own_object(c).read_bytes()[:-1]),
     "object empty": lambda c: own_object(c).write_bytes(b""),
     "object gone": lambda c: own_object(c).unlink(),
-    "object another's": lambda c: own_object(c).write_bytes(encode(Payload(params={"w": torch.zeros(1)}))),
+    "object another's": lambda c: own_object(c).write_bytes(
+        encode(Payload(params={"w": torch.zeros(1)}))
+    ),
 }
 
 
@@ -188,15 +216,21 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
     assert_is(Checkpoints(checkpoints.folder, CONFIG).latest(), 3)
 
 
-def test_manifests_that_were_exchanged_are_not_taken_for_each_other(checkpoints: Checkpoints) -> None:
+def test_manifests_that_were_exchanged_are_not_taken_for_each_other(
+    checkpoints: Checkpoints,
+) -> None:
     for round in (1, 2, 3):
         save(checkpoints, round)
     exchange(newest(checkpoints), older(checkpoints))
     assert_is(checkpoints.latest(), 1)
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff", b"zzz", b"0000000", b"0000009-0000000.json", b"../../x"])
-def test_a_damaged_latest_falls_back_to_the_newest_manifest(text: bytes, checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b"zzz", b"0000000", b"0000009-0000000.json", b"../../x"]
+)
+def test_a_damaged_latest_falls_back_to_the_newest_manifest(
+    text: bytes, checkpoints: Checkpoints
+) -> None:
     for round in (1, 2, 3):
         save(checkpoints, round)
     (checkpoints.folder / "LATEST").write_bytes(text)
@@ -225,7 +259,9 @@ def test_another_configurations_checkpoint_is_refused(checkpoints: Checkpoints) 
         Checkpoints(checkpoints.folder, digest(b"other")).latest()
 
 
-@pytest.mark.parametrize("harm", [flip, Path.unlink, lambda p: p.write_bytes(b"")], ids=["flip", "unlink", "empty"])
+@pytest.mark.parametrize(
+    "harm", [flip, Path.unlink, lambda p: p.write_bytes(b"")], ids=["flip", "unlink", "empty"]
+)
 def test_a_checkpoint_whose_memory_files_are_damaged_is_not_used(
     harm: Callable[[Path], object], tmp_path: Path
 ) -> None:

@@ -28,7 +28,9 @@ class InRoundThree(Parallel):
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         stages = super().__call__(round, world)
-        return [Stage(3, 0, "train", tuple(map(int, self.who.split("+"))))] if round == 3 else stages
+        return (
+            [Stage(3, 0, "train", tuple(map(int, self.who.split("+"))))] if round == 3 else stages
+        )
 
 
 def quiet(round: int, last: int) -> None:
@@ -36,7 +38,12 @@ def quiet(round: int, last: int) -> None:
 
 
 def made(folder: Path, method: str = "fedavg", **topology: object) -> Path:
-    asked = toys.toy(method, rounds=3, topology={"clients": 6, "sampled": 2, **topology}, keep_checkpoints_every=2)
+    asked = toys.toy(
+        method,
+        rounds=3,
+        topology={"clients": 6, "sampled": 2, **topology},
+        keep_checkpoints_every=2,
+    )
     fedstill.run(asked, folder, data=toys.blobs())
     return folder
 
@@ -73,7 +80,9 @@ def test_where_nobody_else_can_be_drawn_it_is_said(tmp_path: Path) -> None:
 
 
 def test_the_sentence_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = toys.toy("fedavg", rounds=3, topology={"clients": 6, "sampled": 2}, data="digits", model="logistic")
+    asked = toys.toy(
+        "fedavg", rounds=3, topology={"clients": 6, "sampled": 2}, data="digits", model="logistic"
+    )
     fedstill.run(asked, tmp_path / "run")
     run = read_run(tmp_path / "run")
     cohorts = round_of_others(taken_up(tmp_path / "run", 2), 2, 2, quiet)
@@ -94,7 +103,9 @@ def test_the_sentence_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "draw 2 of 2" in err
 
 
-def test_over_tasks_a_draws_clients_are_counted_with_what_they_have_in_the_rounds_task(tmp_path: Path) -> None:
+def test_over_tasks_a_draws_clients_are_counted_with_what_they_have_in_the_rounds_task(
+    tmp_path: Path,
+) -> None:
     tasks = {"tasks": 2, "kind": "classes", "order": "given"}
     asked = toys.toy("fedavg", rounds=4, topology={"clients": 6, "sampled": 2}, stream=tasks)
     fedstill.run(asked, tmp_path / "run", data=toys.blobs())
@@ -104,5 +115,8 @@ def test_over_tasks_a_draws_clients_are_counted_with_what_they_have_in_the_round
     assert 0 < len(ours) < 5
     for of in range(5):
         rows = lines_of_draws(Moment(3, of, 0.5, 0.0), cohorts)[1]
-        own = [sum(int(kept.prepared.sites.counts(c)[of]) for c in cohort.clients) for cohort in cohorts]
+        own = [
+            sum(int(kept.prepared.sites.counts(c)[of]) for c in cohort.clients)
+            for cohort in cohorts
+        ]
         assert [int(row[1]) for row in rows] == (own if of in ours else [0, 0, 0])

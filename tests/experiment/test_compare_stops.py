@@ -1,4 +1,6 @@
-"""A comparison that is stopped, or killed, leaves no run training behind it, and goes on where it was."""
+"""A comparison that is stopped, or killed, leaves no run training behind it, and goes on where it
+was.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,19 @@ CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { ep
 def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Path) -> None:
     """The signal goes to the comparing process alone, as from a job scheduler."""
     (tmp_path / "long.toml").write_text(CONFIG)
-    words = ["compare", "long.toml", "--methods", "fedavg", "--seeds", "1,2", "--out", "all", "-q", "--jobs", "2"]
+    words = [
+        "compare",
+        "long.toml",
+        "--methods",
+        "fedavg",
+        "--seeds",
+        "1,2",
+        "--out",
+        "all",
+        "-q",
+        "--jobs",
+        "2",
+    ]
     command = [sys.executable, "-m", "fedstill", *words]
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, env={**os.environ})
     try:
@@ -38,7 +52,9 @@ def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Pat
         process.send_signal(how)
         process.wait(timeout=60)
         _wait(lambda: not _grows(journals))
-        assert not (tmp_path / "all/fedavg/seed1/summary.json").exists(), "it was stopped, not finished"
+        assert not (tmp_path / "all/fedavg/seed1/summary.json").exists(), (
+            "it was stopped, not finished"
+        )
         _wait(lambda: not _alive(process.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -50,11 +66,16 @@ def test_processes_that_start_deaf_take_no_notice_of_ctrl_c_and_no_ctrl_c_is_los
     heard: list[int] = []
     old = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     with deaf():
-        deaf_one = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        deaf_one = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+        )
         signal.raise_signal(signal.SIGINT)
         assert heard == []
-    assert heard == [signal.SIGINT]  # a handler of one's own is not inherited, so the next process hears it, too
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    # a handler of one's own is not inherited, so the next process hears it, too
+    assert heard == [signal.SIGINT]
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     for process in (deaf_one, other):
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
@@ -68,18 +89,38 @@ def test_processes_that_start_deaf_take_no_notice_of_ctrl_c_and_no_ctrl_c_is_los
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["at once", "as the first process starts", "as workers start", "as runs begin"])
+@pytest.mark.parametrize(
+    "when", ["at once", "as the first process starts", "as workers start", "as runs begin"]
+)
 def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path) -> None:
     """The signal goes to all of its processes, as from a terminal."""
     (tmp_path / "long.toml").write_text(CONFIG)
-    words = ["compare", "long.toml", "--methods", "fedavg", "--seeds", "1,2,3", "--out", "all", "-q", "--jobs", "2"]
+    words = [
+        "compare",
+        "long.toml",
+        "--methods",
+        "fedavg",
+        "--seeds",
+        "1,2,3",
+        "--out",
+        "all",
+        "-q",
+        "--jobs",
+        "2",
+    ]
     command = [sys.executable, "-m", "fedstill", *words]
     process = subprocess.Popen(
-        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     moments: dict[str, Callable[[], bool]] = {
         "at once": lambda: (tmp_path / "all").is_dir(),
-        "as the first process starts": lambda: _members(process.pid) > 2,  # beside this one, one that counts resources
+        # beside this one, one that counts resources
+        "as the first process starts": lambda: _members(process.pid) > 2,
         "as workers start": lambda: _members(process.pid) > 3,
         "as runs begin": lambda: (tmp_path / "all/fedavg/seed1").is_dir(),
     }
@@ -89,7 +130,9 @@ def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path)
         _, said = process.communicate(timeout=120)
         assert process.returncode == 1
         assert said.count("\n") == 1, said
-        assert said.startswith(("fedstill: stopped; the same command goes on with 3 of 3", "fedstill: ended at once;"))
+        assert said.startswith(
+            ("fedstill: stopped; the same command goes on with 3 of 3", "fedstill: ended at once;")
+        )
         _wait(lambda: not _alive(process.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -97,18 +140,24 @@ def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_whose_process_is_killed_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_a_run_whose_process_is_killed_is_named_and_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "long.toml").write_text(CONFIG)
     words = ["compare", "long.toml", "--seeds", "1,2,3", "--out", "all", "-q", "--jobs", "1"]
     command = [sys.executable, "-m", "fedstill", *words]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     journal = tmp_path / "all/fedavg/seed1/journal.jsonl"
     _wait(lambda: journal.is_file() and b'"event":"round"' in journal.read_bytes())
     os.kill(json.loads((journal.parent / "holder.json").read_text())["process"], signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     killed, stopped = said.splitlines()
-    assert killed.startswith("fedstill: fedavg, seed 1: its process, or one beside it, was killed, as the system does")
+    assert killed.startswith(
+        "fedstill: fedavg, seed 1: its process, or one beside it, was killed, as the system does"
+    )
     assert stopped == "fedstill: stopped; the same command goes on with 2 of 3 runs"
 
 
@@ -141,15 +190,21 @@ def test_of_two_comparisons_in_one_folder_the_second_says_who_works_there(tmp_pa
     first = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     journal = tmp_path / "all/fedavg/seed1/journal.jsonl"
     _wait(lambda: journal.is_file() and b'"event":"round"' in journal.read_bytes())
-    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    second = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert first.poll() is None, "the first was still at work"
     assert second.returncode == 2
-    assert second.stderr.startswith(f"fedstill: all is being written by another process, {first.pid} on ")
+    assert second.stderr.startswith(
+        f"fedstill: all is being written by another process, {first.pid} on "
+    )
     assert second.stderr.count("\n") == 1
     _, said = first.communicate(timeout=300)
     assert (first.returncode, said) == (0, "")
     assert len(list(tmp_path.glob("all/*/*/summary.json"))) == 4
-    third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    third = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert third.returncode == 0, "a finished comparison may be asked for again"
 
 
@@ -182,7 +237,9 @@ def test_a_comparison_whose_runs_are_all_finished_starts_no_process(
     result = run(one.experiment, one.folder)
     monkeypatch.setattr(compare, "_workers", None)
     seen: list[str] = []
-    (outcome,) = compare.carry_out_runs([one], 1, lambda outcomes: seen.extend(o.state for o in outcomes))
+    (outcome,) = compare.carry_out_runs(
+        [one], 1, lambda outcomes: seen.extend(o.state for o in outcomes)
+    )
     assert (outcome.state, outcome.exit_code, outcome.done) == ("finished", 0, one.settings.rounds)
     assert outcome.accuracy == result.accuracy
     assert seen == ["finished"], "whoever watches is told"

@@ -1,4 +1,6 @@
-"""Configurations: what is written is what is resolved, with its origin, and what is resolved resolves to itself."""
+"""Configurations: what is written is what is resolved, with its origin, and what is resolved
+resolves to itself.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,12 @@ def settled(text: str, folder: Path, *overrides: str) -> Settings:
 
 def test_every_value_of_a_file_is_resolved(tmp_path: Path) -> None:
     settings = settled(FULL, tmp_path)
-    assert (settings.seed, settings.rounds, settings.threads, settings.measure) == (3, 7, (1, 2), ())
+    assert (settings.seed, settings.rounds, settings.threads, settings.measure) == (
+        3,
+        7,
+        (1, 2),
+        (),
+    )
     assert settings.method == FedNTD(beta=0.5)
     assert (settings.clients, settings.named.topology.values["sampled"]) == (12, 4)
     plan = settings.plans["train"]
@@ -65,18 +72,29 @@ def test_every_value_of_a_file_is_resolved(tmp_path: Path) -> None:
 
 def test_nothing_needs_to_be_said(tmp_path: Path) -> None:
     settings = settled("", tmp_path)
-    assert (settings.named.method.name, settings.data.name, settings.clients) == ("fedavg", "digits", 20)
+    assert (settings.named.method.name, settings.data.name, settings.clients) == (
+        "fedavg",
+        "digits",
+        20,
+    )
     assert settings.named.partition.values["alpha"] == 0.1
     assert settings.tree == settle(Experiment()).tree == settle(load(None)).tree
 
 
 def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Path) -> None:
-    settings = settled(FULL, tmp_path, "method.beta=0.25", "plan.train.lr=0.5", "seed=9", "data.name=blobs")
+    settings = settled(
+        FULL, tmp_path, "method.beta=0.25", "plan.train.lr=0.5", "seed=9", "data.name=blobs"
+    )
     assert settings.method == FedNTD(beta=0.25)
     assert (settings.plans["train"].lr, settings.seed, settings.data.name) == (0.5, 9, "blobs")
     origins = {key: origin for key, _, origin in explain.resolved_values(settings)}
     assert origins["method.beta"] == origins["seed"] == origins["plan.train.lr"] == "command line"
-    assert origins["rounds"] == origins["topology.clients"] == origins["plan.train.batch"] == "file config.toml"
+    assert (
+        origins["rounds"]
+        == origins["topology.clients"]
+        == origins["plan.train.batch"]
+        == "file config.toml"
+    )
     assert origins["plan.train.epochs"] == "file config.toml", "it stands in [plan]"
     assert origins["clients.norm_limit"] == origins["plan.train.momentum"] == "default"
 
@@ -88,7 +106,9 @@ def test_an_override_of_the_plan_that_changes_nothing_is_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"plan\.lr .*plan\.train\.lr"):
         settle(load(again, ("plan.lr=0.3",)))
     assert settle(load(again, ("plan.train.lr=0.3",))).plans["train"].lr == 0.3
-    part = Experiment(rounds=1, method="qkt", topology={"kind": "peer_to_peer"}, plan={"transfer": {"lr": 0.2}})
+    part = Experiment(
+        rounds=1, method="qkt", topology={"kind": "peer_to_peer"}, plan={"transfer": {"lr": 0.2}}
+    )
     assert settle(part.with_values({"plan.lr": 0.3}, "command line")).plans["refine"].lr == 0.3
 
 
@@ -109,12 +129,22 @@ def test_a_table_may_be_replaced_by_a_name(name: str, tmp_path: Path) -> None:
     assert settled(f'method = "{name}"', tmp_path).named.method.name == name
     assert settle(Experiment(method=name)).named.method.name == name
     moved = settled(FULL, tmp_path, "topology=sequential", "partition=iid")
-    assert (moved.named.topology.name, moved.named.partition.name, moved.clients) == ("sequential", "iid", 12)
+    assert (moved.named.topology.name, moved.named.partition.name, moved.clients) == (
+        "sequential",
+        "iid",
+        12,
+    )
 
 
 def test_a_name_for_a_table_can_be_overridden_inside(tmp_path: Path) -> None:
-    settings = settled('data = "digits"\nmethod = "fedntd"', tmp_path, "data.public=50", "method.beta=2")
-    assert (settings.data.name, settings.data.public, settings.method) == ("digits", 50, FedNTD(beta=2.0))
+    settings = settled(
+        'data = "digits"\nmethod = "fedntd"', tmp_path, "data.public=50", "method.beta=2"
+    )
+    assert (settings.data.name, settings.data.public, settings.method) == (
+        "digits",
+        50,
+        FedNTD(beta=2.0),
+    )
 
 
 def test_a_method_can_be_given_as_an_object() -> None:
@@ -126,21 +156,29 @@ RELOADED = [
     FULL,
     'method = "fedprox"\n[topology]\nkind = "sequential"',
     '[topology]\nkind = "public_logits"\nsampled = 3',
-    'rounds = 1\n[topology]\nkind = "peer_to_peer"\nstudents = [1, 2]\n[partition]\nkind = "iid"\nseed = 5',
-    'seed = 9223372036854775807\n[data]\nname = "a\\"b\\\\c ü"\n[plan]\nlr = 1e-9\nweight_decay = 0.1\nshuffle = false',
+    'rounds = 1\n[topology]\nkind = "peer_to_peer"\nstudents = [1, 2]\n[partition]\nkind = "iid"\n'
+    "seed = 5",
+    'seed = 9223372036854775807\n[data]\nname = "a\\"b\\\\c ü"\n[plan]\nlr = 1e-9\nweight_decay = '
+    "0.1\nshuffle = false",
     '[data]\nmean = [0.5]\nstd = [1, 0.25, 0.5]\nheld_out = "last"',
 ]
 
 
 @pytest.mark.parametrize("text", RELOADED)
-def test_a_resolved_config_that_is_loaded_again_resolves_to_itself(text: str, tmp_path: Path) -> None:
+def test_a_resolved_config_that_is_loaded_again_resolves_to_itself(
+    text: str, tmp_path: Path
+) -> None:
     first = settled(text, tmp_path)
     (tmp_path / "elsewhere").mkdir()
     again = settled(as_toml(first.tree), tmp_path / "elsewhere")
     assert again.tree == first.tree
     assert as_toml(again.tree) == as_toml(first.tree)
     assert settle(from_tree(first.tree, {}, None)).tree == first.tree
-    assert (again.method, again.plans, again.topology) == (first.method, first.plans, first.topology)
+    assert (again.method, again.plans, again.topology) == (
+        first.method,
+        first.plans,
+        first.topology,
+    )
 
 
 def test_a_folder_of_data_is_relative_to_the_config(tmp_path: Path) -> None:
@@ -149,9 +187,24 @@ def test_a_folder_of_data_is_relative_to_the_config(tmp_path: Path) -> None:
 
 
 def test_an_override_is_toml_or_else_a_string() -> None:
-    given = ("a=1", "b=x y", "c=[1, 2]", "d=true", "e='1'", "f=1\nseed=2", "g=" + "[" * 9999, "h=" + "9" * 9999)
+    given = (
+        "a=1",
+        "b=x y",
+        "c=[1, 2]",
+        "d=true",
+        "e='1'",
+        "f=1\nseed=2",
+        "g=" + "[" * 9999,
+        "h=" + "9" * 9999,
+    )
     values = parse_overrides(given)
-    assert (values["a"], values["b"], values["c"], values["d"], values["e"]) == (1, "x y", [1, 2], True, "1")
+    assert (values["a"], values["b"], values["c"], values["d"], values["e"]) == (
+        1,
+        "x y",
+        [1, 2],
+        True,
+        "1",
+    )
     assert values["f"] == "1\nseed=2", "one override sets one key"
     assert isinstance(values["g"], str)
     assert isinstance(values["h"], str)

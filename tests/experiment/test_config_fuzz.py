@@ -1,4 +1,6 @@
-"""1,500 damaged configs: each is refused by one line that names the key, or it is legal after all; none takes long."""
+"""1,500 damaged configs: each is refused by one line that names the key, or it is legal after all;
+none takes long.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ VALID: dict[str, Any] = {
     "model": {"name": "mlp", "hidden": [16]},
     "partition": {"kind": "dirichlet", "alpha": 0.3, "min_size": 5},
     "topology": {"kind": "parallel", "clients": 12, "sampled": 4},
-    "plan": {"epochs": 2, "lr": 0.05, "optimiser": "adam", "train": {"batch": 25, "shuffle": False}},
+    "plan": {
+        "epochs": 2,
+        "lr": 0.05,
+        "optimiser": "adam",
+        "train": {"batch": 25, "shuffle": False},
+    },
     "clients": {"quorum": 0.75, "norm_limit": 5.0, "models": ["mlp"]},
 }
 STRANGE: list[Any] = [
@@ -36,8 +43,42 @@ STRANGE: list[Any] = [
     *([], [[]], [1], [1, 2, 3], ["x"], [1, "x"], [0.5], [[1], [2]], [{}]),
     *({}, {"x": 1}, {"x": {"y": {}}}),
 ]
-WORDS = ["", "x", "seed", "method", "name", "kind", "lr", "train", "clients", "privacy", "a.b", "a b", "ü", "x" * 500]
-PIECES = ['"', "'", "[", "]", "=", "\n", "#", ".", "-", "9", "e", "nan", "true", "[x]\n", "\0", "ü", ", ", "{}"]
+WORDS = [
+    "",
+    "x",
+    "seed",
+    "method",
+    "name",
+    "kind",
+    "lr",
+    "train",
+    "clients",
+    "privacy",
+    "a.b",
+    "a b",
+    "ü",
+    "x" * 500,
+]
+PIECES = [
+    '"',
+    "'",
+    "[",
+    "]",
+    "=",
+    "\n",
+    "#",
+    ".",
+    "-",
+    "9",
+    "e",
+    "nan",
+    "true",
+    "[x]\n",
+    "\0",
+    "ü",
+    ", ",
+    "{}",
+]
 
 
 def leaves(tree: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -58,7 +99,11 @@ def typo(word: str, draw: random.Random) -> str:
     at = draw.randrange(len(word))
     change = draw.randrange(4)
     letter = draw.choice("aeiouxyz_")
-    cut = {0: word[:at] + word[at + 1 :], 1: word[:at] + letter + word[at:], 2: word[:at] + letter + word[at + 1 :]}
+    cut = {
+        0: word[:at] + word[at + 1 :],
+        1: word[:at] + letter + word[at:],
+        2: word[:at] + letter + word[at + 1 :],
+    }
     return cut.get(change, word[:at] + word[at : at + 2][::-1] + word[at + 2 :])
 
 
@@ -105,7 +150,9 @@ def mutated(text: str, draw: random.Random) -> str:
 
 
 def outcome(text: str, path: Path) -> str:
-    """What settling a file says: "" if it is legal. Anything but a ConfigError of one line fails the test."""
+    """What settling a file says: "" if it is legal. Anything but a ConfigError of one line fails
+    the test.
+    """
     path.write_text(text)
     began = time.perf_counter()
     try:
@@ -140,8 +187,14 @@ def test_damaged_text_is_refused_by_key_or_by_place(tmp_path: Path) -> None:
         message = outcome(broken, tmp_path / "c.toml")
         said += bool(message)
         keys = set(re.findall(r"[\w-]+", broken)) - {""}
-        by_key = any(re.search(rf"\b{re.escape(k)}\b", message.removeprefix(str(tmp_path))) for k in keys)
-        if message and not by_key and not re.search(r"line \d+, column \d+|end of document", message):
+        by_key = any(
+            re.search(rf"\b{re.escape(k)}\b", message.removeprefix(str(tmp_path))) for k in keys
+        )
+        if (
+            message
+            and not by_key
+            and not re.search(r"line \d+, column \d+|end of document", message)
+        ):
             nameless.append(message)
     assert said > 450
     assert len(nameless) <= 0.01 * said, nameless

@@ -35,7 +35,11 @@ AFFINE = (
 
 def events(method: Any, folder: Path, **changes: Any) -> list[dict[str, Any]]:
     suited = toys.suited(method) if isinstance(method, str) and method.islower() else {}
-    fedstill.run(toys.toy(method, **{**suited, "measure": ("contributions",), **changes}), folder, data=toys.blobs())
+    fedstill.run(
+        toys.toy(method, **{**suited, "measure": ("contributions",), **changes}),
+        folder,
+        data=toys.blobs(),
+    )
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     return [e for e in lines if e["event"] == "measure"]
 
@@ -46,7 +50,9 @@ def adds_up(event: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("method", AFFINE)
-def test_a_round_is_divided_by_the_path_where_the_fold_is_a_sum(method: str, tmp_path: Path) -> None:
+def test_a_round_is_divided_by_the_path_where_the_fold_is_a_sum(
+    method: str, tmp_path: Path
+) -> None:
     looks = [e for e in events(method, tmp_path / "run") if e["name"] == "train"]
     for event in looks:
         adds_up(event)
@@ -55,7 +61,9 @@ def test_a_round_is_divided_by_the_path_where_the_fold_is_a_sum(method: str, tmp
         if event["classes"]:
             assert event["rule"] == "path"
             assert max(event["gap"]) < 0.05
-            assert [len(row) for row in event["values"]] == [len(event["clients"])] * len(event["classes"])
+            assert [len(row) for row in event["values"]] == [len(event["clients"])] * len(
+                event["classes"]
+            )
             assert len(event["drawn"]) == 5
     assert any(event["classes"] for event in looks)
 
@@ -72,7 +80,11 @@ def test_a_round_is_divided_by_the_path_where_the_fold_is_a_sum(method: str, tmp
 def test_other_topologies_have_a_part_for_each_link_stage_or_phase(
     method: str, parts: set[str], tmp_path: Path
 ) -> None:
-    topology = {"topology": {"kind": "sequential", "clients": 6, "sampled": 3}} if method == "fedseq" else {}
+    topology = (
+        {"topology": {"kind": "sequential", "clients": 6, "sampled": 3}}
+        if method == "fedseq"
+        else {}
+    )
     looks = events(method, tmp_path / "run", **topology)
     for event in looks:
         adds_up(event)
@@ -86,7 +98,9 @@ def last_round(method: str, folder: Path) -> tuple[Happened, Room]:
     plain = Contributions.look
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Contributions, "look", lambda self, seen, room: kept.append((seen, room)) or plain(self, seen, room)
+            Contributions,
+            "look",
+            lambda self, seen, room: kept.append((seen, room)) or plain(self, seen, room),
         )
         fedstill.run(toys.toy(method, measure=("contributions",)), folder, data=toys.blobs())
     return kept[-1]
@@ -102,7 +116,9 @@ def with_replies(seen: Happened, room: Room, replies: list[Reply]) -> Happened:
     return replace(seen, replies=replies, after=after)
 
 
-def test_a_client_that_changed_nothing_has_contributed_nothing(looked: tuple[Happened, Room]) -> None:
+def test_a_client_that_changed_nothing_has_contributed_nothing(
+    looked: tuple[Happened, Room],
+) -> None:
     seen, room = looked
     first, *rest = seen.replies
     null = replace(first, up=Payload(params=seen.downs[first.client].params))
@@ -112,15 +128,21 @@ def test_a_client_that_changed_nothing_has_contributed_nothing(looked: tuple[Hap
     assert [row[0] for row in told["values"]] == [0.0] * 5
 
 
-def test_equal_replies_have_equal_shares_and_order_does_not_count(looked: tuple[Happened, Room]) -> None:
+def test_equal_replies_have_equal_shares_and_order_does_not_count(
+    looked: tuple[Happened, Room],
+) -> None:
     seen, room = looked
     first, second, *rest = seen.replies
     twin = replace(second, up=first.up, examples=first.examples)
-    told = Contributions(classes=range(5)).look(with_replies(seen, room, [first, twin, *rest]), room)
+    told = Contributions(classes=range(5)).look(
+        with_replies(seen, room, [first, twin, *rest]), room
+    )
     assert told is not None
     for row in told["values"]:
         assert row[0] == pytest.approx(row[1], abs=2e-6)
-    exact = Contributions(exactly=True, classes=range(5)).look(with_replies(seen, room, [first, twin, *rest]), room)
+    exact = Contributions(exactly=True, classes=range(5)).look(
+        with_replies(seen, room, [first, twin, *rest]), room
+    )
     assert exact is not None
     assert (exact["rule"], max(exact["gap"])) == ("exact", 0.0)
     for row, near in zip(exact["values"], told["values"], strict=True):
@@ -138,7 +160,10 @@ def test_with_what_the_server_does_by_itself_contributions_sum_to_the_change(
     data = at_most(room.test, 100, 5)
     worth = []
     for state in (seen.before, seen.after):
-        right = (room.method.predictors(state, room.world)["global"](room.inputs.plain(data.values)) / 0.25).softmax(1)
+        right = (
+            room.method.predictors(state, room.world)["global"](room.inputs.plain(data.values))
+            / 0.25
+        ).softmax(1)
         worth.append([float(right[data.labels == c, c].double().mean()) for c in range(5)])
     for at, c in enumerate(told["classes"]):
         whole = sum(told["values"][at]) + told["nobody"][at]
@@ -147,7 +172,9 @@ def test_with_what_the_server_does_by_itself_contributions_sum_to_the_change(
     assert least or max(map(abs, told["nobody"])) < 1e-4
 
 
-def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(looked: tuple[Happened, Room]) -> None:
+def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(
+    looked: tuple[Happened, Room],
+) -> None:
     seen, room = looked
     idle = StageGame(room.method, seen.before, seen.stage, seen.replies, seen.downs, room.world)
     absent = replace(idle, game="absent")
@@ -159,7 +186,9 @@ def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(looked: tup
     for name, value in trees.floats(seen.before.params).items():
         own = value + sizes[0] / sum(sizes) * (seen.replies[0].up.params[name] - value)
         assert torch.allclose(one[name], own, atol=1e-6)
-        assert torch.allclose(absent.state((0,)).params[name], seen.replies[0].up.params[name], atol=1e-6)
+        assert torch.allclose(
+            absent.state((0,)).params[name], seen.replies[0].up.params[name], atol=1e-6
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +197,9 @@ class MedianOfModels(fedstill.Method):
 
     def fold(self, state: State, replies: Any, stage: Stage, world: World) -> State:
         each = [r.up.params for r in replies]
-        return state.next(params={k: torch.stack([p[k] for p in each]).median(0).values for k in state.params})
+        return state.next(
+            params={k: torch.stack([p[k] for p in each]).median(0).values for k in state.params}
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Contributions where running means and variances move with the weights, and where a fold makes another network."""
+"""Contributions where running means and variances move with the weights, and where a fold makes
+another network.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class SmoothNorm(nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten())
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten()
+        )
         self.head = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,12 +53,19 @@ class Doubled(Inputs):
 
 
 def line() -> ModelLine:
-    """Three players whose changes move every entry, the running mean and variance far enough to count."""
+    """Three players whose changes move every entry, the running mean and variance far enough to
+    count.
+    """
     draw = torch.Generator().manual_seed(0)
-    start = {k: v.double() if v.is_floating_point() else v for k, v in contract.initial(SPEC, 0).items()}
+    start = {
+        k: v.double() if v.is_floating_point() else v for k, v in contract.initial(SPEC, 0).items()
+    }
     moving = {k: v for k, v in start.items() if v.is_floating_point()}
     changes = [
-        {k: (0.05 + 0.2 * ("running" in k)) * torch.rand(v.shape, generator=draw).double() for k, v in moving.items()}
+        {
+            k: (0.05 + 0.2 * ("running" in k)) * torch.rand(v.shape, generator=draw).double()
+            for k, v in moving.items()
+        }
         for _ in range(3)
     ]
     images = torch.randint(256, (30, 1, 4, 4), dtype=torch.uint8, generator=draw)
@@ -68,7 +79,9 @@ def test_slopes_are_those_of_the_value_along_each_players_change_statistics_incl
     assert {"body.1.running_mean", "body.1.running_var"} <= whole.changes[0].keys()
     slopes = whole.slopes(0.4, CLASSES)
     for k, own in enumerate(whole.changes):
-        there = {n: v + 0.4 * whole._whole[n] if n in whole._whole else v for n, v in whole.start.items()}
+        there = {
+            n: v + 0.4 * whole._whole[n] if n in whole._whole else v for n, v in whole.start.items()
+        }
         beside = ModelLine(SPEC, there, [own], whole.judged)
         slope = (beside.values(near, CLASSES) - beside.values(-near, CLASSES)) / (2 * near)
         torch.testing.assert_close(slopes[k], slope, rtol=1e-6, atol=1e-8)
@@ -95,7 +108,9 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flat = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.LayerNorm(4))
+        self.flat = nn.Sequential(
+            nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.LayerNorm(4)
+        )
         self.wide = nn.Sequential(
             nn.BatchNorm2d(4, eps=1e-3),
             nn.BatchNorm2d(4, track_running_stats=False),
@@ -112,7 +127,11 @@ class Several(nn.Module):
 def test_the_formula_is_the_layers_and_only_where_statistics_run() -> None:
     draw = torch.Generator().manual_seed(1)
     m = Several().double().eval()
-    moved = {k: v + torch.rand(v.shape, generator=draw).double() for k, v in m.state_dict().items() if v.dim()}
+    moved = {
+        k: v + torch.rand(v.shape, generator=draw).double()
+        for k, v in m.state_dict().items()
+        if v.dim()
+    }
     m.load_state_dict(moved, strict=False)
     x = torch.randn(5, 4, 3, 3, generator=draw).double()
     with ThroughNorms():
@@ -121,16 +140,25 @@ def test_the_formula_is_the_layers_and_only_where_statistics_run() -> None:
     m.train()
     with ThroughNorms():
         m(x)
-    assert any(not torch.equal(v, moved[k]) for k, v in m.state_dict().items() if "running" in k), "training is torch's"
+    assert any(not torch.equal(v, moved[k]) for k, v in m.state_dict().items() if "running" in k), (
+        "training is torch's"
+    )
 
 
 @pytest.fixture(scope="module")
 def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a network with running statistics, which has measured contributions in its last round."""
+    """A run of a network with running statistics, which has measured contributions in its last
+    round.
+    """
     folder = tmp_path_factory.mktemp("normed")
     data = {"name": "digits", "train_size": 120, "test_size": 60}
     plan = {"epochs": 2, "batch": 20, "lr": 0.1}
-    values: Mapping[str, object] = {"data": data, "plan": plan, "topology": {"clients": 3}, "rounds": 2}
+    values: Mapping[str, object] = {
+        "data": data,
+        "plan": plan,
+        "topology": {"clients": 3},
+        "rounds": 2,
+    }
     what = toys.toy("fedavg", model="toy_batchnorm", measure=("contributions",), **values)
     fedstill.run(what, folder / "run")
     return folder / "run"
@@ -168,7 +196,9 @@ def test_a_fold_that_makes_another_network_is_asked_at_two_ends(tmp_path: Path) 
     changes: Mapping[str, object] = {"rounds": 1, "plan": {"epochs": 1, "batch": 20, "lr": 0.2}}
     what = toys.toy({"name": "analytic", "width": 20}, measure=("contributions",), **changes)
     fedstill.run(what, tmp_path / "run", data=toys.blobs())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
+    ]
     sums = next(e for e in lines if e["event"] == "measure" and e["name"] == "sums")
     assert (sums["rule"], sums["game"]) == ("two ends", "absent")
     change = torch.tensor(sums["after"]) - torch.tensor(sums["before"])

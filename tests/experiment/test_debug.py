@@ -1,4 +1,6 @@
-"""Clients that fail: a simulation stops at the first, by default; and what a run that failed leaves behind."""
+"""Clients that fail: a simulation stops at the first, by default; and what a run that failed leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,27 @@ TO_LEAVE_OUT = 'to leave out clients that fail, set clients.failures = "tolerate
 def test_a_simulation_ends_with_the_clients_own_exception_chained(
     engine: str, who: str, failed: list[int], tolerant: bool, tmp_path: Path
 ) -> None:
-    """By default, and if it is debugged whatever is tolerated; nobody has to look into the journal."""
+    """By default, and if it is debugged whatever is tolerated; nobody has to look into the
+    journal.
+    """
     clients = toys.TOLERANT if tolerant else {}
-    experiment, line = mine(tmp_path, SHAPES, engine=engine, partition={"kind": "iid"}, clients=clients)
-    with pytest.raises(ClientFailed, match=rf"^round 1, stage 'train': {who} failed: RuntimeError: .*") as caught:
+    experiment, line = mine(
+        tmp_path, SHAPES, engine=engine, partition={"kind": "iid"}, clients=clients
+    )
+    with pytest.raises(
+        ClientFailed, match=rf"^round 1, stage 'train': {who} failed: RuntimeError: .*"
+    ) as caught:
         run(experiment, tmp_path / "run", toys.blobs(), debug=tolerant)
     assert str(caught.value).endswith(f"(mine.py, line {line}, in terms); {TO_LEAVE_OUT}")
-    assert caught.value.in_shell.endswith(f"in terms); see the traceback with --debug; {TO_LEAVE_OUT}")
+    assert caught.value.in_shell.endswith(
+        f"in terms); see the traceback with --debug; {TO_LEAVE_OUT}"
+    )
     error = caught.value.__cause__
     assert isinstance(error, RuntimeError)
-    places = [(entry.path.name, entry.lineno + 1) for entry in pytest.ExceptionInfo.from_exception(error).traceback]
+    places = [
+        (entry.path.name, entry.lineno + 1)
+        for entry in pytest.ExceptionInfo.from_exception(error).traceback
+    ]
     assert ("mine.py", line) in places
     assert [e["client"] for e in refusals(tmp_path / "run")] == failed
     with pytest.raises(ClientFailed):
@@ -81,7 +94,9 @@ def test_a_simulation_stops_and_a_federation_tolerates_unless_the_config_says_ot
     assert settings.rules.failures == comes_to
     written = tomllib.loads(settings.toml)["clients"]
     unwritten = bool(flower) and comes_to == "tolerate"
-    assert written.get("failures") == (None if unwritten else comes_to), "what sites have accepted keeps its bytes"
+    assert written.get("failures") == (None if unwritten else comes_to), (
+        "what sites have accepted keeps its bytes"
+    )
     assert settle(from_tree(tomllib.loads(settings.toml), {}, tmp_path)).toml == settings.toml
 
 
@@ -95,22 +110,30 @@ def test_a_failure_in_the_census_stops_the_run_and_is_in_the_journal(
 
     whole = Census.end
     monkeypatch.setattr(Census, "end", end)
-    with pytest.raises(ClientFailed, match="round 0, stage 'census': client 2 failed: OSError: no labels here"):
+    with pytest.raises(
+        ClientFailed, match="round 0, stage 'census': client 2 failed: OSError: no labels here"
+    ):
         run(toys.toy("toy_logits", data={"public": toys.PUBLIC}), tmp_path / "run", toys.blobs())
     assert [(e["round"], e["client"]) for e in refusals(tmp_path / "run")] == [(0, 2)]
 
 
 def test_what_is_not_a_number_is_refused_and_stops_no_simulation(tmp_path: Path) -> None:
     """A refusal is no exception: the others go on, and the end of the run says who was left out."""
-    nan = toys.toy({"name": "toy_failing", "who": 1, "how": "nan"}, topology={"clients": 6, "sampled": 6})
+    nan = toys.toy(
+        {"name": "toy_failing", "who": 1, "how": "nan"}, topology={"clients": 6, "sampled": 6}
+    )
     done = run(nan, tmp_path / "run", toys.blobs())
     assert [e["refused"] for e in done.history] == [0, 1, 1]
 
 
 @needs_flower
-def test_on_flower_the_reason_that_a_site_gives_has_file_and_line_and_its_traceback_stays_there(tmp_path: Path) -> None:
+def test_on_flower_the_reason_that_a_site_gives_has_file_and_line_and_its_traceback_stays_there(
+    tmp_path: Path,
+) -> None:
     experiment, line = mine(tmp_path, SHAPES, engine="flower")
-    with pytest.raises(ClientFailed, match=rf"client 0 failed: .*\(mine\.py, line {line}, in terms\)"):
+    with pytest.raises(
+        ClientFailed, match=rf"client 0 failed: .*\(mine\.py, line {line}, in terms\)"
+    ):
         run(experiment, tmp_path / "run", toys.blobs())
     assert [e["client"] for e in refusals(tmp_path / "run")] == [0]
     with pytest.raises(TooFewReplies, match=rf"\(mine\.py, line {line}, in terms\)"):
@@ -156,7 +179,10 @@ def test_the_command_says_one_line_and_with_debug_the_traceback(
     assert said.count("\n") == 1
     assert f"(mine.py, line {line}, {text}); see the traceback with --debug" in said
     assert (TO_LEAVE_OUT in said) == bool(client)
-    for command in ([*run_it, str(tmp_path / "two"), "--debug"], ["resume", str(tmp_path / "one"), "-q", "--debug"]):
+    for command in (
+        [*run_it, str(tmp_path / "two"), "--debug"],
+        ["resume", str(tmp_path / "one"), "-q", "--debug"],
+    ):
         assert call(command) == 1
         said = capsys.readouterr().err
         assert "Traceback (most recent call last)" in said
@@ -165,10 +191,21 @@ def test_the_command_says_one_line_and_with_debug_the_traceback(
         assert said.splitlines()[-1].startswith("fedstill: round 1, stage 'train': ")
 
 
-def test_a_comparison_shows_the_traceback_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_shows_the_traceback_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, line = mine(tmp_path, SHAPES)
     (tmp_path / "mine.toml").write_text(CONFIG)
-    compare = ["compare", str(tmp_path / "mine.toml"), "--seeds", "1", "--jobs", "1", "--quiet", "--out"]
+    compare = [
+        "compare",
+        str(tmp_path / "mine.toml"),
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+        "--quiet",
+        "--out",
+    ]
     assert call([*compare, str(tmp_path / "one")]) == 1
     assert "Traceback" not in capsys.readouterr().err
     assert call([*compare, str(tmp_path / "two"), "--debug"]) == 1
@@ -181,7 +218,9 @@ def test_a_file_that_was_mended_is_another_run(tmp_path: Path) -> None:
         run(experiment, tmp_path / "run", toys.blobs())
     path = tmp_path / "mine.py"
     path.write_text(path.read_text() + "# mended\n")
-    with pytest.raises(CorruptFile, match=r"mine\.py is not the file that the run was started with"):
+    with pytest.raises(
+        CorruptFile, match=r"mine\.py is not the file that the run was started with"
+    ):
         resume(tmp_path / "run", toys.blobs())
 
 
@@ -196,7 +235,9 @@ class ClosesAfter(Quiet):
             self.gate.unlink()
 
 
-def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
     gate = tmp_path / "gate"
     client = f"""
     def begin(self, down, memory, view, world):
@@ -206,7 +247,9 @@ def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_sa
             raise OSError("the network is gone")
         return Carry(params=down.params)
     """
-    experiment, _ = mine(tmp_path, client, measure=("local",), measure_every=1, clients=toys.TOLERANT)
+    experiment, _ = mine(
+        tmp_path, client, measure=("local",), measure_every=1, clients=toys.TOLERANT
+    )
     gate.touch()
     run(experiment, tmp_path / "whole", toys.blobs())
     with pytest.raises(TooFewReplies, match="round 2"):
@@ -227,7 +270,11 @@ def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_sa
 
 def test_who_diverged_is_in_the_journal(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="round 1"):
-        run(toys.toy(plan={"epochs": 2, "batch": 10, "lr": 1e4}), tmp_path / "run", data=toys.blobs())
+        run(
+            toys.toy(plan={"epochs": 2, "batch": 10, "lr": 1e4}),
+            tmp_path / "run",
+            data=toys.blobs(),
+        )
     gone = refusals(tmp_path / "run")
     assert len(gone) == 4
     assert all("norm" in e["refused"] or "not finite" in e["refused"] for e in gone)

@@ -1,4 +1,6 @@
-"""What a user's method declares of itself: a name that there is not, or another type, is refused in one line."""
+"""What a user's method declares of itself: a name that there is not, or another type, is refused in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,53 @@ from fedstill.experiment.preparing.prepared import prepare
 from newcomer import mine
 
 MISSPELT = {
-    "needs": ("needs = frozenset({'feetures'})", "method mine.py, needs: unknown name 'feetures'; did you mean 'f"),
+    "needs": (
+        "needs = frozenset({'feetures'})",
+        "method mine.py, needs: unknown name 'feetures'; did you mean 'f",
+    ),
     "permits": (
         "permits = frozenset({'linear'})",
         "method mine.py, permits: unknown name 'linear'; did you mean 'line",
     ),
-    "adds": ("adds = ('own_haed',)", "method mine.py, adds: unknown name 'own_haed'; did you mean 'own_head'?"),
+    "adds": (
+        "adds = ('own_haed',)",
+        "method mine.py, adds: unknown name 'own_haed'; did you mean 'own_head'?",
+    ),
     "personal": (
         "personal = frozenset({'trian'})",
         "method mine.py, personal: unknown stage 'trian'; did you mean 't",
     ),
     "labelled": ("labelled = {'tarin'}", "method mine.py, labelled: unknown stage 'tarin'"),
     "reusable": ("reusable = {'x'}", "method mine.py, reusable: unknown stage 'x'; choose one of "),
-    "plans": ("plans = {'trian': 3}", "method mine.py, plans: unknown stage 'trian'; did you mean 'train'?"),
+    "plans": (
+        "plans = {'trian': 3}",
+        "method mine.py, plans: unknown stage 'trian'; did you mean 'train'?",
+    ),
     "no plan": (
         "plans = {'train': None}",
         "method mine.py: plans['train'] = None must be a Plan, such as Plan(epochs=1)",
     ),
     "option": (
         "schedule = {'befor': 'x'}",
-        "method mine.py, schedule of topology parallel: unknown option 'befor'; did you mean 'before'?",
+        "method mine.py, schedule of topology parallel: unknown option 'befor'; did you mean "
+        "'before'?",
     ),
-    "a tuple": ("stages = ('fit', 'train')", "method mine.py: stages = ['fit', 'train'] must be a frozenset of names"),
-    "a text": ("personal = 'train'", "method mine.py: personal = 'train' must be a frozenset of names"),
-    "a text for stages": ("stages = frozenset('train')", "method mine.py: none of its stages has a plan: give it one"),
-    "a set": ("plans = {'train'}", "method mine.py: plans = {'train'} must be a dict of stages to plans, such as"),
+    "a tuple": (
+        "stages = ('fit', 'train')",
+        "method mine.py: stages = ['fit', 'train'] must be a frozenset of names",
+    ),
+    "a text": (
+        "personal = 'train'",
+        "method mine.py: personal = 'train' must be a frozenset of names",
+    ),
+    "a text for stages": (
+        "stages = frozenset('train')",
+        "method mine.py: none of its stages has a plan: give it one",
+    ),
+    "a set": (
+        "plans = {'train'}",
+        "method mine.py: plans = {'train'} must be a dict of stages to plans, such as",
+    ),
 }
 
 
@@ -96,8 +120,13 @@ class Mine(Measure):
         return {}
 """
     (tmp_path / "measure.py").write_text(text)
-    with pytest.raises(ConfigError, match=r"^measure measure.py, needs: unknown name 'chian'; did you mean 'chain'\?$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^measure measure.py, needs: unknown name 'chian'; did you mean 'chain'\?$",
+    ):
         measures([str(tmp_path / "measure.py")])
     (tmp_path / "other.py").write_text(text.replace('frozenset({"chian"})', '"chain"'))
-    with pytest.raises(ConfigError, match=r"^measure other.py: needs = 'chain' must be a frozenset of names$"):
+    with pytest.raises(
+        ConfigError, match=r"^measure other.py: needs = 'chain' must be a frozenset of names$"
+    ):
         measures([str(tmp_path / "other.py")])

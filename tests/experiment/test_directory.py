@@ -1,4 +1,6 @@
-"""What a run's directory may have gone through: what is resumed all the same, and what is refused, by name."""
+"""What a run's directory may have gone through: what is resumed all the same, and what is refused,
+by name.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ def append(text: bytes) -> Callable[[Path], None]:
     return lambda p: p.write_bytes(p.read_bytes() + text)
 
 
-@pytest.mark.parametrize("text", [b'{"event":"round","round":9}\n', b'{"event":"rou', b"\xff\xff\n\n"])
-def test_what_a_journal_holds_beyond_the_checkpoint_is_dropped(text: bytes, whole: Whole, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", [b'{"event":"round","round":9}\n', b'{"event":"rou', b"\xff\xff\n\n"]
+)
+def test_what_a_journal_holds_beyond_the_checkpoint_is_dropped(
+    text: bytes, whole: Whole, tmp_path: Path
+) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     append(text)(folder / "journal.jsonl")
     resume(folder, data=toys.blobs())
@@ -45,12 +51,17 @@ HARM = {
     "shorter": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "shorter than"),
     "empty": (lambda p: p.write_bytes(b""), "shorter than"),
     "gone": (Path.unlink, "shorter than"),
-    "changed": (lambda p: p.write_bytes(p.read_bytes().replace(b'"round":1', b'"round":2', 1)), "changed"),
+    "changed": (
+        lambda p: p.write_bytes(p.read_bytes().replace(b'"round":1', b'"round":2', 1)),
+        "changed",
+    ),
 }
 
 
 @pytest.mark.parametrize("how", HARM)
-def test_a_journal_that_is_not_the_one_that_was_written_is_refused(how: str, whole: Whole, tmp_path: Path) -> None:
+def test_a_journal_that_is_not_the_one_that_was_written_is_refused(
+    how: str, whole: Whole, tmp_path: Path
+) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     kept = (folder / "journal.jsonl").read_bytes()
     harm, words = HARM[how]
@@ -93,7 +104,12 @@ def test_a_damaged_newest_checkpoint_costs_a_stage_and_no_bit(
 
 def test_leftovers_of_a_killed_process_are_swept_away(whole: Whole, tmp_path: Path) -> None:
     folder = stopped(SETTINGS["sequential"], tmp_path / "run")
-    for place in (folder, folder / "checkpoints", folder / "checkpoints" / "objects", folder / "memory"):
+    for place in (
+        folder,
+        folder / "checkpoints",
+        folder / "checkpoints" / "objects",
+        folder / "memory",
+    ):
         (place / ".file.json.4711.part").write_bytes(b"half")
     resume(folder, data=toys.blobs())
     assert_same_bits(bits(folder), whole("sequential"))
@@ -126,14 +142,18 @@ def test_a_changed_config_of_a_finished_run_is_refused_and_what_is_said_instead_
     folder = run(load("my.toml", ("rounds=1", "measure=[]")), "one").directory
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("rounds = 1\n", "rounds = 2\n"))
-    with pytest.raises(CorruptFile, match=r"put it back; with others, more rounds for example, a new run may start"):
+    with pytest.raises(
+        CorruptFile, match=r"put it back; with others, more rounds for example, a new run may start"
+    ):
         resume(folder)
     more = run(load("one/config.toml", ("start_from=one",)), "new")
     assert len(more.history) == 2
     assert f'start_from = "{tmp_path / "one"}"' in (more.directory / "config.toml").read_text()
 
 
-def test_a_changed_config_is_refused_where_no_checkpoint_is_left_and_by_the_report(tmp_path: Path) -> None:
+def test_a_changed_config_is_refused_where_no_checkpoint_is_left_and_by_the_report(
+    tmp_path: Path,
+) -> None:
     folder = run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()).directory
     rmtree(folder / "checkpoints")
     read_run(folder)
@@ -156,10 +176,13 @@ def test_a_misspelt_key_in_the_config_of_a_run_is_told_as_a_change(
     assert "config.toml has changed since the run began" in capsys.readouterr().err
 
 
-def test_a_config_that_is_named_in_the_place_of_its_run_is_said_to_be_a_file(tmp_path: Path) -> None:
+def test_a_config_that_is_named_in_the_place_of_its_run_is_said_to_be_a_file(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "my.toml").write_text(toys.SMALL)
     with pytest.raises(
-        NoRun, match=r"holds no run: it is a file; name a run's directory; `fedstill run .*my\.toml` be"
+        NoRun,
+        match=r"holds no run: it is a file; name a run's directory; `fedstill run .*my\.toml` be",
     ):
         resume(tmp_path / "my.toml")
 
@@ -182,7 +205,10 @@ with FileLock(sys.argv[1]):
 def test_a_directory_that_another_process_writes_is_busy(whole: Whole, tmp_path: Path) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     other = subprocess.Popen(
-        [sys.executable, "-c", LOCKING, str(folder / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", LOCKING, str(folder / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
@@ -208,13 +234,19 @@ def test_who_writes_in_a_folder_is_said_to_who_is_refused(tmp_path: Path) -> Non
     config, out = tmp_path / "short.toml", tmp_path / "all"
     config.write_text("rounds = 1\n")
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLDING, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDING, str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
     before = {p: p.read_bytes() for p in out.rglob("*")}
     runs = variants(load(config), out, ("fedavg", "fedprox"))
-    who = rf"all is being written by another process, {other.pid} on {socket.gethostname()} since 2\d+-\d\d-\d\d "
+    who = (
+        rf"all is being written by another process, {other.pid} on {socket.gethostname()} since "
+        r"2\d+-\d\d-\d\d "
+    )
     with pytest.raises(RunBusy, match=who):
         carry_out(runs, out, 1, quiet=True)
     assert {p: p.read_bytes() for p in out.rglob("*")} == before
@@ -243,7 +275,9 @@ def test_the_folder_of_a_comparison_that_cannot_be_made_is_named(tmp_path: Path)
         pass
 
 
-def test_values_that_make_a_longer_name_than_a_folder_may_have_are_cut_and_told_apart(tmp_path: Path) -> None:
+def test_values_that_make_a_longer_name_than_a_folder_may_have_are_cut_and_told_apart(
+    tmp_path: Path,
+) -> None:
     values = [[0.125 + 1 / n for n in range(1, 20)], [0.125 + 1 / n for n in range(1, 21)]]
     runs = variants(Experiment(), tmp_path, ["fedavg"], [1], {"data.std": values})
     for run_ in runs:
@@ -253,7 +287,9 @@ def test_values_that_make_a_longer_name_than_a_folder_may_have_are_cut_and_told_
     assert len(short) == len(long) < 170
     assert runs[1].label == f"fedavg data.std={values[1]}"
     (whole,) = variants(Experiment(), tmp_path, ["fedavg"], [1], {"data.std": [[0.1] * 40]})
-    assert whole.folder.parent.name == "fedavg_data.std=[" + ",_".join(["0.1"] * 40) + "]", "it fits"
+    assert whole.folder.parent.name == "fedavg_data.std=[" + ",_".join(["0.1"] * 40) + "]", (
+        "it fits"
+    )
 
 
 def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path) -> None:
@@ -297,14 +333,18 @@ class Mine(Method):
 """
 
 
-def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_goes_on(tmp_path: Path) -> None:
+def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_goes_on(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     experiment = Experiment(**{**vars(toys.toy("mine.py")), "base": tmp_path})
     run(experiment, tmp_path / "whole", data=toys.blobs())
     with pytest.raises(Interrupted):
         run(experiment, tmp_path / "run", toys.blobs(), StopAfter(1))
     (tmp_path / "mine.py").write_text(MINE + "# another thought\n")
-    with pytest.raises(CorruptFile, match=r"mine\.py is not the file that the run was started with"):
+    with pytest.raises(
+        CorruptFile, match=r"mine\.py is not the file that the run was started with"
+    ):
         resume(tmp_path / "run", data=toys.blobs())
     (tmp_path / "mine.py").write_text(MINE)
     resume(tmp_path / "run", data=toys.blobs())
@@ -317,11 +357,16 @@ def test_a_resume_with_other_versions_is_said_and_noted(
     folder = stopped(SETTINGS["parallel"], tmp_path / "run", 1)
     here = provenance.software()
     with monkeypatch.context() as later:
-        later.setattr(provenance, "software", lambda device: {**here, "torch": "9.0", "fedstill": "8.0"})
+        later.setattr(
+            provenance, "software", lambda device: {**here, "torch": "9.0", "fedstill": "8.0"}
+        )
         with pytest.raises(Interrupted):
             resume(folder, toys.blobs(), StopAfter(1))
         (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.resume")
-        assert f"was run with fedstill {here['fedstill']}, torch {here['torch']} and goes on with fedstill 8.0" in line
+        assert (
+            f"was run with fedstill {here['fedstill']}, torch {here['torch']} and goes on with "
+            "fedstill 8.0" in line
+        )
         caplog.clear()
         with pytest.raises(Interrupted):
             resume(folder, toys.blobs(), StopAfter(1))

@@ -1,4 +1,6 @@
-"""Writing that ends in the middle: a crash at any write, fsync, rename or delete, and a disk that is full."""
+"""Writing that ends in the middle: a crash at any write, fsync, rename or delete, and a disk that
+is full.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ class Crash(BaseException):
 
 
 @contextmanager
-def failing_at(k: int, error: Callable[[], BaseException], when: str, forever: bool = False) -> Iterator[list[int]]:
-    """Fail at the k-th fsync, rename or delete: before it, after it, or with the file torn in half before its fsync."""
+def failing_at(
+    k: int, error: Callable[[], BaseException], when: str, forever: bool = False
+) -> Iterator[list[int]]:
+    """Fail at the k-th fsync, rename or delete: before it, after it, or with the file torn in half
+    before its fsync.
+    """
     count, counting = [0], Lock()  # fsyncs come from several threads
     real = {name: getattr(os, name) for name in CALLS}
 
@@ -69,7 +75,9 @@ def failing_at(k: int, error: Callable[[], BaseException], when: str, forever: b
 
 def state_at(round: int) -> State:
     draw = torch.Generator().manual_seed(round)
-    return State({"w": torch.randn(4, generator=draw)}, Payload(labels=torch.ones(3), n=round), round)
+    return State(
+        {"w": torch.randn(4, generator=draw)}, Payload(labels=torch.ones(3), n=round), round
+    )
 
 
 def save(folder: Path, round: int) -> None:
@@ -82,19 +90,33 @@ def round_of(folder: Path) -> int:
     if restored is None:
         return 0
     want, got = state_at(restored.state.round), restored.state
-    assert encode(Payload(got.extra, params=got.params)) == encode(Payload(want.extra, params=want.params))
+    assert encode(Payload(got.extra, params=got.params)) == encode(
+        Payload(want.extra, params=want.params)
+    )
     assert restored.journal == (restored.state.round, "")
     return restored.state.round
 
 
-def test_a_loss_of_power_may_take_any_of_the_new_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Checkpoints, "prune", lambda self, state: [])  # it begins where all names are durable
+def test_a_loss_of_power_may_take_any_of_the_new_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # it begins where all names are durable
+    monkeypatch.setattr(Checkpoints, "prune", lambda self, state: [])
     old, new = tmp_path / "old", tmp_path / "new"
     for folder, rounds in ((old, 2), (new, 3)):
         for round in range(1, rounds + 1):
             save(folder, round)
-    there = {p.relative_to(folder): p.read_bytes() for folder in (old, new) for p in folder.rglob("*") if p.is_file()}
-    named = [path for path, data in there.items() if not (old / path).exists() or (old / path).read_bytes() != data]
+    there = {
+        p.relative_to(folder): p.read_bytes()
+        for folder in (old, new)
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
+    named = [
+        path
+        for path, data in there.items()
+        if not (old / path).exists() or (old / path).read_bytes() != data
+    ]
     assert {path.name for path in named} > {"0000003-0000000.json", "LATEST"}
     for count in range(len(named) + 1):
         for lost in combinations(named, count):
@@ -179,12 +201,17 @@ def test_a_full_disk_is_a_reason_to_resume_where_a_run_is_at_work_alone(tmp_path
         (tmp_path / name).touch()
     (tmp_path / "checkpoints").mkdir()
     with (
-        pytest.raises(DiskFull, match=f"free some space, then `fedstill resume {re.escape(str(tmp_path))}`$"),
+        pytest.raises(
+            DiskFull, match=f"free some space, then `fedstill resume {re.escape(str(tmp_path))}`$"
+        ),
         failing_at(0, full, "before"),
     ):
         write_whole(tmp_path / "checkpoints" / "1.json", b"new")
     (tmp_path / "summary.json").touch()
-    with pytest.raises(DiskFull, match=r"then run the same command again$"), failing_at(0, full, "before"):
+    with (
+        pytest.raises(DiskFull, match=r"then run the same command again$"),
+        failing_at(0, full, "before"),
+    ):
         write_whole(tmp_path / "report.html", b"new")
 
 
@@ -214,8 +241,15 @@ def at_most(size: int) -> Iterator[None]:
 
 def test_files_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "second").write_bytes(b"old")
-    files = {tmp_path / "first": b"x" * 50, tmp_path / "second": b"y" * 150, tmp_path / "third": b"z"}
-    with at_most(100), pytest.raises(DiskFull, match=r"no room to write .*second: .*; free some space"):
+    files = {
+        tmp_path / "first": b"x" * 50,
+        tmp_path / "second": b"y" * 150,
+        tmp_path / "third": b"z",
+    }
+    with (
+        at_most(100),
+        pytest.raises(DiskFull, match=r"no room to write .*second: .*; free some space"),
+    ):
         write_together(files.items())
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"second": b"old"}
 
@@ -242,11 +276,14 @@ def test_a_journal_that_finds_no_room_says_so_and_can_go_on_later(tmp_path: Path
 CHAIN = toys.toy("toy_chain", rounds=2, plan={"epochs": 1}, topology={"clients": 3, "sampled": 3})
 
 
-def test_a_run_on_a_full_disk_stops_by_name_and_is_finished_once_there_is_room(tmp_path: Path) -> None:
+def test_a_run_on_a_full_disk_stops_by_name_and_is_finished_once_there_is_room(
+    tmp_path: Path,
+) -> None:
     with failing_at(-1, full, "before") as counted:
         run(CHAIN, tmp_path / "whole", data=toys.blobs())
     whole = bits(tmp_path / "whole")
-    for k in range(4, counted[0] - 1, counted[0] // 9):  # the last deletes holder.json, after the run
+    # the last deletes holder.json, after the run
+    for k in range(4, counted[0] - 1, counted[0] // 9):
         folder = tmp_path / str(k)
         with pytest.raises(DiskFull, match="no room"), failing_at(k, full, "before", forever=True):
             run(CHAIN, folder, data=toys.blobs())
@@ -258,7 +295,11 @@ def test_a_journal_that_fills_the_disk_costs_nothing_that_was_written(tmp_path: 
     run(CHAIN, tmp_path / "whole", data=toys.blobs())
     whole = bits(tmp_path / "whole")
     size = (tmp_path / "whole" / "journal.jsonl").stat().st_size
-    largest = max(p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file() and p.suffix != ".jsonl")
+    largest = max(
+        p.stat().st_size
+        for p in (tmp_path / "whole").rglob("*")
+        if p.is_file() and p.suffix != ".jsonl"
+    )
     shortest = size - size // 20  # the digits of times differ from run to run
     for limit in range(max(largest + 1, size // 2), shortest, size // 6):
         with pytest.raises(DiskFull, match="journal"), at_most(limit):

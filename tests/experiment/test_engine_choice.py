@@ -1,4 +1,6 @@
-"""``engine = "auto"``: arithmetic decides, the run's config.toml names what it came to, and a resume keeps it."""
+"""``engine = "auto"``: arithmetic decides, the run's config.toml names what it came to, and a
+resume keeps it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def test_small_steps_of_many_clients_are_stacked() -> None:
     assert suited_engine([few], "cpu")[0] == "vectorised"
     assert suited_engine([Work(Plan(batch=10), 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
     assert suited_engine([Work(Plan(batch=10), cost.FEWEST - 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
-    assert suited_engine([Work(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu")[0] == "pooled"
+    assert (
+        suited_engine([Work(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu")[0]
+        == "pooled"
+    )
     kind, why = suited_engine([few], "cuda")
     assert kind == "pooled"
     assert "not known when stacking is faster on cuda" in why
@@ -50,13 +55,17 @@ def auto(**changes: object):  # type: ignore[no-untyped-def]
     return toys.toy("fedntd", **{"engine": "auto", **changes})
 
 
-def test_the_choice_stands_in_the_config_and_a_resume_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_stands_in_the_config_and_a_resume_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(auto(), tmp_path / "whole", data=toys.blobs())
     half = stopped(auto(), tmp_path / "half", stages=1)
     assert tomllib.loads((half / "config.toml").read_text())["engine"] == "vectorised"
     monkeypatch.setitem(cost.CROSSOVER, "cpu", 0.0)
     resume(half, data=toys.blobs())
-    assert (half / "model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert (half / "model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
     run(auto(), tmp_path / "other", data=toys.blobs())
     assert tomllib.loads((tmp_path / "other/config.toml").read_text())["engine"] == "pooled"
 

@@ -1,4 +1,6 @@
-"""Runs that are packed into one file are read as if they lay in their folder, and come back as they were."""
+"""Runs that are packed into one file are read as if they lay in their folder, and come back as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,24 @@ def runs(tmp_path: Path) -> Path:
     """Two finished runs below a folder."""
     folder = tmp_path / "results/table"
     for seed in (1, 2):
-        what = Experiment(rounds=1, seed=seed, threads=1, model="logistic", partition="iid", topology={"clients": 2})
+        what = Experiment(
+            rounds=1,
+            seed=seed,
+            threads=1,
+            model="logistic",
+            partition="iid",
+            topology={"clients": 2},
+        )
         run(what, folder / f"fedavg/seed{seed}", toys.blobs())
     return folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.name in evidence.EVIDENCE}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.name in evidence.EVIDENCE
+    }
 
 
 def gone(folder: Path) -> None:
@@ -54,7 +67,9 @@ def test_what_is_packed_comes_back_and_nothing_else(runs: Path) -> None:
     gone(runs)
     assert evidence.unpack(packed) == runs
     assert contents(runs) == before
-    assert sorted(p.name for p in (runs / "fedavg/seed1").iterdir()) == sorted(evidence.EVIDENCE - {"entry.toml"})
+    assert sorted(p.name for p in (runs / "fedavg/seed1").iterdir()) == sorted(
+        evidence.EVIDENCE - {"entry.toml"}
+    )
 
 
 def test_the_same_runs_give_the_same_bytes(runs: Path) -> None:
@@ -82,7 +97,9 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
     gone(runs)
     for named in (packed, runs, runs.parent):
         assert [(r.settings, r.rounds, r.written // 1) for r in find([named])] == read
-        assert [r.named for r in find([named])] == [runs / "fedavg/seed1", runs / "fedavg/seed2"], "not in the cache"
+        assert [r.named for r in find([named])] == [runs / "fedavg/seed1", runs / "fedavg/seed2"], (
+            "not in the cache"
+        )
     assert [r.seed for r in find([runs / "fedavg/seed2"])] == [2], "a folder in a pack"
     assert not runs.exists()
     evidence.unpack(packed)
@@ -117,9 +134,14 @@ def test_runs_that_are_not_finished_are_named_and_do_not_begin_anew_from_a_pack(
     assert f"not finished: {runs / 'fedavg/seed1'}; the pack has no checkpoints" in caplog.text
     gone(runs)
     evidence.unpack(packed)
-    with pytest.raises(CorruptFile, match=r"has come to round 1, and has no checkpoint .* \(a pack keeps none"):
+    with pytest.raises(
+        CorruptFile, match=r"has come to round 1, and has no checkpoint .* \(a pack keeps none"
+    ):
         resume(runs / "fedavg/seed1", toys.blobs())
-    with pytest.raises(CorruptFile, match=r"model.safetensors is damaged: .*; put it back: there are no checkpoints"):
+    with pytest.raises(
+        CorruptFile,
+        match=r"model.safetensors is damaged: .*; put it back: there are no checkpoints",
+    ):
         resume(runs / "fedavg/seed2", toys.blobs())
 
 
@@ -188,7 +210,9 @@ def test_a_half_read_pack_is_seen_by_nobody(runs: Path) -> None:
     assert len(find([runs.parent])) == 2
 
 
-def test_one_that_another_process_has_unpacked_meanwhile_is_taken(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_another_process_has_unpacked_meanwhile_is_taken(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed = evidence.pack(runs)
     kept = shutil.move(runs, runs.with_name("kept"))
 
@@ -215,7 +239,9 @@ def tar(path: Path, *members: tarfile.TarInfo) -> Path:
     return path
 
 
-def member(name: str, size: int = 3, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+def member(
+    name: str, size: int = 3, kind: bytes = tarfile.REGTYPE, link: str = ""
+) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
     entry.size, entry.type, entry.linkname = size, kind, link
     return entry

@@ -1,4 +1,6 @@
-"""A run's model without fedstill: ``torch.export``, ONNX in onnxruntime, a folder whose script needs no fedstill."""
+"""A run's model without fedstill: ``torch.export``, ONNX in onnxruntime, a folder whose script
+needs no fedstill.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,10 @@ except ModuleNotFoundError:
     pass
 else:
     raise SystemExit("fedstill can be imported")
+"""  # noqa: E501
+"""Python in which torch, what torch needs, safetensors and the script itself can be imported, and
+nothing else.
 """
-"""Python in which torch, what torch needs, safetensors and the script itself can be imported, and nothing else."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,9 @@ def voting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_program_of_torch_gives_the_same_logits_for_any_batch(finished: Path, tmp_path: Path) -> None:
+def test_a_program_of_torch_gives_the_same_logits_for_any_batch(
+    finished: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "new" / "model.pt2"
     assert call(["export", str(finished), "--pt2", str(path)]) == 0
     model, program = load_model(finished), torch.export.load(path).module()
@@ -84,7 +90,11 @@ def test_onnx_takes_images_as_they_are_and_says_the_classes(finished: Path, tmp_
     assert call(["export", str(finished), "--onnx", str(path)]) == 0
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (images_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
-    assert (images_in.name, images_in.type, images_in.shape) == ("images", "tensor(uint8)", ["batch", 1, 4, 4])
+    assert (images_in.name, images_in.type, images_in.shape) == (
+        "images",
+        "tensor(uint8)",
+        ["batch", 1, 4, 4],
+    )
     assert (logits_out.name, logits_out.shape) == ("logits", ["batch", toys.CLASSES])
     images, model = toys.blobs().test.values, load_model(finished)
     with torch.no_grad():
@@ -97,7 +107,9 @@ def test_onnx_takes_images_as_they_are_and_says_the_classes(finished: Path, tmp_
 
 
 @needs_onnx
-def test_models_that_vote_are_one_file(voting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_vote_are_one_file(
+    voting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--onnx", str(tmp_path / "m.onnx"), "--pt2", str(tmp_path / "m.pt2"), "--client", "3"]
     assert call(["export", str(voting), *words]) == 0
     said = capsys.readouterr().out
@@ -106,7 +118,10 @@ def test_models_that_vote_are_one_file(voting: Path, tmp_path: Path, capsys: pyt
 
 
 def test_onnx_without_onnxruntime_is_written_and_says_that_it_was_not_compared(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("onnxscript", reason="the extra onnx is not installed")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -146,8 +161,10 @@ except ValueError as error:
     print(error)
 print(json.dumps(model.classes))
 runpy.run_path({str(folder / "model.py")!r}, run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+"""  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     refused, classes, tried = done.stdout.splitlines()
     model = load_model(finished)
@@ -163,7 +180,9 @@ runpy.run_path({str(folder / "model.py")!r}, run_name="__main__")
 def test_what_the_folder_imports_is_torch_and_safetensors(finished: Path, tmp_path: Path) -> None:
     write_folder(load_model(finished), finished, tmp_path / "shared")
     tree = ast.parse((tmp_path / "shared" / "model.py").read_text())
-    imported = {n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names}
+    imported = {
+        n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names
+    }
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     outside = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
     assert outside == {"torch", "safetensors"}
@@ -185,7 +204,8 @@ def test_the_folder_says_what_was_trained_on_what(finished: Path, tmp_path: Path
         "tags: [federated-learning, fedstill, fedntd]",
         "# fedntd on blobs, seed 7",
         "| what | the global model, after round 3 of 3 |",
-        f"accuracy {100 * history['accuracy']:.1f} %, forgetting {100 * history['forgetting']:.1f} %",
+        f"accuracy {100 * history['accuracy']:.1f} %, forgetting {100 * history['forgetting']:.1f} "
+        "%",
         "| data | blobs, 300 training images, split by dirichlet (alpha = 1.0",
         "On the run's test set, 100 images, after round 3: accuracy",
         "| class | accuracy | best earlier round | forgotten |",
@@ -208,7 +228,11 @@ def test_a_clients_own_model_was_measured_once(voting: Path, tmp_path: Path) -> 
 def test_the_card_of_a_clients_own_model_has_what_the_client_measured(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(toys.toy("ft_fedavg", measure_every=1), folder, data=toys.blobs())
-    own = [e for e in read_journal(folder / "journal.jsonl") if e.get("name") == "finetune" and e["client"] == 2]
+    own = [
+        e
+        for e in read_journal(folder / "journal.jsonl")
+        if e.get("name") == "finetune" and e["client"] == 2
+    ]
     write_folder(load_model(folder, client=2), folder, tmp_path / "shared")
     text = (tmp_path / "shared" / "README.md").read_text()
     assert f"accuracy {sum(own[-1]['correct_by_class']):.1f} %" in text, "of 100 test images"
@@ -230,7 +254,9 @@ def test_a_folder_that_holds_something_is_left_alone(
 
 
 def model_of(network: nn.Module) -> TrainedModel:
-    return TrainedModel(network, ["a", "b"], (1, 4, 4), (0.5,), (0.5,), {"method": "mine", "seed": 0})
+    return TrainedModel(
+        network, ["a", "b"], (1, 4, 4), (0.5,), (0.5,), {"method": "mine", "seed": 0}
+    )
 
 
 class Branching(nn.Module):
@@ -245,8 +271,14 @@ def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_function_of_a_method_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(toys.toy("toy_peers", rounds=1, topology={"clients": 6}), tmp_path / "run", data=toys.blobs())
+def test_a_function_of_a_method_cannot_be_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(
+        toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
     assert call(["export", str(tmp_path / "run"), "--pt2", str(tmp_path / "m.pt2")]) == 2
     assert "gives a function, whose weights nobody can see" in capsys.readouterr().err
 

@@ -34,12 +34,18 @@ def of(file: Path, **more: Any) -> dict[str, Any]:
     return {"features_of": {"name": "mlp", "file": str(file), "hidden": [8], **more}}
 
 
-def test_a_head_on_features_is_the_network_with_its_body_frozen(pretrained: Path, tmp_path: Path) -> None:
+def test_a_head_on_features_is_the_network_with_its_body_frozen(
+    pretrained: Path, tmp_path: Path
+) -> None:
     same = {"measure": (), "start_from": str(pretrained)}
-    frozen = fedstill.run(toys.toy(**same, train_only=("head.",)), tmp_path / "frozen", data=toys.blobs())
+    frozen = fedstill.run(
+        toys.toy(**same, train_only=("head.",)), tmp_path / "frozen", data=toys.blobs()
+    )
     head = {"data": of(pretrained), "model": "logistic", "start_from_partial": True}
     kept = fedstill.run(toys.toy(**same, **head), tmp_path / "kept", data=toys.blobs())
-    one, two = (safetensors.torch.load_file(tmp_path / n / "model.safetensors") for n in ("frozen", "kept"))
+    one, two = (
+        safetensors.torch.load_file(tmp_path / n / "model.safetensors") for n in ("frozen", "kept")
+    )
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.allclose(value, two[name], atol=1e-5), name
@@ -81,12 +87,17 @@ def test_the_loaded_model_has_the_backbone_inside(pretrained: Path, tmp_path: Pa
     model = fedstill.load_model(tmp_path / "run")
     assert model.input_shape == tuple(test.values.shape[1:])
     assert model.about["network"].endswith("on the features of mlp")
-    assert (model(test.values).argmax(1) == test.labels).float().mean().item() == pytest.approx(result.accuracy)
+    assert (model(test.values).argmax(1) == test.labels).float().mean().item() == pytest.approx(
+        result.accuracy
+    )
     file.write_bytes((tmp_path / "run" / "model.safetensors").read_bytes())
     with pytest.raises(CorruptFile, match=r"own\.safetensors"):
         fedstill.load_model(tmp_path / "run")
     file.unlink()
-    with pytest.raises(ConfigError, match=r"the run's examples are features of .*own\.safetensors, which is not here"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the run's examples are features of .*own\.safetensors, which is not here",
+    ):
         fedstill.load_model(tmp_path / "run")
 
 
@@ -101,7 +112,9 @@ def test_another_file_stops_a_resume(pretrained: Path, tmp_path: Path) -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        fedstill.run(toys.toy(data=of(file), measure=()), tmp_path / "a", data=toys.blobs(), on_round=stop)
+        fedstill.run(
+            toys.toy(data=of(file), measure=()), tmp_path / "a", data=toys.blobs(), on_round=stop
+        )
     other = {k: v + 1 for k, v in safetensors.torch.load_file(file).items()}
     safetensors.torch.save_file(other, file)
     with pytest.raises(CorruptFile, match=r"own\.safetensors"):
@@ -114,16 +127,27 @@ def test_another_file_stops_a_resume(pretrained: Path, tmp_path: Path) -> None:
         ({"features_of": {"file": "x"}}, "data.features_of needs name"),
         ({"features_of": {"name": "mlp"}}, "data.features_of needs file"),
         ({"features_of": {"name": "mlp", "file": "absent"}}, "there is no model"),
-        ({"features_of": {"name": "mlp", "file": "FILE", "hidden": [9]}}, "has no 'body.1.weight' that fits mlp"),
-        ({"features_of": {"name": "mlp", "file": "FILE", "depth": 9}}, "unknown key 'features_of.depth'"),
-        ({"features_of": {"name": "mlp", "file": "FILE", "hidden": [8]}, "augment": ("flip",)}, "would vary examples"),
+        (
+            {"features_of": {"name": "mlp", "file": "FILE", "hidden": [9]}},
+            "has no 'body.1.weight' that fits mlp",
+        ),
+        (
+            {"features_of": {"name": "mlp", "file": "FILE", "depth": 9}},
+            "unknown key 'features_of.depth'",
+        ),
+        (
+            {"features_of": {"name": "mlp", "file": "FILE", "hidden": [8]}, "augment": ("flip",)},
+            "would vary examples",
+        ),
         (
             {"features_of": {"name": "mlp", "file": "FILE", "hidden": [8]}, "public_from": "mnist"},
             "leave data.public_from",
         ),
     ],
 )
-def test_what_has_no_features_is_refused_in_one_line(said: dict[str, Any], line: str, pretrained: Path) -> None:
+def test_what_has_no_features_is_refused_in_one_line(
+    said: dict[str, Any], line: str, pretrained: Path
+) -> None:
     if said["features_of"].get("file") == "FILE":
         said = {**said, "features_of": {**said["features_of"], "file": str(pretrained)}}
     with pytest.raises(ConfigError, match=line):

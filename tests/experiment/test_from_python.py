@@ -1,4 +1,6 @@
-"""What is handed over from Python: classes, instances, networks and functions; how such a run is resumed; on_round."""
+"""What is handed over from Python: classes, instances, networks and functions; how such a run is
+resumed; on_round.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class PartOfTheWay(Method):
 
     def fold(self, state: State, replies: list[Reply], stage: Stage, world: World) -> State:  # type: ignore[override]
         mean = weighted_mean(replies)
-        return state.next(params={k: v + self.share * (mean[k] - v) for k, v in state.params.items()})
+        return state.next(
+            params={k: v + self.share * (mean[k] - v) for k, v in state.params.items()}
+        )
 
 
 class Wide(nn.Module):
@@ -73,7 +77,10 @@ def test_what_can_be_imported_is_named_by_its_import_path() -> None:
     assert settings.tree["partition"] == {"kind": f"{__name__}:stripes", "width": 1}
     assert settle(toys.toy(PartOfTheWay)).method == PartOfTheWay()
     assert settle(toys.toy(model={"name": Wide, "wide": 5})).named.model.values == {"wide": 5}
-    assert settle(toys.toy(registry.lookup("method", "fedprox").build(mu=0.5))).tree["method"]["name"] == "fedprox"
+    assert (
+        settle(toys.toy(registry.lookup("method", "fedprox").build(mu=0.5))).tree["method"]["name"]
+        == "fedprox"
+    )
 
 
 def test_a_class_of_a_users_file_is_named_by_the_file(tmp_path: Path) -> None:
@@ -83,7 +90,9 @@ def test_a_class_of_a_users_file_is_named_by_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "pooled", "flower"])
-def test_what_cannot_be_imported_runs_and_resumes_to_the_same_bits(engine: str, tmp_path: Path) -> None:
+def test_what_cannot_be_imported_runs_and_resumes_to_the_same_bits(
+    engine: str, tmp_path: Path
+) -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))
     split = functools.partial(stripes, width=2)
     what = toys.toy(local_method()(share=0.5), model=network, partition=split, engine=engine)
@@ -164,11 +173,15 @@ def test_another_process_says_what_it_needs_and_goes_on_with_it(tmp_path: Path) 
         ("print(resume('run', toys.blobs(), method=Mine).accuracy)", 0.5),
     ]
     for number, (call, beta) in enumerate(calls):
-        (tmp_path / f"script{number}.py").write_text(SCRIPT.format(call=call, body=f"beta: float = {beta}"))
+        (tmp_path / f"script{number}.py").write_text(
+            SCRIPT.format(call=call, body=f"beta: float = {beta}")
+        )
     command = [sys.executable, "-c", FORKING, str(Path(__file__).parents[1]), str(len(calls))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    begun, without, other, with_it = ((tmp_path / f"said{number}").read_text() for number in range(len(calls)))
+    begun, without, other, with_it = (
+        (tmp_path / f"said{number}").read_text() for number in range(len(calls))
+    )
     assert begun.startswith("Interrupted")
     assert "was handed over in Python" in without
     assert "fedstill.resume(DIRECTORY, method=Mine)" in without
@@ -192,13 +205,17 @@ def test_what_is_no_such_thing_is_refused(changes: dict[str, Any], words: str) -
 
 def test_a_federation_cannot_have_what_is_in_this_process_only() -> None:
     far = {"engine": "flower", "flower": {"federation": "somewhere"}}
-    with pytest.raises(ConfigError, match=r"'python:Local.*' exists in this process only; put it in a file"):
+    with pytest.raises(
+        ConfigError, match=r"'python:Local.*' exists in this process only; put it in a file"
+    ):
         settle(toys.toy(local_method(), **far))
 
 
 def test_resume_takes_only_what_was_handed_over(tmp_path: Path) -> None:
     folder = stopped(toys.toy(PartOfTheWay), tmp_path / "run", 1)
-    with pytest.raises(ConfigError, match=r"finds its method .*PartOfTheWay' itself; leave method out"):
+    with pytest.raises(
+        ConfigError, match=r"finds its method .*PartOfTheWay' itself; leave method out"
+    ):
         resume(folder, toys.blobs(), method=PartOfTheWay)
     with pytest.raises(ConfigError, match="takes no seed: what a run is stands in"):
         resume(folder, toys.blobs(), seed=3)

@@ -21,7 +21,9 @@ def measured(folder: Path) -> Any:
     """The events of two measures of a toy run."""
     experiment = toys.toy(measure=("divergence", "diversity"), model="toy_batchnorm", rounds=2)
     run(experiment, folder, toys.blobs())
-    return without_times([e for e in read_journal(folder / "journal.jsonl") if e["event"] == "measure"])
+    return without_times(
+        [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "measure"]
+    )
 
 
 def test_measures_do_not_depend_on_the_order_of_sets(tmp_path: Path) -> None:
@@ -30,8 +32,13 @@ def test_measures_do_not_depend_on_the_order_of_sets(tmp_path: Path) -> None:
         "PYTHONHASHSEED": OTHER,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
     }
-    program = "import json, sys, pathlib, test_hash_seed as t; print(json.dumps(t.measured(pathlib.Path(sys.argv[1]))))"
+    program = (
+        "import json, sys, pathlib, test_hash_seed as t; "
+        "print(json.dumps(t.measured(pathlib.Path(sys.argv[1]))))"
+    )
     command = [sys.executable, "-c", program, str(tmp_path / "there")]
-    there = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+    there = json.loads(
+        subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    )
     assert there == measured(tmp_path / "here")
     assert "diversity" in {event["measure"] for event in there}

@@ -1,4 +1,5 @@
-"""kill -9 at any moment, then resume: the same bits as the run that nobody killed. Marked slow; a second each.
+"""kill -9 at any moment, then resume: the same bits as the run that nobody killed. Marked slow; a
+second each.
 
 ``FEDSTILL_KILLS`` sets how many kills there are, over all topologies; a dozen if it is unset.
 """
@@ -55,14 +56,20 @@ def reference(
 
 
 def fault(kind: str, counts: dict[str, int], draw: random.Random) -> tuple[str, int, str]:
-    """A point of a run: which call, before or after it. The last two files are the model and the summary."""
+    """A point of a run: which call, before or after it. The last two files are the model and the
+    summary.
+    """
     match kind:
         case "checkpoint torn":
             return "fsync", draw.randrange(2, counts["fsync"] - 4), "torn"
         case "checkpoint fsync":
             return "fsync", draw.randrange(2, counts["fsync"] - 4), draw.choice(["before", "after"])
         case "checkpoint rename":
-            return "replace", draw.randrange(1, counts["replace"] - 2), draw.choice(["before", "after"])
+            return (
+                "replace",
+                draw.randrange(1, counts["replace"] - 2),
+                draw.choice(["before", "after"]),
+            )
         case "pruning" if counts["unlink"]:
             return "unlink", draw.randrange(counts["unlink"]), draw.choice(["before", "after"])
         case "final":
@@ -74,8 +81,12 @@ def fault(kind: str, counts: dict[str, int], draw: random.Random) -> tuple[str, 
     return "stage", draw.randrange(counts["stage"]), "before"
 
 
-def killed(helper: Helper, setting: str, folder: Path, kind: str, whole: Reference, draw: random.Random) -> str:
-    """Kill a run that was begun or not, and say where; a moment that came too late is drawn again."""
+def killed(
+    helper: Helper, setting: str, folder: Path, kind: str, whole: Reference, draw: random.Random
+) -> str:
+    """Kill a run that was begun or not, and say where; a moment that came too late is drawn
+    again.
+    """
     if kind in ("moment", "twice"):
         for _ in range(20):
             after = draw.uniform(0, whole.seconds)
@@ -90,7 +101,10 @@ def killed(helper: Helper, setting: str, folder: Path, kind: str, whole: Referen
 
 
 def test_a_killed_run_that_is_resumed_is_bit_for_bit_the_run_that_nobody_killed(
-    reference: tuple[str, Reference], helper: Helper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reference: tuple[str, Reference],
+    helper: Helper,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     setting, whole = reference
     place = list(SETTINGS).index(setting)
@@ -115,12 +129,18 @@ def test_a_killed_run_that_is_resumed_is_bit_for_bit_the_run_that_nobody_killed(
 
 
 def test_a_run_that_is_killed_again_and_again_gets_to_its_end(
-    reference: tuple[str, Reference], helper: Helper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reference: tuple[str, Reference],
+    helper: Helper,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Killed after its fourteenth rename, or a third of all, time and again: each life gets a little further."""
+    """Killed after its fourteenth rename, or a third of all, time and again: each life gets a
+    little further.
+    """
     setting, whole = reference
     folder, lives = tmp_path / "run", 0
-    last = max(13, whole.counts["replace"] // 3)  # a stage of clients that remember has more than thirteen
+    # a stage of clients that remember has more than thirteen
+    last = max(13, whole.counts["replace"] // 3)
     while helper.go(setting, folder, fault=("replace", last, "after"))["status"] != 0:
         lives += 1
         assert lives < 50

@@ -1,4 +1,6 @@
-"""The measure ``leakage``: whom it tries, what it takes for seen, and that it sees what is there to be seen."""
+"""The measure ``leakage``: whom it tries, what it takes for seen, and that it sees what is there to
+be seen.
+"""
 
 from __future__ import annotations
 
@@ -53,22 +55,34 @@ class LeakSpy(Measure):
         return None
 
 
-def looked(folder: Path, method: object = "fedavg", shown: Dataset | None = None, **changes: Any) -> list[Any]:
+def looked(
+    folder: Path, method: object = "fedavg", shown: Dataset | None = None, **changes: Any
+) -> list[Any]:
     """The measure's events, with ``LOOKS`` beside them."""
     LOOKS.clear()
-    result = run(toys.toy(method, measure=("leakage", "toy_leak_spy"), **changes), folder, data=shown or toys.blobs())
+    result = run(
+        toys.toy(method, measure=("leakage", "toy_leak_spy"), **changes),
+        folder,
+        data=shown or toys.blobs(),
+    )
     return result.measures
 
 
 def noise(size: int = 240) -> Dataset:
-    """Images that have nothing to do with their labels: what a model knows of them it has learned by heart."""
+    """Images that have nothing to do with their labels: what a model knows of them it has learned
+    by heart.
+    """
     draw = torch.Generator().manual_seed(1)
 
     def some() -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.randint(0, 256, (size, 1, toys.SIDE, toys.SIDE), generator=draw, dtype=torch.uint8)
+        images = torch.randint(
+            0, 256, (size, 1, toys.SIDE, toys.SIDE), generator=draw, dtype=torch.uint8
+        )
         return images, torch.arange(size) % toys.CLASSES
 
-    return from_tensors("noise", some(), some(), classes=[f"class {c}" for c in range(toys.CLASSES)])
+    return from_tensors(
+        "noise", some(), some(), classes=[f"class {c}" for c in range(toys.CLASSES)]
+    )
 
 
 def own(room: Room, client: int) -> Any:
@@ -76,7 +90,9 @@ def own(room: Room, client: int) -> Any:
     return room.sites.view(client, LOOKS[0][0].stage).data
 
 
-def test_others_are_test_images_of_the_members_classes_and_members_were_trained_on(tmp_path: Path) -> None:
+def test_others_are_test_images_of_the_members_classes_and_members_were_trained_on(
+    tmp_path: Path,
+) -> None:
     looked(tmp_path / "run", rounds=1, partition={"kind": "iid"})
     ((seen, room),) = LOOKS
     tried = leakage._candidates(seen.stage.clients, seen.stage, room)
@@ -105,7 +121,9 @@ def test_no_more_are_tried_than_there_are_test_images_of_the_class(
     tried = leakage._candidates((3,), seen.stage, room)
     assert tried is not None
     counts = torch.bincount(torch.chunk(tried.examples.labels, 2)[0], minlength=toys.CLASSES)
-    assert torch.equal(counts, torch.bincount(own(room, 3).labels, minlength=toys.CLASSES).clamp(max=2))
+    assert torch.equal(
+        counts, torch.bincount(own(room, 3).labels, minlength=toys.CLASSES).clamp(max=2)
+    )
     monkeypatch.setattr(leakage, "MOST", 6)
     few = leakage._candidates((0, 1, 2), seen.stage, room)
     assert few is not None
@@ -120,7 +138,9 @@ def test_examples_that_are_held_out_are_no_members(tmp_path: Path) -> None:
     view = room.sites.view(0, seen.stage)
     assert view.validation is not None
     held = {image.numpy().tobytes() for image in view.validation.values}
-    assert not held & {image.numpy().tobytes() for image in torch.chunk(tried.examples.values, 2)[0]}
+    assert not held & {
+        image.numpy().tobytes() for image in torch.chunk(tried.examples.values, 2)[0]
+    }
 
 
 def attacks_by_hand(phi: Mapping[int, np.ndarray], owners: np.ndarray) -> tuple[Any, Any]:
@@ -178,11 +198,17 @@ def test_of_logits_it_is_what_would_be_sent_before_and_after_privacy(tmp_path: P
 
 
 def test_noise_hides_what_was_learned_by_heart(tmp_path: Path) -> None:
-    """Images of noise: a model can only learn them by heart. What it sends betrays them, and noise hides that."""
+    """Images of noise: a model can only learn them by heart. What it sends betrays them, and noise
+    hides that.
+    """
     quiet = {"privacy": {"clip": 20.0, "noise": 0.0}}
     loud = {"privacy": {"clip": 20.0, "noise": 100.0}}
     clear, hidden = (
-        next(e for e in looked(tmp_path / name, "dsfl", noise(), **BY_HEART, **LOGITS, **privacy) if "seen" in e)
+        next(
+            e
+            for e in looked(tmp_path / name, "dsfl", noise(), **BY_HEART, **LOGITS, **privacy)
+            if "seen" in e
+        )
         for name, privacy in (("clear", quiet), ("hidden", loud))
     )
     assert clear["seen"] == clear["raw"]
@@ -198,7 +224,9 @@ def test_models_betray_what_was_learned_by_heart(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_not_trained_betrays_nothing(tmp_path: Path) -> None:
-    """And labels that are uneven do not look like a leak: the classes of the others are the members'."""
+    """And labels that are uneven do not look like a leak: the classes of the others are the
+    members'.
+    """
     uneven = {"kind": "dirichlet", "alpha": 0.1, "min_size": 4}
     (event,) = looked(tmp_path / "run", rounds=1, partition=uneven, plan={"epochs": 1, "lr": 1e-9})
     low, high = event["seen"]["loss"]["auc_interval"]
@@ -216,11 +244,21 @@ def test_with_two_others_there_is_no_likelihood_ratio(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "words"),
     [
-        ("toy_logits", LOGITS, "method toy_logits does not say what its clients would send of other images' logits"),
-        ("hiper_fedkd", {**LOGITS, "engine": "flower"}, "with engine = 'flower' it does not see models behind logits"),
+        (
+            "toy_logits",
+            LOGITS,
+            "method toy_logits does not say what its clients would send of other images' logits",
+        ),
+        (
+            "hiper_fedkd",
+            {**LOGITS, "engine": "flower"},
+            "with engine = 'flower' it does not see models behind logits",
+        ),
     ],
 )
-def test_it_is_refused_where_it_could_not_see(method: str, changes: dict[str, Any], words: str) -> None:
+def test_it_is_refused_where_it_could_not_see(
+    method: str, changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(IncompatibleMethod, match=f"measure leakage: {words}"):
         prepare(settle(toys.toy(method, measure=("leakage",), **changes)), toys.blobs())
 
@@ -251,13 +289,15 @@ class Silent(Method):
 
 
 @pytest.mark.parametrize(
-    ("sends", "words"), [(Prototypes(), "nor logits but prototypes; choose"), (Silent(), "nor logits; c")]
+    ("sends", "words"),
+    [(Prototypes(), "nor logits but prototypes; choose"), (Silent(), "nor logits; c")],
 )
 def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, words: str) -> None:
     ready = prepare(settle(toys.toy("fedavg")), toys.blobs())
     setting = MeasuredRun(sends, "mine", ready.settings.topology(1, ready.world), ready.world)
     with pytest.raises(
-        IncompatibleMethod, match=f"measure leakage: clients of method mine send neither models {words}"
+        IncompatibleMethod,
+        match=f"measure leakage: clients of method mine send neither models {words}",
     ):
         check_fit(measures(["leakage"]), setting)
 
@@ -269,7 +309,8 @@ def test_a_method_of_ones_own_is_measured_if_it_says_what_is_sent(tmp_path: Path
     tried = leakage._candidates(seen.stage.clients, seen.stage, room)
     assert tried is not None
     phi = {
-        c: confidences(room.passes().logits(OWN[c], tried.examples), tried.examples.labels) for c in seen.stage.clients
+        c: confidences(room.passes().logits(OWN[c], tried.examples), tried.examples.labels)
+        for c in seen.stage.clients
     }
     assert event["seen"]["loss"] == attacks_by_hand(phi, tried.owners)[0]
 

@@ -1,4 +1,6 @@
-"""A left-over example of an epoch joins the batch before it where the network cannot be trained on one alone."""
+"""A left-over example of an epoch joins the batch before it where the network cannot be trained on
+one alone.
+"""
 
 from __future__ import annotations
 
@@ -62,13 +64,19 @@ class NormedImages(nn.Module):
 def sized(sizes: list[int]) -> Any:
     def parts(labels: Any, clients: int) -> list[list[int]]:
         ends = torch.tensor(sizes).cumsum(0).tolist()
-        return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)][:clients]
+        return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)][
+            :clients
+        ]
 
     return parts
 
 
 def experiment(model: Any = Normed, sizes: list[int] = SIZES, **changes: Any) -> Experiment:
-    usual = {"topology": {"clients": 3}, "plan": {"epochs": 2, "batch": 20, "lr": 0.1}, "measure": ()}
+    usual = {
+        "topology": {"clients": 3},
+        "plan": {"epochs": 2, "batch": 20, "lr": 0.1},
+        "measure": (),
+    }
     return toys.toy(**{"model": model, "partition": sized(sizes), "rounds": 2, **usual, **changes})
 
 
@@ -95,7 +103,9 @@ def test_it_joins_in_every_engine_alike(engine: str, tmp_path: Path) -> None:
         assert torch.equal(found[name], value), name
 
 
-def test_it_joins_beside_clients_that_are_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_joins_beside_clients_that_are_stacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stacks = []
 
     def spied(work: Any, carries: Any, views: Any, how: Any) -> Any:
@@ -116,9 +126,17 @@ def test_it_joins_beside_clients_that_are_stacked(tmp_path: Path, monkeypatch: p
 OTHERS: dict[str, tuple[Any, dict[str, Any], list[int]]] = {
     "one image is enough": (NormedImages, {}, [6, 4, 8]),
     "no statistics": ("mlp", {}, [6, 4, 8]),
-    "frozen statistics": (Normed, {"plan": {"epochs": 2, "batch": 20, "norm": "frozen"}}, [6, 4, 8]),
+    "frozen statistics": (
+        Normed,
+        {"plan": {"epochs": 2, "batch": 20, "norm": "frozen"}},
+        [6, 4, 8],
+    ),
     "steps that end before": (Normed, {"plan": {"steps": 2, "batch": 20}}, [2, 2, 2]),
-    "held out examples": (Normed, {"plan": {"epochs": 1, "batch": 20, "validation": 0.1}}, [2, 2, 3]),
+    "held out examples": (
+        Normed,
+        {"plan": {"epochs": 1, "batch": 20, "validation": 0.1}},
+        [2, 2, 3],
+    ),
 }
 
 
@@ -138,7 +156,9 @@ def test_a_single_example_is_an_error_at_the_start() -> None:
     single = experiment(sizes=[40, 1, 40])
     with pytest.raises(ConfigError, match=r"client 1 .*plan\.norm"):
         prepare(settle(single), toys.blobs())
-    prepare(settle(experiment(sizes=[40, 1, 40], plan={"epochs": 1, "norm": "frozen"})), toys.blobs())
+    prepare(
+        settle(experiment(sizes=[40, 1, 40], plan={"epochs": 1, "norm": "frozen"})), toys.blobs()
+    )
     prepare(settle(experiment("mlp", sizes=[40, 1, 40])), toys.blobs())
 
 
@@ -152,9 +172,14 @@ def test_only_clients_that_are_drawn_count() -> None:
     for seed in range(8):
         one_of_three = {"clients": 3, "sampled": 1}
         try:
-            prepare(settle(experiment(sizes=[1, 40, 1], seed=seed, rounds=1, topology=one_of_three)), toys.blobs())
+            prepare(
+                settle(experiment(sizes=[1, 40, 1], seed=seed, rounds=1, topology=one_of_three)),
+                toys.blobs(),
+            )
         except ConfigError as error:
-            found.update(client for client in ("client 0", "client 1", "client 2") if client in str(error))
+            found.update(
+                client for client in ("client 0", "client 1", "client 2") if client in str(error)
+            )
         else:
             found.add("none")
     assert found == {"none", "client 0", "client 2"}
@@ -171,7 +196,12 @@ def test_a_method_that_adds_examples_may_train_on_more_than_one(tmp_path: Path) 
     def begin(self, down, memory, view, world):
         return Carry(params=down.params, more=view.data)
     """
-    single = {"topology": {"clients": 3}, "partition": sized([40, 1, 40]), "model": Normed, "plan": {"epochs": 1}}
+    single = {
+        "topology": {"clients": 3},
+        "partition": sized([40, 1, 40]),
+        "model": Normed,
+        "plan": {"epochs": 1},
+    }
     added = mine(tmp_path, client, **single)[0]
     run(added, tmp_path / "run", toys.blobs())
     client = """

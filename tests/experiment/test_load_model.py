@@ -1,4 +1,6 @@
-"""``load_model``: what a run answers with, as a module that has the accuracy that the run printed."""
+"""``load_model``: what a run answers with, as a module that has the accuracy that the run
+printed.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ from run_bits import stopped
 def batch_stats(input_shape: tuple[int, int, int], classes: int) -> nn.Module:
     """A network whose normalisation has no running statistics: an answer depends on the batch."""
     return nn.Sequential(
-        nn.BatchNorm2d(input_shape[0], track_running_stats=False), nn.Flatten(), nn.Linear(16, classes)
+        nn.BatchNorm2d(input_shape[0], track_running_stats=False),
+        nn.Flatten(),
+        nn.Linear(16, classes),
     )
 
 
 @method("toy_kept")
 @dataclass(frozen=True)
 class Kept(Method):
-    """Each client trains for itself; the server keeps what they send, and its own model as it was."""
+    """Each client trains for itself; the server keeps what they send, and its own model as it
+    was.
+    """
 
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
 
@@ -66,8 +72,13 @@ EXPERIMENTS = {
     "batchnorm": toys.toy("fedavg", model="toy_batchnorm"),
     "batch_stats": toys.toy("fedavg", model="toy_batch_stats"),
     "some_vote": toys.toy({"name": "ensemble", "participants": 2}, **toys.suited("ensemble")),
-    **{name: toys.toy(name, **toys.suited(name), measure_every=1) for name in ("local_only", "qkt", "ft_fedavg")},
-    "fedmd": toys.toy("fedmd", **toys.suited("fedmd"), measure_every=1, clients={"models": FOUR}, plan={"lr": 0.1}),
+    **{
+        name: toys.toy(name, **toys.suited(name), measure_every=1)
+        for name in ("local_only", "qkt", "ft_fedavg")
+    },
+    "fedmd": toys.toy(
+        "fedmd", **toys.suited("fedmd"), measure_every=1, clients={"models": FOUR}, plan={"lr": 0.1}
+    ),
     "a_function": toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
 }
 FOR_ALL = (
@@ -88,7 +99,9 @@ Runs = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The directory of each experiment's run on data in memory, made once; nothing of the data is left in it."""
+    """The directory of each experiment's run on data in memory, made once; nothing of the data is
+    left in it.
+    """
     known: dict[str, Path] = {}
 
     def of(name: str) -> Path:
@@ -114,8 +127,14 @@ def right(model: TrainedModel, data: Dataset) -> torch.Tensor:
 
 
 def measured(folder: Path, client: int) -> list[int]:
-    """How many test images of each class a client's own model predicted right, when it was last measured."""
-    events = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "client" and e["client"] == client]
+    """How many test images of each class a client's own model predicted right, when it was last
+    measured.
+    """
+    events = [
+        e
+        for e in read_journal(folder / "journal.jsonl")
+        if e["event"] == "client" and e["client"] == client
+    ]
     return [e["correct_by_class"] for e in events if "correct_by_class" in e][-1]
 
 
@@ -137,7 +156,11 @@ def test_the_model_has_the_accuracy_that_the_run_printed(name: str, runs: Runs) 
 def test_its_logits_are_those_of_the_evaluation_to_the_bit(name: str, runs: Runs) -> None:
     folder = runs(name)
     ready = prepare(settings_of(folder), toys.blobs())
-    state = Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes())).latest().state  # type: ignore[union-attr]
+    state = (
+        Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes()))
+        .latest()
+        .state
+    )  # type: ignore[union-attr]
     predict = next(iter(ready.settings.method.predictors(state, ready.world).values()))
     model, images = load_model(folder), toys.blobs().test.values
     for raw, inputs in zip(images.split(100), shards(images, ready.sites.inputs), strict=True):
@@ -147,9 +170,19 @@ def test_its_logits_are_those_of_the_evaluation_to_the_bit(name: str, runs: Runs
 
 @pytest.mark.parametrize(
     ("name", "client"),
-    [("local_only", 3), ("qkt", 1), ("ft_fedavg", 0), ("fedmd", 0), ("fedmd", 1), ("fedmd", 2), ("fedmd", 3)],
+    [
+        ("local_only", 3),
+        ("qkt", 1),
+        ("ft_fedavg", 0),
+        ("fedmd", 0),
+        ("fedmd", 1),
+        ("fedmd", 2),
+        ("fedmd", 3),
+    ],
 )
-def test_a_clients_own_model_is_the_one_that_was_measured(name: str, client: int, runs: Runs) -> None:
+def test_a_clients_own_model_is_the_one_that_was_measured(
+    name: str, client: int, runs: Runs
+) -> None:
     folder, data = runs(name), toys.blobs()
     model = load_model(folder, client=client)
     hits = data.test.labels[right(model, data)]
@@ -184,12 +217,18 @@ def test_a_clients_memory_on_flower_is_found_at_its_site_if_that_is_here(tmp_pat
 @pytest.mark.parametrize(
     ("name", "client", "words"),
     [
-        ("local_only", None, "local_only trains a model for each client and none for all; name one from 0 to 5"),
+        (
+            "local_only",
+            None,
+            "local_only trains a model for each client and none for all; name one from 0 to 5",
+        ),
         ("fedntd", 3, "fedntd trains one model for all clients; leave client out"),
         ("local_only", 6, "client = 6 must be from 0 to 5"),
     ],
 )
-def test_a_model_that_there_is_not_is_one_line(name: str, client: int | None, words: str, runs: Runs) -> None:
+def test_a_model_that_there_is_not_is_one_line(
+    name: str, client: int | None, words: str, runs: Runs
+) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         load_model(runs(name), client=client)
     assert "\n" not in str(caught.value)
@@ -197,12 +236,20 @@ def test_a_model_that_there_is_not_is_one_line(name: str, client: int | None, wo
 
 def test_a_servers_model_that_nobody_trained_is_not_given(tmp_path: Path) -> None:
     run(toys.toy("toy_kept", rounds=1), tmp_path / "run", data=toys.blobs())
-    with pytest.raises(ConfigError, match="toy_kept trains a model for each client and none for all"):
+    with pytest.raises(
+        ConfigError, match="toy_kept trains a model for each client and none for all"
+    ):
         load_model(tmp_path / "run")
-    acted = [e["client"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    acted = [
+        e["client"]
+        for e in read_journal(tmp_path / "run" / "journal.jsonl")
+        if e["event"] == "client"
+    ]
     assert load_model(tmp_path / "run", client=acted[0]).about["own_after"] == ["train"]
     other = min({*range(6)} - {*acted})
-    with pytest.raises(ConfigError, match=f"client {other} has no model of its own in .*: it has not trained one"):
+    with pytest.raises(
+        ConfigError, match=f"client {other} has no model of its own in .*: it has not trained one"
+    ):
         load_model(tmp_path / "run", client=other)
 
 
@@ -216,7 +263,11 @@ def test_of_a_stopped_run_it_is_the_model_of_the_last_checkpoint(tmp_path: Path)
     model = load_model(folder)
     assert not model.about["finished"]
     assert (model.about["round"], model.about["stages"]) == (2, 2)
-    state = Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes())).latest().state  # type: ignore[union-attr]
+    state = (
+        Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes()))
+        .latest()
+        .state
+    )  # type: ignore[union-attr]
     assert {k: v.tolist() for k, v in model.network.state_dict().items()} == {
         k: v.tolist() for k, v in state.params.items()
     }
@@ -259,7 +310,9 @@ def test_a_pack_has_no_models(own: Path, tmp_path: Path, monkeypatch: pytest.Mon
     packed = evidence.pack(own)
     shutil.rmtree(own)
     for path in (packed, own):
-        with pytest.raises(ConfigError, match="is packed, and a pack keeps what runs measured, not their models"):
+        with pytest.raises(
+            ConfigError, match="is packed, and a pack keeps what runs measured, not their models"
+        ):
             load_model(path)
 
 
@@ -268,7 +321,9 @@ def test_a_run_of_before_has_its_inputs_from_the_catalogue_or_the_data(
 ) -> None:
     folder = tmp_path / "parallel"
     shutil.copytree(BEFORE / "parallel", folder)
-    with pytest.raises(ConfigError, match=r"begun by an earlier version.*give them: load_model\(run, data=...\)"):
+    with pytest.raises(
+        ConfigError, match=r"begun by an earlier version.*give them: load_model\(run, data=...\)"
+    ):
         load_model(folder)
     assert load_model(folder, data=toys.blobs()).input_shape == (1, 4, 4)
     where = Experiment(
@@ -282,15 +337,24 @@ def test_a_run_of_before_has_its_inputs_from_the_catalogue_or_the_data(
     stored = load_model(tmp_path / "digits")
     lines = (tmp_path / "digits" / "journal.jsonl").read_text().splitlines()
     start = json.loads(lines[0])
-    assert start.pop("inputs") == {"shape": [1, 8, 8], "pixels": "uint8", "mean": [0.5], "std": [0.25]}
-    (tmp_path / "digits" / "journal.jsonl").write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
+    assert start.pop("inputs") == {
+        "shape": [1, 8, 8],
+        "pixels": "uint8",
+        "mean": [0.5],
+        "std": [0.25],
+    }
+    (tmp_path / "digits" / "journal.jsonl").write_text(
+        "\n".join([json.dumps(start), *lines[1:]]) + "\n"
+    )
     older = load_model(tmp_path / "digits")
     images = load_dataset("digits").test.values
     with torch.no_grad():
         assert torch.equal(older(images), stored(images))
 
 
-@pytest.mark.parametrize("stored", [{}, {"shape": [1, 4], "mean": [0], "std": [1], "pixels": "uint8"}, 7])
+@pytest.mark.parametrize(
+    "stored", [{}, {"shape": [1, 4], "mean": [0], "std": [1], "pixels": "uint8"}, 7]
+)
 def test_inputs_that_are_malformed_are_named(own: Path, stored: object) -> None:
     lines = (own / "journal.jsonl").read_text().splitlines()
     start = json.dumps({**json.loads(lines[0]), "inputs": stored})
@@ -299,7 +363,9 @@ def test_inputs_that_are_malformed_are_named(own: Path, stored: object) -> None:
         load_model(own)
 
 
-def test_a_file_of_ones_own_that_changed_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_ones_own_that_changed_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import dataclass\nfrom fedstill.methods.fedavg import FedAvg\n"
@@ -324,7 +390,10 @@ def test_pixels_are_taken_as_uint8_or_divided_by_255_and_as_nothing_else(runs: R
         assert torch.equal(model(images), model(images.float() / 255))
         assert model(images[:0]).shape == (0, toys.CLASSES)
         for wrong, words in [
-            (images[0], r"images must be \(N, 1, 4, 4\), not \(1, 4, 4\); of one image, give image\[None\]"),
+            (
+                images[0],
+                r"images must be \(N, 1, 4, 4\), not \(1, 4, 4\); of one image, give image\[None\]",
+            ),
             (images[:, :, :3], "images must be"),
             (images.long(), "images are torch.int64; give uint8, or floats from 0 to 1"),
             (images.float(), "float images must be from 0 to 1, and these are from 0 to"),

@@ -1,4 +1,6 @@
-"""``load_model`` and ``export`` for tables, vectors, series and texts: raw rows in, the run's own logits out."""
+"""``load_model`` and ``export`` for tables, vectors, series and texts: raw rows in, the run's own
+logits out.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,27 @@ WORDS = ("left", "right", "up", "down")
 
 
 def table(folder: Path) -> dict[str, object]:
-    """A file of a table in which a value is missing, and one column holds names; and the keys that read it."""
+    """A file of a table in which a value is missing, and one column holds names; and the keys that
+    read it.
+    """
     draw = np.random.default_rng(0)
     lines = ["age,pressure,ward,home,label"]
     for i in range(120):
         label = i % 2
-        age, pressure = (mean + spread * (label + draw.normal()) for mean, spread in COLUMNS.values())
-        lines.append(f"{'' if i % 7 == 3 else f'{age:.2f}'},{pressure:.2f},{WORDS[i % 3]},{'ab'[i // 60]},{label}")
+        age, pressure = (
+            mean + spread * (label + draw.normal()) for mean, spread in COLUMNS.values()
+        )
+        lines.append(
+            f"{'' if i % 7 == 3 else f'{age:.2f}'},{pressure:.2f},{WORDS[i % 3]},{'ab'[i // 60]},"
+            f"{label}"
+        )
     (folder / "wards.csv").write_text("\n".join(lines) + "\n")
-    own = {"columns": ("age", "pressure", "ward"), "categorical": ("ward",), "missing": "mean", "missing_marks": True}
+    own = {
+        "columns": ("age", "pressure", "ward"),
+        "categorical": ("ward",),
+        "missing": "mean",
+        "missing_marks": True,
+    }
     return {"name": str(folder / "wards.csv"), **own}
 
 
@@ -57,13 +71,21 @@ def texts(folder: Path) -> dict[str, object]:
 
 
 def experiment(data: object, **fields: object) -> Experiment:
-    own = {"rounds": 2, "topology": {"clients": 3}, "plan": {"epochs": 1, "batch": 10}, "threads": 1, "measure": ()}
+    own = {
+        "rounds": 2,
+        "topology": {"clients": 3},
+        "plan": {"epochs": 1, "batch": 10},
+        "threads": 1,
+        "measure": (),
+    }
     return Experiment(data=data, **{**own, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The directory of a run on each kind, made once; tables and texts from files, the others from tensors."""
+    """The directory of a run on each kind, made once; tables and texts from files, the others from
+    tensors.
+    """
     known: dict[str, Path] = {}
 
     def of(kind: str) -> Path:
@@ -103,7 +125,11 @@ def test_logits_of_raw_examples_are_those_of_the_runs_evaluation(kind: str, runs
     with torch.no_grad():
         logits = torch.cat([model(some) for some in raw.split(100)])
     assert torch.equal(logits, own)
-    called = {"table": ("tabular", "rows of a table"), "series": ("other", "series"), "text": ("text", "texts")}
+    called = {
+        "table": ("tabular", "rows of a table"),
+        "series": ("other", "series"),
+        "text": ("text", "texts"),
+    }
     task, words = called[kind]
     card = model_card(model, None)
     assert f"pipeline_tag: {task}" in card
@@ -115,14 +141,19 @@ def test_logits_of_raw_examples_are_those_of_the_runs_evaluation(kind: str, runs
 
 def test_a_constant_column_is_0_in_the_model_and_stays_constant_in_its_noise() -> None:
     own = About("table")
-    model = TrainedModel(torch.nn.Identity(), ("a", "b"), (2,), (0.0, 5.0), (2.0, NO_SPREAD), {}, "float32", own)
+    model = TrainedModel(
+        torch.nn.Identity(), ("a", "b"), (2,), (0.0, 5.0), (2.0, NO_SPREAD), {}, "float32", own
+    )
     assert model(torch.tensor([[4.0, 905.0]])).tolist() == [[2.0, 0.0]]
     assert model.noise(3)[:, 1].tolist() == [5.0] * 3
 
 
 def rows_of(folder: Path) -> list[dict[str, object]]:
     """Rows as a person has them, in another order of columns."""
-    known = [{"home": "a", "ward": "up", "pressure": 131.5, "age": 41.0}, {"ward": "left", "age": None, "pressure": 99}]
+    known = [
+        {"home": "a", "ward": "up", "pressure": 131.5, "age": 41.0},
+        {"ward": "left", "age": None, "pressure": 99},
+    ]
     return [*known, {"ward": "right", "age": float("nan"), "pressure": 100.25}]
 
 
@@ -131,12 +162,16 @@ def test_rows_of_a_table_are_encoded_as_the_run_encoded_its_own(runs: Runs) -> N
     features = ("age", "pressure", "ward=left", "ward=right", "ward=up", "age is missing")
     assert model.inputs.features == features
     nan = float("nan")
-    wanted = torch.tensor([[41, 131.5, 0, 0, 1, 0], [nan, 99, 1, 0, 0, 1], [nan, 100.25, 0, 1, 0, 1]])
+    wanted = torch.tensor(
+        [[41, 131.5, 0, 0, 1, 0], [nan, 99, 1, 0, 0, 1], [nan, 100.25, 0, 1, 0, 1]]
+    )
     given = model.encode(rows_of(runs("table")))
     torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
     by_column = {"pressure": [131.5], "age": [41], "ward": ["up"], "other": [1]}
     assert torch.equal(model.encode(by_column), wanted[:1])
-    assert torch.equal(model.encode({"pressure": 131.5, "age": 41, "ward": "up"}), wanted[:1]), "a dict is one row"
+    assert torch.equal(model.encode({"pressure": 131.5, "age": 41, "ward": "up"}), wanted[:1]), (
+        "a dict is one row"
+    )
     with torch.no_grad():
         assert model(given).isfinite().all(), "a missing value is the mean"
 
@@ -144,7 +179,9 @@ def test_rows_of_a_table_are_encoded_as_the_run_encoded_its_own(runs: Runs) -> N
 def test_a_data_frame_is_encoded_too(runs: Runs) -> None:
     pandas = pytest.importorskip("pandas", reason="the extra pandas is not installed")
     model, rows = load_model(runs("table")), rows_of(runs("table"))
-    torch.testing.assert_close(model.encode(pandas.DataFrame(rows)), model.encode(rows), equal_nan=True)
+    torch.testing.assert_close(
+        model.encode(pandas.DataFrame(rows)), model.encode(rows), equal_nan=True
+    )
 
 
 def test_texts_are_encoded_as_the_run_encoded_its_own(runs: Runs, tmp_path: Path) -> None:
@@ -162,12 +199,19 @@ def test_texts_are_encoded_as_the_run_encoded_its_own(runs: Runs, tmp_path: Path
         ([{"age": 1}], "row 0 lacks 'pressure'; write None where a value is not known"),
         ([7], "row 0 is an int, not a dict"),
         ({"age": [1]}, "the rows lack column 'pressure'"),
-        ({"age": [1], "pressure": 2, "ward": ["up"]}, "column 'pressure' is an int, not a list of values"),
+        (
+            {"age": [1], "pressure": 2, "ward": ["up"]},
+            "column 'pressure' is an int, not a list of values",
+        ),
         (
             [{"age": 1, "pressure": 2, "ward": "north"}],
-            "has 'north' in column 'ward', and the run knew left, right, up; give one of these, or None",
+            "has 'north' in column 'ward', and the run knew left, right, up; give one of these, or "
+            "None",
         ),
-        ([{"age": "old", "pressure": 2, "ward": "up"}], "column 'age' holds something that is no number"),
+        (
+            [{"age": "old", "pressure": 2, "ward": "up"}],
+            "column 'age' holds something that is no number",
+        ),
         ([{"age": {}, "pressure": 2, "ward": "up"}], "column 'age'"),
     ],
 )
@@ -185,7 +229,9 @@ def test_what_cannot_be_encoded_or_taken_is_one_line(runs: Runs) -> None:
         table_model(torch.zeros(6))
     with pytest.raises(ConfigError, match=r"torch\.int64"):
         table_model(torch.zeros(1, 6, dtype=torch.int64))
-    with pytest.raises(ConfigError, match=r"texts are torch.float32; give token ids.* encode\(texts\)"):
+    with pytest.raises(
+        ConfigError, match=r"texts are torch.float32; give token ids.* encode\(texts\)"
+    ):
         text_model(torch.zeros(1, 5))
     with pytest.raises(ConfigError, match="token ids must be from 0 to 49, 0 for padding"):
         text_model(torch.full((1, 5), 50))
@@ -194,11 +240,18 @@ def test_what_cannot_be_encoded_or_taken_is_one_line(runs: Runs) -> None:
 def test_a_client_that_standardised_its_own_has_its_mean_inside(tmp_path: Path) -> None:
     data = kinds.small_data("table")
     folder = tmp_path / "run"
-    own = {"partition": {"kind": "iid"}, "method": "local_only", "model": kinds.NETWORKS["table"], "rounds": 1}
+    own = {
+        "partition": {"kind": "iid"},
+        "method": "local_only",
+        "model": kinds.NETWORKS["table"],
+        "rounds": 1,
+    }
     run(experiment({"standardise": "own"}, **own), folder, data=data)
     model, ready = load_model(folder, client=1), prepare(settings_of(folder), data)
     part = ready.sites.parts[1]
-    torch.testing.assert_close(model.normalised(data.train.values[part]), ready.sites.train.values[part])
+    torch.testing.assert_close(
+        model.normalised(data.train.values[part]), ready.sites.train.values[part]
+    )
     assert model.about["standardised"] == "own"
 
 
@@ -207,7 +260,10 @@ def test_a_run_is_exported_whatever_its_examples_are(
     kind: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, shared = runs(kind), tmp_path / "shared"
-    assert call(["export", str(folder), "--pt2", str(tmp_path / "m.pt2"), "--folder", str(shared)]) == 0
+    assert (
+        call(["export", str(folder), "--pt2", str(tmp_path / "m.pt2"), "--folder", str(shared)])
+        == 0
+    )
     raw, own = raw_test(folder, kind)
     program = torch.export.load(tmp_path / "m.pt2").module()
     torch.testing.assert_close(program(raw), own, rtol=1e-5, atol=1e-6)
@@ -232,9 +288,10 @@ runpy.run_path({str(shared / "model.py")!r}, run_name="__main__")
     assert inputs["kind"] == kind
     card = (shared / "README.md").read_text()
     assert "images" not in card
-    assert {"table": "numbers as in the run's data; they are standardised inside", "text": "made by words"}.get(
-        kind, "series"
-    ) in card
+    assert {
+        "table": "numbers as in the run's data; they are standardised inside",
+        "text": "made by words",
+    }.get(kind, "series") in card
 
 
 @pytest.mark.parametrize("kind", ["table", "series", "text"])
@@ -253,7 +310,9 @@ def test_onnx_takes_raw_examples(kind: str, runs: Runs, tmp_path: Path) -> None:
 
 
 def test_the_start_event_of_images_is_as_it_was(tmp_path: Path) -> None:
-    own = experiment({"name": "digits", "train_size": 60, "test_size": 20}, model="logistic", rounds=1)
+    own = experiment(
+        {"name": "digits", "train_size": 60, "test_size": 20}, model="logistic", rounds=1
+    )
     run(own, tmp_path / "run")
     start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     assert start["inputs"] == {"shape": [1, 8, 8], "pixels": "uint8", "mean": [0.5], "std": [0.5]}

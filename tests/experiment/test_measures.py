@@ -1,4 +1,6 @@
-"""Every registered measure runs, resumes to the same bits, and says what it cost; what it gives is re-derived here."""
+"""Every registered measure runs, resumes to the same bits, and says what it cost; what it gives is
+re-derived here.
+"""
 
 from __future__ import annotations
 
@@ -63,15 +65,22 @@ class Broken(Measure):
 
 
 def measured(*names: str, **changes: Any) -> Experiment:
-    model = {"model": next((ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)})}
+    model = {
+        "model": next(
+            (ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)}
+        )
+    }
     chain = {"topology": ONE_BY_ONE} if "chain" in names else {}
     more = {"data": {"public": toys.PUBLIC}} if "private_public" in names else {}
-    more |= {"data": {"test_size": 40}} if names == ("tsne",) else {}  # whose time grows with the square
+    # whose time grows with the square
+    more |= {"data": {"test_size": 40}} if names == ("tsne",) else {}
     return toys.toy(**{"measure": list(names), **model, **chain, **more, **changes})
 
 
 @pytest.fixture(scope="module", params=MEASURES)
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def whole(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param) / "run"
     run(measured(request.param), folder, data=toys.blobs())
     return request.param, folder
@@ -124,7 +133,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, 
     """The last stage of a run with all measures that fit one model, and what they gave there."""
     names = [n for n in MEASURES if n not in ("landscape", "chain", "private_public", *ON_CIRCLE)]
     STAGES.clear()
-    found = run(measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs())
+    found = run(
+        measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs()
+    )
     (last,) = [s for s, _ in STAGES if s.ends_run]
     events = [e for e in read_journal(found.directory / "journal.jsonl") if e.get("round") == 3]
     reports = {e["client"]: e for e in events if e["event"] == "client"}
@@ -133,7 +144,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, 
 
 
 def hidden(params: Any, x: Tensor) -> Tensor:
-    return (x.flatten(1).double() @ params["body.1.weight"].double().T + params["body.1.bias"].double()).relu()
+    return (
+        x.flatten(1).double() @ params["body.1.weight"].double().T + params["body.1.bias"].double()
+    ).relu()
 
 
 def logits(params: Any, x: Tensor) -> Tensor:
@@ -173,7 +186,9 @@ def test_alignment_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
     x, y = common_test()
 
     def classes(params: Any, layer: Any) -> np.ndarray:
-        return np.stack([layer(params, x)[y == c].mean(0).numpy() for c in range(toys.CLASSES)]).argmax(0)
+        return np.stack(
+            [layer(params, x)[y == c].mean(0).numpy() for c in range(toys.CLASSES)]
+        ).argmax(0)
 
     for name, layer in (("features", hidden), ("classifier", logits)):
         start = classes(last.before.params, layer)
@@ -184,7 +199,11 @@ def test_alignment_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
         assert got["local_std"] == pytest.approx(np.std(each))
         assert got["global"] == float(np.mean(start == classes(last.after.params, layer)))
     units = found["units"]
-    assert units["models"] == ["received", *(f"client {c}" for c in sorted(last.local_models)), "aggregated"]
+    assert units["models"] == [
+        "received",
+        *(f"client {c}" for c in sorted(last.local_models)),
+        "aggregated",
+    ]
     assert units["classes"][0] == classes(last.before.params, hidden).tolist()
     assert units["classes"][-1] == classes(last.after.params, hidden).tolist()
 
@@ -197,10 +216,14 @@ def test_divergence_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> No
     got = found["divergence"]
     assert got["clients"] == list(last.local_models)
     for i, (client, params) in enumerate(last.local_models.items()):
-        gap = np.concatenate([(params[k].double() - last.before.params[k].double()).numpy().ravel() for k in params])
+        gap = np.concatenate(
+            [(params[k].double() - last.before.params[k].double()).numpy().ravel() for k in params]
+        )
         assert got["l1"][i] == pytest.approx(np.abs(gap).sum())
         assert got["l2"][i] == pytest.approx(np.sqrt((gap**2).sum()))
-        assert got["distance"][i] == pytest.approx(np.abs(accuracy / accuracy.sum() - shares(client)).sum())
+        assert got["distance"][i] == pytest.approx(
+            np.abs(accuracy / accuracy.sum() - shares(client)).sum()
+        )
     assert got["mean_l2"] == pytest.approx(np.mean(got["l2"]))
 
 
@@ -211,14 +234,20 @@ def test_personalised_accuracy_as_a_plain_loop(seen: tuple[Happened, dict[str, A
     for client, params in last.local_models.items():
         own_x, own_y = trained(client)
         report, right = found["reports"][client], logits(params, own_x).argmax(1) == own_y
-        assert report["trained_right"] == [int(right[own_y == c].sum()) for c in range(toys.CLASSES)]
+        assert report["trained_right"] == [
+            int(right[own_y == c].sum()) for c in range(toys.CLASSES)
+        ]
         assert report["trained_counts"] == [int((own_y == c).sum()) for c in range(toys.CLASSES)]
         local_train.append(float(right.double().mean()))
         tested = (logits(params, x).argmax(1) == y).double()
-        personalised.append(np.array([tested[y == c].mean() for c in range(toys.CLASSES)]) @ shares(client))
+        personalised.append(
+            np.array([tested[y == c].mean() for c in range(toys.CLASSES)]) @ shares(client)
+        )
     sizes, got = [len(trained(c)[1]) for c in last.local_models], found["round"]
     assert got["local_train_accuracy"] == pytest.approx(np.mean(local_train))
-    assert got["local_train_accuracy_weighted"] == pytest.approx(np.average(local_train, weights=sizes))
+    assert got["local_train_accuracy_weighted"] == pytest.approx(
+        np.average(local_train, weights=sizes)
+    )
     assert got["personalised_accuracy"] == pytest.approx(np.mean(personalised))
     assert got["personalised_accuracy_std"] == pytest.approx(np.std(personalised))
 
@@ -232,7 +261,9 @@ def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
     (room,) = [r for s, r in STAGES if s is last]
     again = measures(["diversity"])["diversity"].look(last, room)
     assert again is not None
-    assert {k: found["diversity"][k] for k in again} == again, "what is looked at in float64 below is what is journaled"
+    assert {k: found["diversity"][k] for k in again} == again, (
+        "what is looked at in float64 below is what is journaled"
+    )
     replies = [replace(r, up=Payload(params=widened(r.up.params))) for r in last.replies]
     start = widened(last.before.params)
     wide = replace(last, before=replace(last.before, params=start), replies=replies)
@@ -246,7 +277,9 @@ def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
         leaves = {k: v.clone().requires_grad_() for k, v in start.items()}
         torch.nn.functional.cross_entropy(logits(leaves, x), y).backward()
         gradients.append(np.concatenate([v.grad.numpy().ravel() for v in leaves.values()]))
-        updates.append(np.concatenate([(start[k] - params[k].double()).numpy().ravel() for k in params]))
+        updates.append(
+            np.concatenate([(start[k] - params[k].double()).numpy().ravel() for k in params])
+        )
     assert exact["gradients"] == pytest.approx(ratio(gradients), rel=NEAR)
     assert exact["updates"] == pytest.approx(ratio(updates), rel=NEAR)
     assert exact["gradients"] > 1
@@ -254,7 +287,9 @@ def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised", "flower"])
 def test_accuracy_after_an_epoch_is_that_of_training_so_long(engine: str, tmp_path: Path) -> None:
-    """A model after its e-th epoch is the one that a run of e epochs sends; epoch 0 is the model received."""
+    """A model after its e-th epoch is the one that a run of e epochs sends; epoch 0 is the model
+    received.
+    """
 
     def last(epochs: int, *names: str) -> dict[str, Any]:
         plan = {"epochs": epochs, "batch": 8, "lr": 0.1, "momentum": 0.9}
@@ -264,8 +299,12 @@ def test_accuracy_after_an_epoch_is_that_of_training_so_long(engine: str, tmp_pa
     found = last(3, "local", "epochs")["by_epoch"]["train"]
     shorter = [last(epochs, "local") for epochs in (1, 2, 3)]
     for side in ("in_local_accuracy", "out_local_accuracy"):
-        assert found[side] == pytest.approx([shorter[0][f"received_{side}"], *(e[side] for e in shorter)], abs=1e-12)
-        assert found[f"{side}_std"][1:] == pytest.approx([e[f"{side}_std"] for e in shorter], abs=1e-12)
+        assert found[side] == pytest.approx(
+            [shorter[0][f"received_{side}"], *(e[side] for e in shorter)], abs=1e-12
+        )
+        assert found[f"{side}_std"][1:] == pytest.approx(
+            [e[f"{side}_std"] for e in shorter], abs=1e-12
+        )
     assert len(set(found["in_local_accuracy"])) > 1
     assert found["clients"] == 4
 
@@ -296,21 +335,33 @@ def test_directions_are_counts_of_angles() -> None:
     points = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 1))
     found = directions(points, torch.from_numpy(labels), 3)
     for c in range(3):
-        np.testing.assert_array_equal(found[c], np.histogram(angles[labels == c], 72, (-np.pi, np.pi))[0])
+        np.testing.assert_array_equal(
+            found[c], np.histogram(angles[labels == c], 72, (-np.pi, np.pi))[0]
+        )
 
 
 def test_landscapes_meet_at_the_model_itself(tmp_path: Path) -> None:
-    (found,) = run(measured("landscape", rounds=1, plan={"lr": 0.1}), tmp_path / "run", data=toys.blobs()).measures
+    (found,) = run(
+        measured("landscape", rounds=1, plan={"lr": 0.1}), tmp_path / "run", data=toys.blobs()
+    ).measures
     for around in found["models"].values():
         middle = len(found["axis"]) // 2
-        assert around["random"][middle][middle] == around["hessian"][middle][middle] == around["noise"][0]
+        assert (
+            around["random"][middle][middle]
+            == around["hessian"][middle][middle]
+            == around["noise"][0]
+        )
         assert abs(around["eigenvalues"][0]) >= abs(around["eigenvalues"][1])
         assert around["noise"][-1] > around["noise"][0]
 
 
 def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
-    found = run(measured("alignment", method="toy_chain", rounds=1), tmp_path / "run", data=toys.blobs()).measures
-    assert [(e["round"], e["stage"], e["clients"]) for e in found] == [(1, i, found[i]["clients"]) for i in range(4)]
+    found = run(
+        measured("alignment", method="toy_chain", rounds=1), tmp_path / "run", data=toys.blobs()
+    ).measures
+    assert [(e["round"], e["stage"], e["clients"]) for e in found] == [
+        (1, i, found[i]["clients"]) for i in range(4)
+    ]
     assert all(len(e["clients"]) == 1 for e in found)
     assert all(e["layers"]["features"]["local"] == e["layers"]["features"]["global"] for e in found)
 
@@ -322,7 +373,10 @@ def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
             {"measure": ["alignment"], "method": "toy_logits", "data": {"public": toys.PUBLIC}},
             "measure alignment: clients of method toy_logits send no models",
         ),
-        ({"measure": ["sphere"]}, r"measure sphere: model mlp\(.*\) has 8 features and not 2; .*sphere_cnn"),
+        (
+            {"measure": ["sphere"]},
+            r"measure sphere: model mlp\(.*\) has 8 features and not 2; .*sphere_cnn",
+        ),
         (
             {"measure": ["tsne"], "method": "toy_peers", "topology": {"clients": 6}, **MIXED},
             "measure tsne: models must be one architecture",
@@ -334,7 +388,9 @@ def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_measure_that_cannot_look_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_measure_that_cannot_look_is_refused_by_name(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         run(toys.toy(**changes), tmp_path / "run", data=toys.blobs())
     assert "\n" not in str(caught.value)
@@ -348,8 +404,12 @@ AT_HOME = {"client_data", "test_at_clients"}
 def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
     ready = prepare(settle(measured(name)), toys.blobs())
     topology: Topology = ready.settings.topology
-    setting = MeasuredRun(ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False)
-    with pytest.raises(IncompatibleMethod, match=rf"measure {name}: .* leave flower\.data = 'sites' out"):
+    setting = MeasuredRun(
+        ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False
+    )
+    with pytest.raises(
+        IncompatibleMethod, match=rf"measure {name}: .* leave flower\.data = 'sites' out"
+    ):
         check_fit(measures([name]), setting)
     check_fit(measures(["alignment", "local"]), setting)
 
@@ -362,11 +422,17 @@ def one_by_one(setting: MeasuredRun) -> MeasuredRun:
 def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:
     ready = prepare(settle(measured()), toys.blobs())
     setting = MeasuredRun(
-        ready.settings.method, "fedavg", ready.settings.topology(1, ready.world), ready.world, tested=False
+        ready.settings.method,
+        "fedavg",
+        ready.settings.topology(1, ready.world),
+        ready.world,
+        tested=False,
     )
     for name in MEASURES:
         if name not in WITH_REPLIES and name not in ON_CIRCLE:
-            with pytest.raises(IncompatibleMethod, match=f"measure {name}: it needs a common test set"):
+            with pytest.raises(
+                IncompatibleMethod, match=f"measure {name}: it needs a common test set"
+            ):
                 check_fit(measures([name]), one_by_one(setting) if name == "chain" else setting)
     check_fit(measures(sorted(WITH_REPLIES)), setting)
 
@@ -377,14 +443,17 @@ def test_a_site_runs_no_measure_that_a_server_names_by_file() -> None:
 
 
 def test_a_measure_that_fails_is_named_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(FedstillError, match="round 2, stage 'train': measure toy_broken failed: ZeroDivisionError"):
+    with pytest.raises(
+        FedstillError, match="round 2, stage 'train': measure toy_broken failed: ZeroDivisionError"
+    ):
         run(measured("toy_broken"), tmp_path / "run", data=toys.blobs())
 
 
 def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from fedstill.experiment.measures.base import Measure\n\n\n"
-        "class Clients(Measure):\n    def look(self, seen, room):\n        return {'clients': len(seen.replies)}\n"
+        "class Clients(Measure):\n    def look(self, seen, room):\n        return {'clients': "
+        "len(seen.replies)}\n"
     )
     (tmp_path / "other.py").write_text("def look():\n    return 3\n")
     own = f"{tmp_path / 'mine.py'}:Clients"
@@ -395,7 +464,9 @@ def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
         settle(measured(f"{tmp_path / 'other.py'}:look"))
 
 
-def test_explain_shows_the_cost_and_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_the_cost_and_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "c.toml").write_text('measure = ["local", "landscape"]\nrounds = 2\n')
     assert call(["explain", str(tmp_path / "c.toml")]) == 0
     said = capsys.readouterr().out

@@ -71,14 +71,20 @@ def test_a_measure_gives_numbers_for_every_kind(
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_bfloat16_trains_on_every_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_trains_on_every_kind(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Token ids stay whole numbers; torch imitates bfloat16 where a processor has none."""
     monkeypatch.setattr(precision, "has_bfloat16", lambda device: True)
     results = {}
     for how in ("fp32", "bf16"):
-        done = run(experiment(kind, "fedntd", (), precision=how), tmp_path / how, data=small_data(kind))
+        done = run(
+            experiment(kind, "fedntd", (), precision=how), tmp_path / how, data=small_data(kind)
+        )
         results[how] = done.model
-    assert all(v.dtype == torch.float32 and bool(v.isfinite().all()) for v in results["bf16"].values())
+    assert all(
+        v.dtype == torch.float32 and bool(v.isfinite().all()) for v in results["bf16"].values()
+    )
     assert any(not torch.equal(v, results["bf16"][k]) for k, v in results["fp32"].items())
     far = max(float((v - results["bf16"][k]).abs().max()) for k, v in results["fp32"].items())
     assert far < 0.05

@@ -1,4 +1,6 @@
-"""Every measure with methods of every kind: it is refused at the start, or writes numbers of models that are there."""
+"""Every measure with methods of every kind: it is refused at the start, or writes numbers of models
+that are there.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from fedstill.experiment.running.runner import run
 from fedstill.models import contract
 
 MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
-BY_CLIENTS = {"local": "correct_by_class", "epochs": "correct_by_epoch", "personal": "trained_right"}
+BY_CLIENTS = {
+    "local": "correct_by_class",
+    "epochs": "correct_by_epoch",
+    "personal": "trained_right",
+}
 BY_CLIENTS |= {"private_public": "private"}
 """Measures that clients take, and a field of theirs."""
 
@@ -48,13 +54,17 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 PEERS = {"local_only", "naive_kd", "qkt", "pfnm"}
 """They meet once, or once a task."""
-WITHOUT_A_GLOBAL_MODEL = [m for m in METHODS if m.split(",")[0] in ("local_only", "naive_kd", "qkt", "fd", "fedproto")]
+WITHOUT_A_GLOBAL_MODEL = [
+    m for m in METHODS if m.split(",")[0] in ("local_only", "naive_kd", "qkt", "fd", "fedproto")
+]
 COMPARE = ["alignment", "divergence", "diversity", "landscape", "sphere", "tsne", "units"]
 """Measures that compare local models with the server's."""
 
 
 def toy(case: str, *names: str, **changes: Any) -> Experiment:
-    """Two rounds of a method, whose features are two numbers, so that every picture can be drawn of them."""
+    """Two rounds of a method, whose features are two numbers, so that every picture can be drawn of
+    them.
+    """
     method = case.split(",")[0]
     values = {
         **toys.suited(method),
@@ -98,7 +108,9 @@ def numbers(value: Any) -> Iterator[float]:
 
 @pytest.fixture
 def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that parameters run in have weights of their own, which no measure may use: here these are no numbers."""
+    """Modules that parameters run in have weights of their own, which no measure may use: here
+    these are no numbers.
+    """
     plain = measuring.looked
 
     def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
@@ -121,30 +133,49 @@ def test_it_is_refused_or_it_writes_numbers_of_models_that_there_are(
     assert not any("\n" in said for said in why.values())
     taken = [name for name, said in why.items() if not said]
     run(toy(case, *taken), tmp_path / "run", data=small())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
+    ]
     for name in taken:
         if name in BY_CLIENTS:
-            own = [e[BY_CLIENTS[name]] for e in lines if e["event"] == "client" and BY_CLIENTS[name] in e]
+            own = [
+                e[BY_CLIENTS[name]]
+                for e in lines
+                if e["event"] == "client" and BY_CLIENTS[name] in e
+            ]
         else:
             own = [e for e in lines if e["event"] == "measure" and e["measure"] == name]
         found = [n for event in own for n in numbers(event)]
-        silent = (f"measure {name} looks once, in round", f"measure {name}: in the last round no client")
+        silent = (
+            f"measure {name} looks once, in round",
+            f"measure {name}: in the last round no client",
+        )
         assert found or any(said in caplog.text for said in silent), f"{name} is silent"
         assert all(map(math.isfinite, found)), name
 
 
 @pytest.mark.parametrize("case", WITHOUT_A_GLOBAL_MODEL)
 @pytest.mark.parametrize("name", COMPARE)
-def test_there_is_nothing_to_compare_with_where_the_server_has_no_model(case: str, name: str) -> None:
+def test_there_is_nothing_to_compare_with_where_the_server_has_no_model(
+    case: str, name: str
+) -> None:
     method = case.split(",")[0]
-    says = f"measure {name}: (the server of method {method} has no model of its own|clients of method {method} send no)"
+    says = (
+        f"measure {name}: (the server of method {method} has no model of its own|clients of method "
+        f"{method} send no)"
+    )
     with pytest.raises(IncompatibleMethod, match=rf"{says}.*, or leave it out of measure"):
         prepare(settle(toy(case, name)), small())
 
 
-@pytest.mark.parametrize("topology", [{"kind": "sequential", "clients": 4}, {"clients": 4, "sampled": 1}])
+@pytest.mark.parametrize(
+    "topology", [{"kind": "sequential", "clients": 4}, {"clients": 4, "sampled": 1}]
+)
 def test_gradients_of_one_client_do_not_differ(topology: Mapping[str, Any]) -> None:
-    says = r"measure diversity: no two clients send models in one stage; set topology\.kind = 'parallel' and .*sampled"
+    says = (
+        r"measure diversity: no two clients send models in one stage; set topology\.kind = "
+        r"'parallel' and .*sampled"
+    )
     with pytest.raises(IncompatibleMethod, match=says):
         prepare(settle(toy("fedavg", "diversity", topology=topology)), small())
 
@@ -152,28 +183,48 @@ def test_gradients_of_one_client_do_not_differ(topology: Mapping[str, Any]) -> N
 def test_pictures_of_the_end_are_of_the_last_stage_that_sends_models(tmp_path: Path) -> None:
     for case, stage in (("feddf", "train"), ("fedavg, then ridge", "train"), ("metafed", "train")):
         run(toy(case, "units"), tmp_path / case, data=small())
-        lines = [json.loads(line) for line in (tmp_path / case / "journal.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / case / "journal.jsonl").read_text().splitlines()
+        ]
         looks = [(e["round"], e["name"], e["stage"]) for e in lines if e["event"] == "measure"]
-        last = max(e["stage"] for e in lines if e["event"] == "client" and (e["round"], e["name"]) == (2, stage))
+        last = max(
+            e["stage"]
+            for e in lines
+            if e["event"] == "client" and (e["round"], e["name"]) == (2, stage)
+        )
         assert looks == [(2, stage, last)]
 
 
 def test_a_picture_of_the_end_is_refused_where_models_are_sent_only_before() -> None:
     topology = {"clients": 4, "first": "fit"}
-    what = toys.toy("toy_logits", data={"public": toys.PUBLIC}, topology=topology, measure=("units",))
-    with pytest.raises(IncompatibleMethod, match=r"measure units: it looks in the last round, where .* send no"):
+    what = toys.toy(
+        "toy_logits", data={"public": toys.PUBLIC}, topology=topology, measure=("units",)
+    )
+    with pytest.raises(
+        IncompatibleMethod, match=r"measure units: it looks in the last round, where .* send no"
+    ):
         prepare(settle(what), toys.blobs())
     prepare(settle(what.with_values({"rounds": 1}, "test")), toys.blobs())
 
 
-def test_it_is_said_where_a_picture_of_the_end_shows_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Over tasks the analytic method trains in the first alone, and so sends no models in the last round."""
+def test_it_is_said_where_a_picture_of_the_end_shows_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over tasks the analytic method trains in the first alone, and so sends no models in the last
+    round.
+    """
     what = toy("analytic", "units", stream={"kind": "classes", "tasks": 2})
     run(what, tmp_path / "run", data=small())
-    assert "measure units looks once, in round 2, stage 'train', and there was nothing to see" in caplog.text
+    assert (
+        "measure units looks once, in round 2, stage 'train', and there was nothing to see"
+        in caplog.text
+    )
 
 
-def test_it_is_said_where_no_client_has_a_model_to_measure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_where_no_client_has_a_model_to_measure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """AFL's clients send sums of features, and have no model of their own."""
     run(toy("afl", "local", "personal"), tmp_path / "run", data=small())
     for name in ("local", "personal"):
@@ -184,8 +235,12 @@ def test_it_is_said_where_no_client_has_a_model_to_measure(tmp_path: Path, caplo
 
 
 def test_a_plane_is_of_the_body_whatever_the_head_is() -> None:
-    """The head of fedetf's network is a simplex, without weights to tell the number of features by."""
-    with pytest.raises(IncompatibleMethod, match=r"measure sphere: model etf\(.*\) has 8 features and not 2"):
+    """The head of fedetf's network is a simplex, without weights to tell the number of features
+    by.
+    """
+    with pytest.raises(
+        IncompatibleMethod, match=r"measure sphere: model etf\(.*\) has 8 features and not 2"
+    ):
         prepare(settle(toys.toy("fedetf", model=toys.on_simplex(), measure=("sphere",))), small())
 
 

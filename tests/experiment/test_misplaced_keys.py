@@ -1,4 +1,6 @@
-"""A key in a table that lacks it: the message names the one that was meant, or what is amiss in one's own class."""
+"""A key in a table that lacks it: the message names the one that was meant, or what is amiss in
+one's own class.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +29,62 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ("clients = 4", "clients = 4 must be a table, [clients]; did you mean 'topology.clients'?"),
         ("lr = 0.1", "config: unknown key 'lr'; did you mean 'plan.lr'?"),
         ("sampled = 3", "config: unknown key 'sampled'; did you mean 'topology.sampled'?"),
-        ("beta = 1.0\nmethod = 'fedntd'", "config: unknown key 'beta'; did you mean 'method.beta'?"),
+        (
+            "beta = 1.0\nmethod = 'fedntd'",
+            "config: unknown key 'beta'; did you mean 'method.beta'?",
+        ),
         ("learning_rate = 0.1", "config: unknown key 'learning_rate'; did you mean 'plan.lr'?"),
         ("dataset = 'digits'", "config: unknown key 'dataset'; did you mean 'data.name'?"),
-        ("[plan]\nrounds = 3", "unknown key 'plan.train.rounds'; did you mean 'rounds' (before all tables)?"),
-        ("[plan.train]\nseed = 3", "did you mean 'seed' (before all tables), 'query.seed' or 'partition.seed'?"),
-        ("[plan]\nlocal_epochs = 3", "unknown key 'plan.train.local_epochs'; did you mean 'plan.epochs'?"),
-        ("[plan]\nclients = 3", "unknown key 'plan.train.clients'; did you mean 'topology.clients'?"),
+        (
+            "[plan]\nrounds = 3",
+            "unknown key 'plan.train.rounds'; did you mean 'rounds' (before all tables)?",
+        ),
+        (
+            "[plan.train]\nseed = 3",
+            "did you mean 'seed' (before all tables), 'query.seed' or 'partition.seed'?",
+        ),
+        (
+            "[plan]\nlocal_epochs = 3",
+            "unknown key 'plan.train.local_epochs'; did you mean 'plan.epochs'?",
+        ),
+        (
+            "[plan]\nclients = 3",
+            "unknown key 'plan.train.clients'; did you mean 'topology.clients'?",
+        ),
         ("[data]\nalpha = 0.3", "unknown key 'data.alpha'; did you mean 'partition.alpha'?"),
         ("[data]\nquorum = 0.3", "unknown key 'data.quorum'; did you mean 'clients.quorum'?"),
         ("[data]\nmethod = 'fedavg'", "unknown key 'data.method'; did you mean 'method.name'?"),
-        ("[clients]\nclients = 4", "unknown key 'clients.clients'; did you mean 'topology.clients'?"),
+        (
+            "[clients]\nclients = 4",
+            "unknown key 'clients.clients'; did you mean 'topology.clients'?",
+        ),
         (
             "[clients]\nlr = 1.0\nquorum = 7.0",
             "clients.quorum = 7.0: input should be less than or equal to 1; "
             "unknown key 'clients.lr'; did you mean 'plan.lr'?",
         ),
         ("[method]\nepochs = 3", "unknown key 'method.epochs'; did you mean 'plan.epochs'?"),
-        ("[method]\nname = 'fedprox'\nclip = 3", "unknown key 'method.clip'; did you mean 'privacy.clip'?"),
+        (
+            "[method]\nname = 'fedprox'\nclip = 3",
+            "unknown key 'method.clip'; did you mean 'privacy.clip'?",
+        ),
         ("[model]\nhiddn = [3]\nname = 'mlp'", "unknown key 'model.hiddn'; did you mean 'hidden'?"),
         ("[partition]\nlr = 0.1", "unknown key 'partition.lr'; did you mean 'plan.lr'?"),
         ("[topology]\nmodel = 'cnn'", "unknown key 'topology.model'; did you mean 'model.name'?"),
         ("[flower]\nsampled = 3", "unknown key 'flower.sampled'; did you mean 'topology.sampled'?"),
         ("[privacy]\ndraw = 'single'", "unknown key 'privacy.draw'; did you mean 'query.draw'?"),
         ("[partition]\ncolumn = 'x'", "it is a field of column: set partition.kind"),
-        ("[partition]\nname = 'iid'", "unknown key 'partition.name'; did you mean 'partition.kind'?"),
+        (
+            "[partition]\nname = 'iid'",
+            "unknown key 'partition.name'; did you mean 'partition.kind'?",
+        ),
         ("[topology]\ndata = 'x'", "unknown key 'topology.data'; did you mean 'data.name'?"),
         ("data = 2024", 'data = 2024 must be a table, [data]; a name is a text, data = "2024"'),
         ("[train]\nlr = 1", "config: unknown key 'train'; did you mean the table [plan]?"),
-        ("[model]\nhidden = [3]", "unknown key 'model.hidden'; it is a field of bag, logistic, mlp and 2 more"),
+        (
+            "[model]\nhidden = [3]",
+            "unknown key 'model.hidden'; it is a field of bag, logistic, mlp and 2 more",
+        ),
         ("[data]\nzzz = 1", "unknown key 'data.zzz'; choose one of augment, categorical"),
     ],
 )
@@ -97,7 +126,9 @@ def method(folder: Path, above: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["Mine", "Heir"])
 @pytest.mark.parametrize("value", ["beta = 0.3", ""])
-def test_a_method_of_ones_own_without_dataclass_is_told_so(name: str, value: str, tmp_path: Path) -> None:
+def test_a_method_of_ones_own_without_dataclass_is_told_so(
+    name: str, value: str, tmp_path: Path
+) -> None:
     method(tmp_path, above="", kind=": float")
     said = problem(f"[method]\nname = 'mine.py:{name}'\n{value}", tmp_path)
     assert said == (
@@ -109,7 +140,9 @@ def test_a_method_of_ones_own_without_dataclass_is_told_so(name: str, value: str
 def test_a_field_without_a_type_is_told_so(tmp_path: Path) -> None:
     method(tmp_path, above="@dataclass(frozen=True)", kind="")
     said = problem("[method]\nname = 'mine.py:Mine'\nbeta = 0.3", tmp_path)
-    assert said == "unknown key 'method.beta'; in class Mine it has no type, write: beta: float = 0.5"
+    assert (
+        said == "unknown key 'method.beta'; in class Mine it has no type, write: beta: float = 0.5"
+    )
 
 
 def test_a_class_that_is_as_it_should_be_is_taken(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A hook whose name has a typo is an error when its class is defined; helpers of one's own are not."""
+"""A hook whose name has a typo is an error when its class is defined; helpers of one's own are
+not.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ TERMS = "def {}(self, step, carry):\n    return {{'ce': cross_entropy(step.logit
 MISSPELT = {
     "fould": ({"server": FOLD.format("fould")}, "fold"),
     "need": ({"server": "need = frozenset({'queries'})"}, "needs"),
-    "predictor": ({"server": "@staticmethod\ndef predictor(state, world):\n    return {}"}, "predictors"),
+    "predictor": (
+        {"server": "@staticmethod\ndef predictor(state, world):\n    return {}"},
+        "predictors",
+    ),
     "term": ({"client": TERMS.format("term")}, "terms"),
-    "look_ahead": ({"client": "def look_ahead(self, params, grads, carry):\n    return params"}, "lookahead"),
+    "look_ahead": (
+        {"client": "def look_ahead(self, params, grads, carry):\n    return params"},
+        "lookahead",
+    ),
     "Begin": ({"client": "@classmethod\ndef Begin(cls):\n    return None"}, "begin"),
     "trainables": ({"client": "@property\ndef trainables(self):\n    return True"}, "trainable"),
     "terms": ({"server": TERMS.format("terms")}, "ClientWork"),
@@ -59,7 +67,9 @@ def test_a_misspelt_hook_is_an_error(name: str, tmp_path: Path) -> None:
 
 def test_it_names_the_file_and_the_line(tmp_path: Path) -> None:
     experiment, line = mine(tmp_path, server=FOLD.format("fould"))
-    with pytest.raises(ConfigError, match=rf"mine.py: Mine.fould \(mine.py, line {line - 1}, in fould\)"):
+    with pytest.raises(
+        ConfigError, match=rf"mine.py: Mine.fould \(mine.py, line {line - 1}, in fould\)"
+    ):
         settle(experiment)
 
 
@@ -126,7 +136,10 @@ class Mine(Measure):
     ("body", "key"),
     [
         ("def lok(self, seen, room):\n        return {}", "lok.*look"),
-        ("need = frozenset({'chain'})\n    def look(self, seen, room):\n        return {}", "need.*needs"),
+        (
+            "need = frozenset({'chain'})\n    def look(self, seen, room):\n        return {}",
+            "need.*needs",
+        ),
         ("def measure(self, seen, room):\n        return {}", "at_client"),
         ("def of_round(self, seen):\n        return {}", "at_client"),
     ],

@@ -1,4 +1,6 @@
-"""A method with a mistake, written as a newcomer would: the message says where it is, the journal who was refused."""
+"""A method with a mistake, written as a newcomer would: the message says where it is, the journal
+who was refused.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ AT_CLIENTS = {
         def terms(self, step, carry):  # HERE
             return {"ce": cross_entropy(step.logits().detach(), step.y)}
         """,
-        "LocalTraining.terms gives terms that do not depend on what is trained, so nothing would be: is a tensor det",
+        "LocalTraining.terms gives terms that do not depend on what is trained, so nothing would "
+        "be: is a tensor det",
         "in terms",
     ),
     "a loss of numbers": (
@@ -155,9 +158,12 @@ IN_THREADS_AND_STACKS = (
 
 @pytest.mark.parametrize(
     ("mistake", "engine"),
-    [(m, "serial") for m in AT_CLIENTS] + [(m, e) for m in IN_THREADS_AND_STACKS for e in ("pooled", "vectorised")],
+    [(m, "serial") for m in AT_CLIENTS]
+    + [(m, e) for m in IN_THREADS_AND_STACKS for e in ("pooled", "vectorised")],
 )
-def test_a_mistake_at_a_client_is_said_with_its_file_and_line(mistake: str, engine: str, tmp_path: Path) -> None:
+def test_a_mistake_at_a_client_is_said_with_its_file_and_line(
+    mistake: str, engine: str, tmp_path: Path
+) -> None:
     body, text, function = AT_CLIENTS[mistake]
     if (mistake, engine) == (NO_LINE, "vectorised"):
         text = "Error: "  # the rest is vmap's, and other versions of torch have other words
@@ -174,7 +180,9 @@ def test_a_mistake_at_a_client_is_said_with_its_file_and_line(mistake: str, engi
     assert all(text in e["refused"] and f"line {line}" in e["refused"] for e in gone)
 
 
-def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(tmp_path: Path) -> None:
+def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(
+    tmp_path: Path,
+) -> None:
     client = """
     def end(self, params, carry, ran, view, world):  # HERE
         return Payload(weights=params), NOTHING
@@ -184,23 +192,45 @@ def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(tmp
         run(experiment, tmp_path / "run", toys.blobs())
     said = str(caught.value)
     assert "client 0 groups differ: missing ['params'], not asked for ['weights']" in said
-    assert said.endswith(f"(sent by mine.py, line {line}, in end)"), "what is expected, the library says"
+    assert said.endswith(f"(sent by mine.py, line {line}, in end)"), (
+        "what is expected, the library says"
+    )
     assert len(refusals(tmp_path / "run")) == 4
 
 
 AT_THE_SERVER = {
-    "setup": ("return world.initial_parameters", "before round 1: Mine.setup failed: AttributeError"),
-    "open": ("return state.extra['shares']", "round 1: Mine.open failed: there is no group 'shares', only []"),
-    "down": ("return Payload(params=state.weights)", "round 1, stage 'train': Mine.down failed: AttributeError"),
+    "setup": (
+        "return world.initial_parameters",
+        "before round 1: Mine.setup failed: AttributeError",
+    ),
+    "open": (
+        "return state.extra['shares']",
+        "round 1: Mine.open failed: there is no group 'shares', only []",
+    ),
+    "down": (
+        "return Payload(params=state.weights)",
+        "round 1, stage 'train': Mine.down failed: AttributeError",
+    ),
     "work": ("return Trained(self)", "round 1, stage 'train': Mine.work failed: NameError"),
-    "expects": ("return Payload(params=sent)", "round 1, stage 'train': Mine.expects failed: NameError"),
-    "fold": ("return {r.client: r for r in replies}[-7]", "round 1, stage 'train': Mine.fold failed: KeyError: -7"),
-    "predictors": ("return {'global': state.model.forward}", "before round 1: Mine.predictors failed: AttributeError"),
+    "expects": (
+        "return Payload(params=sent)",
+        "round 1, stage 'train': Mine.expects failed: NameError",
+    ),
+    "fold": (
+        "return {r.client: r for r in replies}[-7]",
+        "round 1, stage 'train': Mine.fold failed: KeyError: -7",
+    ),
+    "predictors": (
+        "return {'global': state.model.forward}",
+        "before round 1: Mine.predictors failed: AttributeError",
+    ),
 }
 
 
 @pytest.mark.parametrize("part", AT_THE_SERVER)
-def test_a_mistake_at_the_server_is_one_line_with_its_file_and_line(part: str, tmp_path: Path) -> None:
+def test_a_mistake_at_the_server_is_one_line_with_its_file_and_line(
+    part: str, tmp_path: Path
+) -> None:
     mistake, text = AT_THE_SERVER[part]
     experiment, line = mine(tmp_path, server=at_the_server(part, mistake))
     with pytest.raises(MethodFailed) as caught:
@@ -228,10 +258,16 @@ def test_a_function_that_predictors_gave_is_named_when_it_is_called(tmp_path: Pa
         ("fold", "return replies[0].up.params", "Mine.fold gives a dict, not a State"),
         ("down", "return state.params", "Mine.down gives a dict, not a Payload"),
         ("work", "LocalTraining(self)", "Mine.work gives None, not a ClientWork"),
-        ("work", "return LocalTraining", "Mine.work gives the class LocalTraining itself, not a ClientWork"),
+        (
+            "work",
+            "return LocalTraining",
+            "Mine.work gives the class LocalTraining itself, not a ClientWork",
+        ),
     ],
 )
-def test_what_a_method_gives_must_be_what_it_is_asked_for(part: str, mistake: str, text: str, tmp_path: Path) -> None:
+def test_what_a_method_gives_must_be_what_it_is_asked_for(
+    part: str, mistake: str, text: str, tmp_path: Path
+) -> None:
     experiment, line = mine(tmp_path, server=at_the_server(part, mistake))
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
@@ -242,10 +278,18 @@ def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path
     experiment, line = mine(tmp_path, server=at_the_server("down", "Payload(params=state.params)"))
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
-    why = "Mine.down gives None to all 4 clients in every stage, so nobody does anything: does it lack a return?"
-    assert str(caught.value) == f"round 1, stage 'train': Mine.down failed: {why} (mine.py, line {line - 1}, in down)"
+    why = (
+        "Mine.down gives None to all 4 clients in every stage, so nobody does anything: does it "
+        "lack a return?"
+    )
+    assert (
+        str(caught.value)
+        == f"round 1, stage 'train': Mine.down failed: {why} (mine.py, line {line - 1}, in down)"
+    )
     chain, _ = mine(
-        tmp_path, server=at_the_server("down", "return None"), topology={"kind": "sequential", "clients": 3}
+        tmp_path,
+        server=at_the_server("down", "return None"),
+        topology={"kind": "sequential", "clients": 3},
     )
     with pytest.raises(MethodFailed, match="gives None to every client in every stage"):
         run(chain, tmp_path / "chain", toys.blobs())
@@ -268,15 +312,23 @@ def test_down_may_return_nothing_in_a_stage_or_in_a_later_round(tmp_path: Path) 
 
 FOLDED = {
     "dropped": ("{k: v for k, v in mean.items() if 'bias' not in k}", "params differs: missing ['"),
-    "added": ("{**mean, 'scale': mean['head.bias']}", "params differs: missing [], not asked for ['scale']"),
-    "cut": ("{**mean, 'head.bias': mean['head.bias'][:2]}", "params/head.bias has shape (2,), not (5,)"),
+    "added": (
+        "{**mean, 'scale': mean['head.bias']}",
+        "params differs: missing [], not asked for ['scale']",
+    ),
+    "cut": (
+        "{**mean, 'head.bias': mean['head.bias'][:2]}",
+        "params/head.bias has shape (2,), not (5,)",
+    ),
     "cast": ("{k: v.double() for k, v in mean.items()}", " is torch.float64, not torch.float32"),
     "no tensor": ("{**mean, 'head.bias': 3.0}", "params/head.bias is not a dense tensor"),
 }
 
 
 @pytest.mark.parametrize("how", FOLDED)
-def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(how: str, tmp_path: Path) -> None:
+def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(
+    how: str, tmp_path: Path
+) -> None:
     gives, why = FOLDED[how]
     mean = "from fedstill.aggregate import weighted_mean; mean = weighted_mean(replies)"
     fold = f"{mean}; return state.next(params={gives})"
@@ -285,7 +337,8 @@ def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(how: str, tm
         run(experiment, tmp_path / "run", toys.blobs())
     said = str(caught.value)
     assert said.startswith(
-        "round 1, stage 'train': Mine.fold failed: Mine.fold gives other parameters than the model has"
+        "round 1, stage 'train': Mine.fold failed: Mine.fold gives other parameters than the model "
+        "has"
     )
     assert why in said
     assert said.endswith(f"(mine.py, line {line - 1}, in fold)")
@@ -298,7 +351,8 @@ def test_a_term_that_is_no_number_is_named_where_the_reply_is_refused(tmp_path: 
     """
     experiment, _ = mine(tmp_path, terms, plan={"epochs": 1, "batch": 1000})
     with pytest.raises(
-        Diverged, match=r"numbers that are not finite \(so was the loss of its term 'far'\); lower plan.lr"
+        Diverged,
+        match=r"numbers that are not finite \(so was the loss of its term 'far'\); lower plan.lr",
     ):
         run(experiment, tmp_path / "run", toys.blobs())
 
@@ -310,7 +364,9 @@ def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Pat
         raise IncompatibleMethod("mine needs an odd number of clients")
     """
     experiment, _ = mine(tmp_path, server=server)
-    with pytest.raises(IncompatibleMethod, match=r"^mine needs an odd number of clients$") as caught:
+    with pytest.raises(
+        IncompatibleMethod, match=r"^mine needs an odd number of clients$"
+    ) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     assert caught.value.exit_code == 2
 
@@ -322,15 +378,25 @@ def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) ->
             raise OSError("the disk is full")
         return Payload(params=params), NOTHING
     """
-    experiment, _ = mine(tmp_path, client, at_the_server("fold", "return state.nothing"), clients=toys.TOLERANT)
+    experiment, _ = mine(
+        tmp_path, client, at_the_server("fold", "return state.nothing"), clients=toys.TOLERANT
+    )
     with pytest.raises(MethodFailed, match=r"Mine\.fold"):
         run(experiment, tmp_path / "run", toys.blobs())
-    events = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    events = [
+        e
+        for e in journals.read_journal(tmp_path / "run" / "journal.jsonl")
+        if e["event"] == "client"
+    ]
     assert [e["client"] for e in events] == [0, 1, 3, 2]
     assert [e["client"] for e in refusals(tmp_path / "run")] == [2]
 
 
-def test_a_mistake_in_the_librarys_own_method_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_the_librarys_own_method_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fedstill.methods.fedntd.nckd", None)
-    with pytest.raises(ClientFailed, match=r"not callable \(fedstill/methods/fedntd\.py, line \d+, in terms\)"):
+    with pytest.raises(
+        ClientFailed, match=r"not callable \(fedstill/methods/fedntd\.py, line \d+, in terms\)"
+    ):
         run(toys.toy("fedntd"), tmp_path / "run", toys.blobs())

@@ -1,4 +1,6 @@
-"""Paths as people name them: ``~`` is the home folder, an empty one is refused, a directory without a run is named."""
+"""Paths as people name them: ``~`` is the home folder, an empty one is refused, a directory without
+a run is named.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from fedstill.errors import ConfigError, NoRun, RunExists
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import named_path
 
-CONFIG = "rounds = 1\nmeasure = []\npartition = 'iid'\ntopology = { clients = 2 }\nmodel = 'logistic'\n"
+CONFIG = (
+    "rounds = 1\nmeasure = []\npartition = 'iid'\ntopology = { clients = 2 }\nmodel = 'logistic'\n"
+)
 
 
 @pytest.fixture
@@ -30,7 +34,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_python_takes_a_path_from_the_home_folder_everywhere(home: Path) -> None:
     assert run(toys.toy(rounds=1), "~/runs/x", toys.blobs()).directory == home / "runs/x"
-    assert resume("~/runs/x").directory == fedstill.Result.of("~/runs/x").directory == home / "runs/x"
+    assert (
+        resume("~/runs/x").directory == fedstill.Result.of("~/runs/x").directory == home / "runs/x"
+    )
     assert fedstill.load_model("~/runs/x").classes
     assert len(fedstill.Comparison.of("~/runs").groups) == 1
     (home / "my.toml").write_text(CONFIG)
@@ -54,10 +60,14 @@ def test_a_home_folder_that_is_not_there_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("words", [["--out", ""], ["--out="]])
-def test_an_empty_option_is_no_directory(words: list[str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_option_is_no_directory(
+    words: list[str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (home / "my.toml").write_text(CONFIG)
     assert call(["run", str(home / "my.toml"), *words, "-q"]) == 2
-    assert capsys.readouterr().err == "fedstill: --out has an empty value; give one, or leave it out\n"
+    assert (
+        capsys.readouterr().err == "fedstill: --out has an empty value; give one, or leave it out\n"
+    )
 
 
 NO_RUN: dict[str, Callable[[str], Any]] = {"load_model": fedstill.load_model, "resume": resume}
@@ -69,18 +79,24 @@ def test_where_there_is_no_run_the_error_says_so(what: str, home: Path) -> None:
         NO_RUN[what]("nix")
     folder = run(toys.toy(rounds=1), "all/toy/seed0", toys.blobs()).directory
     with pytest.raises(
-        NoRun, match=rf"comparison of 1 runs; the same .* --out all goes on .* name one run, .*{folder}"
+        NoRun,
+        match=rf"comparison of 1 runs; the same .* --out all goes on .* name one run, .*{folder}",
     ):
         NO_RUN[what]("all")
     with pytest.raises(RunExists, match=r"^all "):
         run(toys.toy(rounds=1), "all", toys.blobs())
-    with pytest.raises(RunExists, match="holds 1 runs of a comparison, which a run does not overwrite"):
+    with pytest.raises(
+        RunExists, match="holds 1 runs of a comparison, which a run does not overwrite"
+    ):
         run(toys.toy(rounds=1), "all", toys.blobs(), overwrite=True)
 
 
 def test_a_folder_of_other_files_is_left_as_it_is(home: Path) -> None:
     (home / "thesis.txt").write_text("mine")
-    for overwrite, said in ((False, "and what it holds is no run; choose another"), (True, "did not write there")):
+    for overwrite, said in (
+        (False, "and what it holds is no run; choose another"),
+        (True, "did not write there"),
+    ):
         with pytest.raises(RunExists, match=said) as caught:
             run(toys.toy(rounds=1), home, toys.blobs(), overwrite=overwrite)
         assert "resume" not in str(caught.value)

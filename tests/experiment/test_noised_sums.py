@@ -61,7 +61,9 @@ def test_noise_leaves_a_mean_within_the_limits_and_a_spread_that_can_be_divided_
 
 
 def test_noise_has_the_spread_that_is_accounted_for() -> None:
-    wide = replace(WORK, shape=(4000,), places=tuple(range(4000)), low=(0.0,) * 4000, high=(1.0,) * 4000)
+    wide = replace(
+        WORK, shape=(4000,), places=tuple(range(4000)), low=(0.0,) * 4000, high=(1.0,) * 4000
+    )
     values = torch.zeros(1, 4000)
     clean = wide.sent(values).tensor(SUMS_GROUP)
     noised = Privacy(clip=wide.clip, noise=0.5).protect(wide.sent(values), None).tensor(SUMS_GROUP)
@@ -85,27 +87,48 @@ def test_sums_that_noise_cannot_give_are_refused_and_those_that_it_gives_are_not
         reply(noisy, noised_sums=far)
     )
     assert WORK.refuses(reply(WORK, **WORK.sent(torch.tensor([[1e9, 0.0, -1e9]])))) == ""
-    assert "are at most 5" in WORK.refuses(reply(WORK, noised_sums=torch.full((2, 2), 5.1, dtype=torch.float64)))
+    assert "are at most 5" in WORK.refuses(
+        reply(WORK, noised_sums=torch.full((2, 2), 5.1, dtype=torch.float64))
+    )
 
 
 @pytest.mark.parametrize(
     ("count", "total", "squares"),
-    [(20.0, 1.7e308, 1.7e308), (20.0, 30.0, 10.0), (0.0, 0.0, 1.0), (20.0, 0.0, -1.0), (0.0, 1.0, 0.0)],
+    [
+        (20.0, 1.7e308, 1.7e308),
+        (20.0, 30.0, 10.0),
+        (0.0, 0.0, 1.0),
+        (20.0, 0.0, -1.0),
+        (0.0, 1.0, 0.0),
+    ],
 )
-def test_plain_sums_that_no_numbers_have_are_refused(count: float, total: float, squares: float) -> None:
+def test_plain_sums_that_no_numbers_have_are_refused(
+    count: float, total: float, squares: float
+) -> None:
     work = SumUp((1,))
     sums = dict(
         zip(
-            ("count", "total", "squares"), torch.tensor([[count], [total], [squares]], dtype=torch.float64), strict=True
+            ("count", "total", "squares"),
+            torch.tensor([[count], [total], [squares]], dtype=torch.float64),
+            strict=True,
         )
     )
     assert "no numbers have the sums" in work.refuses(reply(work, **sums))
 
 
-@pytest.mark.parametrize("values", [[3.0] * 7, [0.0], [1e-200, 2e-200], [1e150, -1e150], [float("nan")] * 2])
+@pytest.mark.parametrize(
+    "values", [[3.0] * 7, [0.0], [1e-200, 2e-200], [1e150, -1e150], [float("nan")] * 2]
+)
 def test_the_sums_of_any_numbers_are_accepted(values: list[float]) -> None:
     work = SumUp((1,))
-    assert work.refuses(reply(work, len(values), **work.sent(torch.tensor(values, dtype=torch.float64)[:, None]))) == ""
+    assert (
+        work.refuses(
+            reply(
+                work, len(values), **work.sent(torch.tensor(values, dtype=torch.float64)[:, None])
+            )
+        )
+        == ""
+    )
 
 
 def test_plain_sums_have_no_rows_to_account_for() -> None:
@@ -122,7 +145,9 @@ def table() -> Dataset:
     def some(n: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(n, 2, generator=draw), torch.arange(n) % 2
 
-    data = from_clients("pairs", [(some(30), some(10)), (some(30), some(10))], kind="table", classes=["a", "b"])
+    data = from_clients(
+        "pairs", [(some(30), some(10)), (some(30), some(10))], kind="table", classes=["a", "b"]
+    )
     return replace(data, about=replace(data.about, columns=("x", "y"), features=("x", "y")))
 
 
@@ -140,16 +165,28 @@ def experiment(**data: Any) -> Experiment:
 
 def test_a_simulation_counts_what_sums_cost_from_the_first_round_on(tmp_path: Path) -> None:
     run(experiment(limits={"x": [-3, 3], "y": [-3.0, 3.0]}), tmp_path / "run", table())
-    told = [e["privacy"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "round"]
-    assert [one["epsilon"] for one in told] == [[Privacy(**CLIP).spent(2 + 7 * k)] * 2 for k in (1, 2)]
+    told = [
+        e["privacy"]
+        for e in read_journal(tmp_path / "run" / "journal.jsonl")
+        if e["event"] == "round"
+    ]
+    assert [one["epsilon"] for one in told] == [
+        [Privacy(**CLIP).spent(2 + 7 * k)] * 2 for k in (1, 2)
+    ]
     assert {one["covers"] for one in told} == {"logits and sums"}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({}, "needs limits of each column, and 'x' has none"),
     "one": ({"limits": {"x": [0, 1]}}, "needs limits of each column, and 'y' has none"),
-    "another column": ({"limits": {"z": [0, 1]}}, "names 'z', which is not among the standardised columns: x, y"),
-    "turned round": ({"limits": {"x": [1, 0], "y": [0, 1]}}, "'x' is from 1 to 0; give the lower number first"),
+    "another column": (
+        {"limits": {"z": [0, 1]}},
+        "names 'z', which is not among the standardised columns: x, y",
+    ),
+    "turned round": (
+        {"limits": {"x": [1, 0], "y": [0, 1]}},
+        "'x' is from 1 to 0; give the lower number first",
+    ),
     "one number": ({"limits": {"x": [1], "y": [0, 1]}}, "data.limits"),
 }
 

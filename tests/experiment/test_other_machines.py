@@ -1,4 +1,6 @@
-"""What a machine with a card, or with units for bfloat16, has run is read on one that has neither."""
+"""What a machine with a card, or with units for bfloat16, has run is read on one that has
+neither.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from fedstill.experiment.running.runner import resume, run
 from fedstill.experiment.trained.loading import load_model
 from run_bits import before_round_1, resealed, stopped
 
-LACKING = [('device = "cuda"', "torch sees no CUDA device here"), ('precision = "bf16"', "no units for bfloat16")]
+LACKING = [
+    ('device = "cuda"', "torch sees no CUDA device here"),
+    ('precision = "bf16"', "no units for bfloat16"),
+]
 
 
 @pytest.fixture(params=LACKING, ids=["cuda", "bf16"])
@@ -68,7 +73,16 @@ def test_a_table_is_printed_and_its_runs_are_not_begun(
     lacking: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line, said = lacking
-    words = ["reproduce", "fedadkd/table2", "--seeds", "1", "--cells", "FedAvg:CIFAR-10 .1", "--out", str(tmp_path)]
+    words = [
+        "reproduce",
+        "fedadkd/table2",
+        "--seeds",
+        "1",
+        "--cells",
+        "FedAvg:CIFAR-10 .1",
+        "--out",
+        str(tmp_path),
+    ]
     words += ["-s", line.replace(" ", "")]
     assert call([*words, "--table"]) == 0
     assert "53.9" in capsys.readouterr().out
@@ -82,7 +96,15 @@ def test_a_comparison_of_finished_runs_is_read_and_no_other_is_begun(
     line, said = lacking
     config = tmp_path / "small.toml"
     config.write_text(toys.SMALL)
-    words = ["compare", str(config), "--methods", "fedavg", "--out", str(tmp_path / "out"), "--quiet"]
+    words = [
+        "compare",
+        str(config),
+        "--methods",
+        "fedavg",
+        "--out",
+        str(tmp_path / "out"),
+        "--quiet",
+    ]
     assert call([*words, "--seeds", "1"]) == 0
     had(next((tmp_path / "out").glob("*/seed1")), line)
     config.write_text(f"{line}\n{toys.SMALL}")
@@ -99,7 +121,17 @@ def test_a_finished_run_is_not_deleted_for_one_that_cannot_begin_here(
     line, said = lacking
     config = tmp_path / "small.toml"
     config.write_text(toys.SMALL)
-    words = ["compare", str(config), "--methods", "fedavg", "--out", str(tmp_path / "out"), "--quiet", "--seeds", "1"]
+    words = [
+        "compare",
+        str(config),
+        "--methods",
+        "fedavg",
+        "--out",
+        str(tmp_path / "out"),
+        "--quiet",
+        "--seeds",
+        "1",
+    ]
     assert call(words) == 0
     (summary,) = (tmp_path / "out").glob("*/seed1/summary.json")
     before = summary.read_bytes()

@@ -28,7 +28,9 @@ from run_bits import Whole, assert_same_bits, bits, stopped
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 def test_a_run_that_failed_is_begun_anew_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -56,12 +58,15 @@ def test_whatever_a_run_writes_is_known(setting: str, whole: Whole, tmp_path: Pa
     [
         toys.toy(rounds=1, measure=("tsne", "landscape", "units"), clients={"models": []}),
         pytest.param(
-            toys.toy("toy_logits", rounds=1, data={"public": toys.PUBLIC}, engine="flower"), marks=needs_flower
+            toys.toy("toy_logits", rounds=1, data={"public": toys.PUBLIC}, engine="flower"),
+            marks=needs_flower,
         ),
     ],
     ids=["measures", "flower"],
 )
-def test_so_is_what_measures_sites_the_report_and_why_write(experiment: Experiment, tmp_path: Path) -> None:
+def test_so_is_what_measures_sites_the_report_and_why_write(
+    experiment: Experiment, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     run(experiment, folder, toys.blobs())
     write_page([folder], folder / "report.html")
@@ -85,12 +90,16 @@ def test_what_others_wrote_there_is_named_and_nothing_is_deleted(tmp_path: Path)
     folder = tmp_path / "run"
     run(toys.toy(rounds=1), folder, toys.blobs())
     theirs, before = of_a_user(folder), files(folder)
-    with pytest.raises(RunExists, match=rf"did not write there.*: {', '.join(theirs)}; move it away"):
+    with pytest.raises(
+        RunExists, match=rf"did not write there.*: {', '.join(theirs)}; move it away"
+    ):
         run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
     assert files(folder) == before
 
 
-@pytest.mark.parametrize("name", ["config.toml", "report.html", "model.safetensors", "summary.json", "memory/x"])
+@pytest.mark.parametrize(
+    "name", ["config.toml", "report.html", "model.safetensors", "summary.json", "memory/x"]
+)
 def test_files_of_those_names_that_are_no_runs_are_left_alone(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine" / name
     path.parent.mkdir(parents=True)
@@ -110,7 +119,11 @@ def test_a_report_of_somebody_elses_in_a_runs_directory_is_left_alone(tmp_path: 
 def test_a_config_that_cannot_run_costs_the_old_run_nothing(tmp_path: Path) -> None:
     run(toys.toy(rounds=1), tmp_path / "run", toys.blobs())
     before = files(tmp_path / "run")
-    for wrong in (toys.toy(rounds=0), toys.toy("toy_logits"), toys.toy(partition={"kind": "sharding", "shards": 900})):
+    for wrong in (
+        toys.toy(rounds=0),
+        toys.toy("toy_logits"),
+        toys.toy(partition={"kind": "sharding", "shards": 900}),
+    ):
         with pytest.raises(ConfigError):
             run(wrong, tmp_path / "run", toys.blobs(), overwrite=True)
     with locked(tmp_path / "run"), pytest.raises(RunBusy):
@@ -120,7 +133,9 @@ def test_a_config_that_cannot_run_costs_the_old_run_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("left", ["config.toml", "journal.jsonl"])
-def test_a_run_killed_at_its_beginning_or_while_it_was_cleared_can_be_begun_anew(left: str, tmp_path: Path) -> None:
+def test_a_run_killed_at_its_beginning_or_while_it_was_cleared_can_be_begun_anew(
+    left: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     run(toys.toy(rounds=1), folder, toys.blobs())
     for path in [p for p in folder.rglob("*") if p.is_file() and p.name != left]:
@@ -128,7 +143,9 @@ def test_a_run_killed_at_its_beginning_or_while_it_was_cleared_can_be_begun_anew
     run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
 
 
-def test_in_a_new_directory_there_is_nothing_to_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_new_directory_there_is_nothing_to_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run(toys.toy(rounds=1), tmp_path / "new", toys.blobs(), overwrite=True)
     with pytest.raises(ConfigError, match="overwrite=True needs out=") as caught:
@@ -136,7 +153,10 @@ def test_in_a_new_directory_there_is_nothing_to_overwrite(tmp_path: Path, monkey
     assert caught.value.in_shell == "--overwrite needs --out"
 
 
-CONFIG = "rounds = 1\nmeasure = []\nmethod = 'mine.py'\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n"
+CONFIG = (
+    "rounds = 1\nmeasure = []\nmethod = 'mine.py'\ntopology = { clients = 2 }\n[data]\ntrain_size "
+    "= 100\n"
+)
 
 
 @pytest.fixture
@@ -147,16 +167,22 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_says_its_options_and_python_its_arguments(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_its_options_and_python_its_arguments(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["run", "own.toml", "--out", "one", "-q"]
     assert call(words) == 0
     assert call(words) == 2
     said = (
-        "one is not empty; choose another --out, go on with `fedstill resume one`, or begin it anew with --overwrite\n"
+        "one is not empty; choose another --out, go on with `fedstill resume one`, or begin it "
+        "anew with --overwrite\n"
     )
     assert capsys.readouterr().err == f"fedstill: {said}"
     assert call([*words, "--overwrite"]) == 0
-    for out, todo in ((own / "one", "or begin it anew with overwrite=True"), (own / "own.toml", "directory with out=")):
+    for out, todo in (
+        (own / "one", "or begin it anew with overwrite=True"),
+        (own / "own.toml", "directory with out="),
+    ):
         with pytest.raises(RunExists) as caught:
             run(toys.toy(rounds=1), out, toys.blobs())
         assert "--" not in str(caught.value)
@@ -167,21 +193,39 @@ def test_the_command_says_its_options_and_python_its_arguments(own: Path, capsys
 def test_a_comparison_begins_anew_what_is_in_its_way_and_nothing_more(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["compare", "own.toml", "--methods", "mine.py,fedavg", "--seeds", "1", "--out", "all", "-q"]
+    words = [
+        "compare",
+        "own.toml",
+        "--methods",
+        "mine.py,fedavg",
+        "--seeds",
+        "1",
+        "--out",
+        "all",
+        "-q",
+    ]
     assert call(words) == 0
     ours, theirs = (own / f"all/{m}/seed1/summary.json" for m in ("mine", "fedavg"))
     before = {p: p.stat().st_mtime_ns for p in (ours, theirs)}
     mine(own, "# another thought")
     capsys.readouterr()
     assert call(words) == 2, "it was run with another file, so its numbers are not those asked for"
-    said = "all/mine/seed1 holds a run that began before mine.py changed; choose another --out, or begin it anew with"
+    said = (
+        "all/mine/seed1 holds a run that began before mine.py changed; choose another --out, or "
+        "begin it anew with"
+    )
     assert capsys.readouterr().err == f"fedstill: {said} --overwrite\n"
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert call([*words, "--overwrite"]) == 0
     assert (ours.stat().st_mtime_ns, theirs.stat().st_mtime_ns) != (before[ours], before[theirs])
-    assert theirs.stat().st_mtime_ns == before[theirs], "a finished run of the same settings is left alone"
+    assert theirs.stat().st_mtime_ns == before[theirs], (
+        "a finished run of the same settings is left alone"
+    )
     assert call([*words, "-s", "seed=3", "-s", "rounds=2"]) == 2
-    assert "holds a run with other settings (rounds); choose another --out, or" in capsys.readouterr().err
+    assert (
+        "holds a run with other settings (rounds); choose another --out, or"
+        in capsys.readouterr().err
+    )
     assert call([*words, "-s", "rounds=2", "--overwrite"]) == 0
     assert json.loads(theirs.read_text())["rounds"] == 2
 
@@ -198,15 +242,21 @@ def rows(path: Path, seed: int) -> str:
 
 
 @pytest.mark.parametrize("changed", ["own", "public"])
-def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(changed: str, tmp_path: Path) -> None:
-    own, public = (rows(tmp_path / f"{name}.csv", seed) for seed, name in enumerate(("own", "public")))
+def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(
+    changed: str, tmp_path: Path
+) -> None:
+    own, public = (
+        rows(tmp_path / f"{name}.csv", seed) for seed, name in enumerate(("own", "public"))
+    )
     experiment = toys.toy(data={"name": own, "public_from": public}, **TABLES)
     done, left = variants(experiment, tmp_path / "all", seeds=[1, 2])
     run(done.experiment, done.folder)
     make_way([done, left], overwrite=False)
     rows(tmp_path / f"{changed}.csv", 9)
     make_way([done], overwrite=False)  # where nothing is left to do, nothing is read
-    with pytest.raises(RunExists, match=r"seed1 holds a run that began before data '.*own.csv' changed; choose"):
+    with pytest.raises(
+        RunExists, match=r"seed1 holds a run that began before data '.*own.csv' changed; choose"
+    ):
         make_way([done, left], overwrite=False)
     (tmp_path / f"{changed}.csv").rename(tmp_path / "away")
     make_way([done, left], overwrite=False)  # which the run that is left says
@@ -215,8 +265,12 @@ def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(chang
     assert not (done.folder / "config.toml").exists()
 
 
-def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run(tmp_path: Path) -> None:
-    """Others' folder may hold anything, and that of public data; an unfinished run goes on with the folder it has."""
+def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run(
+    tmp_path: Path,
+) -> None:
+    """Others' folder may hold anything, and that of public data; an unfinished run goes on with the
+    folder it has.
+    """
     for name, data, other in (("digits", None, []), ("blobs", toys.blobs(), ["data.folder"])):
         experiment = toys.toy(rounds=1, data={"name": name, "folder": str(tmp_path)})
         (there,) = variants(experiment, tmp_path / name, ("fedavg",), (1,))
@@ -228,7 +282,10 @@ def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run
         public = replace(asked.settings.data, public=20, public_from="photos")
         for one in (there, asked):
             photos = replace(
-                asked, settings=replace(one.settings, data=replace(public, folder=one.settings.data.folder))
+                asked,
+                settings=replace(
+                    one.settings, data=replace(public, folder=one.settings.data.folder)
+                ),
             )
             assert ("data.folder" in other_settings(photos)) == (one is asked)
         (asked.folder / "summary.json").unlink()
@@ -247,7 +304,9 @@ def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:
     model = first.folder / "model.safetensors"
     mine, theirs = model.read_bytes(), (other.folder / "model.safetensors").read_bytes()
     model.write_bytes(theirs)
-    with pytest.raises(RunExists, match=r"then/seed1 holds a run that began before \S+/first/seed1 changed"):
+    with pytest.raises(
+        RunExists, match=r"then/seed1 holds a run that began before \S+/first/seed1 changed"
+    ):
         make_way([first, then], overwrite=False)
     model.write_bytes(mine)
     make_way([first, then], overwrite=False)
@@ -257,7 +316,9 @@ def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:
     assert not (then.folder / "config.toml").exists()
 
 
-def test_a_damaged_run_of_a_comparison_is_begun_anew(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_of_a_comparison_is_begun_anew(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["compare", "own.toml", "--seeds", "1,2,3", "--out", "all", "-q"]
     assert call(words) == 0
     models = [own / f"all/mine/seed{seed}/model.safetensors" for seed in (1, 2, 3)]
@@ -290,7 +351,9 @@ def test_tables_that_were_exported_into_the_run_go_with_it(tmp_path: Path) -> No
     for kind, place in (("csv", folder / "tables/of it"), ("parquet", folder)):
         list(write_run_tables(folder, kind, place))
     (folder / "tables/rounds.csv").write_text("round,mine\n")
-    with pytest.raises(RunExists, match=r"did not write there, .*: tables/rounds\.csv; move it away"):
+    with pytest.raises(
+        RunExists, match=r"did not write there, .*: tables/rounds\.csv; move it away"
+    ):
         run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
     (folder / "tables/rounds.csv").unlink()
     run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)

@@ -1,4 +1,6 @@
-"""Where each client's own model is the answer, that is what is measured, written, printed and drawn first."""
+"""Where each client's own model is the answer, that is what is measured, written, printed and drawn
+first.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,19 @@ from fedstill.experiment.running.runner import resume, run
 from fedstill.experiment.trained.loading import load_model
 from fedstill.method import Method
 from fedstill.models.contract import predictor
-from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.report.groups import groups
 from fedstill.report.page import page
@@ -73,7 +87,11 @@ class Grouped(Apart):
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         start = world.initial(SERVER)
-        return {f"cluster {i}": predictor(world.model(SERVER), start) for i in range(2)} if not state.params else {}
+        return (
+            {f"cluster {i}": predictor(world.model(SERVER), start) for i in range(2)}
+            if not state.params
+            else {}
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,9 @@ class KeepTraining(ClientWork):
         size = sum((v.square().sum() for v in step.params.values()), start=step.logits().sum() * 0)
         return {**super().terms(step, carry), "pull": carry["pull"] * size}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(steps=1), Payload(params=params)
 
 
@@ -108,7 +128,9 @@ def test_the_server_model_that_nobody_trained_says_nothing(finished: Path) -> No
     assert summary["personal_accuracy"] == rounds[-1]["personal_accuracy"]
 
 
-def test_each_round_has_the_last_model_of_every_client_that_was_ever_measured(finished: Path) -> None:
+def test_each_round_has_the_last_model_of_every_client_that_was_ever_measured(
+    finished: Path,
+) -> None:
     events = read_journal(finished / "journal.jsonl")
     counts, test = Result.of(finished).label_counts(), np.bincount(toys.blobs().test.labels)
     last: dict[int, np.ndarray] = {}
@@ -117,7 +139,9 @@ def test_each_round_has_the_last_model_of_every_client_that_was_ever_measured(fi
             last[event["client"]] = np.array(event["correct_by_class"]) / test
         if event["event"] == "round":
             mine = {c: float(a @ counts[c] / counts[c].sum()) for c, a in sorted(last.items())}
-            assert event["personal_by_client"] == {str(c): pytest.approx(v) for c, v in mine.items()}
+            assert event["personal_by_client"] == {
+                str(c): pytest.approx(v) for c, v in mine.items()
+            }
             assert event["personal_accuracy"] == pytest.approx(np.mean(list(mine.values())))
             assert event["personal_clients"] == len(last)
     assert len(last) > 3, "clients take turns"
@@ -131,7 +155,10 @@ def test_it_resumes_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
 
 
 def test_table_and_page_show_it_first(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     run(apart(method={"name": "toy_apart", "pull": 0.1}), tmp_path / "pulled", data=toys.blobs())
@@ -141,13 +168,17 @@ def test_table_and_page_show_it_first(
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split("[%]")[0].strip() == "for the clients"
     cells = [line.split("  ") for line in lines]
-    assert len({[c for c in row if c][1].strip() for row in cells}) == 3, "three settings, three numbers"
+    assert len({[c for c in row if c][1].strip() for row in cells}) == 3, (
+        "three settings, three numbers"
+    )
     shown = columns(rows(compared))
     assert {"personal_accuracy", "personal_forgetting"} <= {m.key for m in shown}
     assert "Accuracy for the clients by round" in page(compared)
     assert 'id="clients"' in page(compared)
     alone = columns(rows(groups([tmp_path / "shared"])))
-    assert "personal_accuracy" not in {m.key for m in alone}, "where nobody has a model of its own it says no more"
+    assert "personal_accuracy" not in {m.key for m in alone}, (
+        "where nobody has a model of its own it says no more"
+    )
 
 
 def test_a_shared_model_is_every_clients_answer(tmp_path: Path) -> None:
@@ -161,23 +192,37 @@ def test_a_shared_model_is_every_clients_answer(tmp_path: Path) -> None:
     assert mean.mean == pytest.approx((counts / counts.sum(1, keepdims=True) @ accuracy).mean())
 
 
-def test_a_method_that_does_not_say_so_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_method_that_does_not_say_so_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "fedstill"):
         found = run(apart(method="toy_silent"), tmp_path / "run", data=toys.blobs())
-    (said,) = [r.getMessage() for r in caplog.records if "round 1 left the server's model as it was" in r.getMessage()]
+    (said,) = [
+        r.getMessage()
+        for r in caplog.records
+        if "round 1 left the server's model as it was" in r.getMessage()
+    ]
     assert "personal = frozenset({'train'})" in said
     assert found.summary["answer"] == "server"
 
 
-def test_a_run_that_trains_nothing_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_trains_nothing_is_told_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "fedstill"):
         run(
             apart(method="fedavg", plan={"epochs": 0}, topology={"clients": 6, "sampled": 1}),
             tmp_path / "run",
             data=toys.blobs(),
         )
-    (said,) = [r.getMessage() for r in caplog.records if "round 1 left the server's model as it was" in r.getMessage()]
-    assert said.endswith("says nothing: no plan has epochs or steps, so nobody trained; set plan.epochs above 0")
+    (said,) = [
+        r.getMessage()
+        for r in caplog.records
+        if "round 1 left the server's model as it was" in r.getMessage()
+    ]
+    assert said.endswith(
+        "says nothing: no plan has epochs or steps, so nobody trained; set plan.epochs above 0"
+    )
 
 
 def test_local_only_and_explain_say_what_the_answer_is(
@@ -185,7 +230,16 @@ def test_local_only_and_explain_say_what_the_answer_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    small = ["-s", "data.train_size=200", "-s", "data.test_size=60", "-s", "topology.clients=4", "-s", "plan.epochs=1"]
+    small = [
+        "-s",
+        "data.train_size=200",
+        "-s",
+        "data.test_size=60",
+        "-s",
+        "topology.clients=4",
+        "-s",
+        "plan.epochs=1",
+    ]
     (tmp_path / "alone.toml").write_text('method = "local_only"\nrounds = 1\n')
     assert call(["explain", "alone.toml", *small]) == 0
     assert "each client's own model, after fit" in " ".join(capsys.readouterr().out.split())
@@ -198,7 +252,9 @@ def test_local_only_and_explain_say_what_the_answer_is(
 
 def test_a_measure_that_would_say_nothing_is_refused(tmp_path: Path) -> None:
     what = apart(measure=["private_public"])
-    with pytest.raises(IncompatibleMethod, match=r"measure private_public: .* set plan.validation = 0.2"):
+    with pytest.raises(
+        IncompatibleMethod, match=r"measure private_public: .* set plan.validation = 0.2"
+    ):
         run(what, tmp_path / "no", data=toys.blobs())
     held_out = apart(measure=["private_public"], plan={"epochs": 1, "validation": 0.2})
     found = run(held_out, tmp_path / "yes", data=toys.blobs())
@@ -216,8 +272,13 @@ def test_models_of_groups_are_evaluated_and_loaded_and_none_is_the_accuracy(tmp_
     assert result.summary["accuracy"] is None
     assert result.summary["personal_accuracy"] is not None
     assert list(result.history[0]["others"]) == ["cluster 0", "cluster 1"]
-    with pytest.raises(ConfigError, match=r"name one .*, or client = 'cluster 0', or client = 'cluster 1'"):
+    with pytest.raises(
+        ConfigError, match=r"name one .*, or client = 'cluster 0', or client = 'cluster 1'"
+    ):
         load_model(result)
     assert load_model(result, client="cluster 1").about["model"] == "cluster 1"
-    with pytest.raises(ConfigError, match="client = 'cluster 2' is none of toy_grouped's models: cluster 0, cluster 1"):
+    with pytest.raises(
+        ConfigError,
+        match="client = 'cluster 2' is none of toy_grouped's models: cluster 0, cluster 1",
+    ):
         load_model(result, client="cluster 2")

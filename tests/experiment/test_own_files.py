@@ -1,4 +1,6 @@
-"""A user's own method, model and partition: files beside the config, or import paths; and what is wrong with them."""
+"""A user's own method, model and partition: files beside the config, or import paths; and what is
+wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class Halfway(Method):
 
 def helper():
     return 3
-"""
+"""  # noqa: E501
 MODEL = """
 from torch import nn
 from fedstill.registry import register
@@ -80,7 +82,12 @@ plan = {epochs = 1}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all tests: in one process a name can be registered by one file only."""
     place = tmp_path_factory.mktemp("own")
-    for name, text in (("halfway.py", METHOD), ("tiny.py", MODEL), ("stripes.py", PARTITION), ("run.toml", CONFIG)):
+    for name, text in (
+        ("halfway.py", METHOD),
+        ("tiny.py", MODEL),
+        ("stripes.py", PARTITION),
+        ("run.toml", CONFIG),
+    ):
         (place / name).write_text(text)
     return place
 
@@ -100,7 +107,12 @@ def test_files_beside_the_config_are_used(folder: Path, tmp_path: Path) -> None:
     result = go(folder, tmp_path / "run", "method.share=1.0")
     assert result.model["layers.1.weight"].shape == (4, 16)
     tree = settle(load(folder / "run.toml")).tree
-    assert tree["method"] == {"name": str(folder / "halfway.py"), "share": 0.5, "copy": 1, "model_size": 2}
+    assert tree["method"] == {
+        "name": str(folder / "halfway.py"),
+        "share": 0.5,
+        "copy": 1,
+        "model_size": 2,
+    }
     assert tree["partition"]["kind"] == str(folder / "stripes.py") + ":stripes"
 
 
@@ -116,7 +128,9 @@ def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     (package / "__init__.py").write_text("")
     (package / "ways.py").write_text(METHOD.replace('"halfway"', '"halfway2"'))
     monkeypatch.syspath_prepend(str(folder))
-    settings = settle(load(folder / "run.toml", ("method=own_things.ways:Halfway", "method.share=0.25")))
+    settings = settle(
+        load(folder / "run.toml", ("method=own_things.ways:Halfway", "method.share=0.25"))
+    )
     assert type(settings.method).__name__ == "Halfway"
     assert settings.named.method.values["share"] == 0.25
     for name in ("own_things", "own_things.ways"):
@@ -128,7 +142,9 @@ def test_fields_of_ones_own_are_checked_like_all_others(folder: Path) -> None:
     assert "did you mean 'share'?" in problem(folder, "method.shar=1.0")
     assert "copy = 'x'" in problem(folder, "method.copy='x'")
     assert "did you mean 'wide'?" in problem(folder, "model.wid=3")
-    assert "seed" in problem(folder, "partition.seed=3"), "this partition draws nothing, so a seed is an unknown key"
+    assert "seed" in problem(folder, "partition.seed=3"), (
+        "this partition draws nothing, so a seed is an unknown key"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +153,10 @@ def test_fields_of_ones_own_are_checked_like_all_others(folder: Path) -> None:
         ("method=nowhere.py", r"there is no file .*nowhere\.py"),
         ("method=halfway.py:Halfwai", "did you mean 'Halfway'"),
         ("method=halfway.py:helper", r"method\.name = .* is a int, not a fedstill\.Method"),
-        ("method=tiny.py", "method 'tiny.py': the file registers no method; say what of it is meant: tiny.py:Tiny"),
+        (
+            "method=tiny.py",
+            "method 'tiny.py': the file registers no method; say what of it is meant: tiny.py:Tiny",
+        ),
         ("method=no_such_package.ways:Mine", "no_such_package.ways failed to import"),
         ("method=json:NoSuch", "unknown method 'NoSuch'"),
         ("model=tiny.py:nn", "tiny|nn"),
@@ -210,16 +229,28 @@ def test_a_method_whose_fields_make_no_sense_is_named(how: str, folder: Path) ->
 
 
 BAD_PARTITIONS = {
-    "raising": ("[][3]", "partition raising failed: IndexError: list index out of range (raising.py, line "),
-    "dividing": ("1 / 0", "partition dividing failed: ZeroDivisionError: division by zero (dividing.py, line "),
+    "raising": (
+        "[][3]",
+        "partition raising failed: IndexError: list index out of range (raising.py, line ",
+    ),
+    "dividing": (
+        "1 / 0",
+        "partition dividing failed: ZeroDivisionError: division by zero (dividing.py, line ",
+    ),
     "few": ("[np.arange(9)]", "gave 1 parts for 3 clients"),
     "empty": ("[np.arange(9), np.arange(0), np.arange(9)]", "client 1 gets no examples"),
     "outside": (
         "[np.arange(3), np.arange(3, 6), np.array([300])]",
         "client 2 gets example 300, not positions from 0 to 299",
     ),
-    "below": ("[np.arange(3), np.array([-1]), np.arange(3, 6)]", "client 1 gets example -1, not positions"),
-    "twice": ("[np.arange(3), [5], np.arange(2, 5)]", "gives an example to two clients, 0 and 2: that at 2; each goes"),
+    "below": (
+        "[np.arange(3), np.array([-1]), np.arange(3, 6)]",
+        "client 1 gets example -1, not positions",
+    ),
+    "twice": (
+        "[np.arange(3), [5], np.arange(2, 5)]",
+        "gives an example to two clients, 0 and 2: that at 2; each goes",
+    ),
     "repeated": (
         "[[0], [4, 3, 4], [1]]",
         "gives an example to client 1 twice: that at 4; each goes to one client, once",
@@ -228,14 +259,27 @@ BAD_PARTITIONS = {
         "[np.arange(3.0) + 3 * c for c in range(3)]",
         "client 0 gets numbers of type float64, not an array of pos",
     ),
-    "mask": ("[np.arange(300) % 3 == c for c in range(3)]", "client 0 gets a mask; np.flatnonzero makes of it the pos"),
+    "mask": (
+        "[np.arange(300) % 3 == c for c in range(3)]",
+        "client 0 gets a mask; np.flatnonzero makes of it the pos",
+    ),
     "squares": (
         "np.arange(12).reshape(3, 2, 2)",
         "client 0 gets an array of shape (2, 2), not an array of positions from",
     ),
-    "nothing": ("None", "nothing gives None, not a list with an array of positions for each client (nothing.py, line "),
-    "dict": ("{c: [c] for c in range(3)}", "dict gives a dict, not a list with an array of positions for each client"),
-    "writing": ("labels.sort() or [[0], [1], [2]]", "partition writing failed: ValueError: sort array is read-only"),
+    "nothing": (
+        "None",
+        "nothing gives None, not a list with an array of positions for each client (nothing.py, "
+        "line ",
+    ),
+    "dict": (
+        "{c: [c] for c in range(3)}",
+        "dict gives a dict, not a list with an array of positions for each client",
+    ),
+    "writing": (
+        "labels.sort() or [[0], [1], [2]]",
+        "partition writing failed: ValueError: sort array is read-only",
+    ),
     "ragged": ("[[[1], [2, 3]]] * 3", "partition ragged failed: ValueError"),
 }
 
@@ -250,13 +294,20 @@ def test_a_partition_that_is_none_is_refused(how: str, folder: Path) -> None:
 
 
 def test_the_parameters_of_a_partition_have_the_names_that_it_is_given(folder: Path) -> None:
-    (folder / "named.py").write_text(PARTITION.replace("stripes", "named").replace("labels, clients", "y, n_clients"))
-    said = "partition named has parameters y, n_clients, width; those that it is given are called labels, clients and"
+    (folder / "named.py").write_text(
+        PARTITION.replace("stripes", "named").replace("labels, clients", "y, n_clients")
+    )
+    said = (
+        "partition named has parameters y, n_clients, width; those that it is given are called "
+        "labels, clients and"
+    )
     assert said in problem(folder, "partition=named.py")
     (folder / "any.py").write_text(
         PARTITION.replace("stripes", "any").replace("labels, clients, width: int = 1", "**given")
     )
-    assert "partition any failed: NameError" in problem(folder, "partition=any.py"), "one that takes all is called"
+    assert "partition any failed: NameError" in problem(folder, "partition=any.py"), (
+        "one that takes all is called"
+    )
 
 
 BAD_MODELS = {
@@ -270,21 +321,37 @@ BAD_MODELS = {
 @pytest.mark.parametrize("how", BAD_MODELS)
 def test_a_model_that_does_not_give_logits_is_refused(how: str, folder: Path) -> None:
     body, words = BAD_MODELS[how]
-    (folder / f"{how}_model.py").write_text(MODEL.replace("tiny", how).replace("return self.layers(x)", body))
+    (folder / f"{how}_model.py").write_text(
+        MODEL.replace("tiny", how).replace("return self.layers(x)", body)
+    )
     assert words in problem(folder, f"model={how}_model.py")
 
 
 def test_a_model_without_parameters_is_refused(folder: Path) -> None:
-    text = "import torch\nfrom torch import nn\n\nclass Bare(nn.Module):\n    def __init__(self, num_classes: int):\n"
-    text += "        super().__init__()\n        self.w = torch.zeros(48, num_classes, requires_grad=True)\n\n"
-    (folder / "bare.py").write_text(text + "    def forward(self, x):\n        return x.flatten(1) @ self.w\n")
-    assert "has no parameters, so there is nothing to train: a tensor of y" in problem(folder, "model=bare.py:Bare")
+    text = (
+        "import torch\nfrom torch import nn\n\nclass Bare(nn.Module):\n    def __init__(self, "
+        "num_classes: int):\n"
+    )
+    text += (
+        "        super().__init__()\n        self.w = torch.zeros(48, num_classes, "
+        "requires_grad=True)\n\n"
+    )
+    (folder / "bare.py").write_text(
+        text + "    def forward(self, x):\n        return x.flatten(1) @ self.w\n"
+    )
+    assert "has no parameters, so there is nothing to train: a tensor of y" in problem(
+        folder, "model=bare.py:Bare"
+    )
 
 
 @pytest.mark.parametrize("raises", ["[][3]", "1 / 0", "nn.Linear(2, 'a')"])
-def test_a_model_that_cannot_be_made_is_named_with_the_line_that_raised(raises: str, folder: Path) -> None:
+def test_a_model_that_cannot_be_made_is_named_with_the_line_that_raised(
+    raises: str, folder: Path
+) -> None:
     """One whose constructor forgot ``super().__init__()`` among them."""
-    (folder / "making.py").write_text(f"from torch import nn\n\ndef making(num_classes: int):\n    {raises}\n")
+    (folder / "making.py").write_text(
+        f"from torch import nn\n\ndef making(num_classes: int):\n    {raises}\n"
+    )
     said = problem(folder, "model=making.py:making")
     assert "cannot be made: " in said
     assert "(making.py, line 4, in making)" in said
@@ -320,11 +387,16 @@ def shared(classes):
 def test_a_model_is_given_what_its_parameters_name(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "nets.py").write_text(LAZY)
     for name in ("of_torchvision", "by_channels"):
-        prepare(settle(load(folder / "run.toml", (f"model={tmp_path / 'nets.py'}:{name}",))), toys.blobs())
+        prepare(
+            settle(load(folder / "run.toml", (f"model={tmp_path / 'nets.py'}:{name}",))),
+            toys.blobs(),
+        )
     lazy = f"model={tmp_path / 'nets.py'}:lazy"
     assert "has lazy layers, whose sizes only a first batch tells" in problem(folder, lazy)
     shared = f"model={tmp_path / 'nets.py'}:shared"
-    assert "1.weight and 2.weight are one tensor; give it one name, and use it twice" in problem(folder, shared)
+    assert "1.weight and 2.weight are one tensor; give it one name, and use it twice" in problem(
+        folder, shared
+    )
     said = problem(folder, lazy, "model.activation='relu'")
     assert "unknown key 'model.activation'" in said, "what a config cannot hold keeps its default"
 
@@ -334,7 +406,9 @@ def test_modules_beside_a_file_are_its_own_and_leave_the_path_as_it_was(tmp_path
     for folder, width in (("one", 3), ("two", 4)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "beside_me.py").write_text(f"WIDTH = {width}\n")
-        (tmp_path / folder / "net.py").write_text("from beside_me import WIDTH\ndef width(): return WIDTH\n")
+        (tmp_path / folder / "net.py").write_text(
+            "from beside_me import WIDTH\ndef width(): return WIDTH\n"
+        )
 
     def width(folder: str) -> int:
         return int(registry.lookup("model", "net.py:width", tmp_path / folder).target())
@@ -351,11 +425,18 @@ def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) 
         "from parts import linear\nfrom torch import nn\n"
         "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), linear(16, num_classes))\n"
     )
-    run(load(folder / "run.toml", (f"model={tmp_path / 'net.py'}:net", "rounds=2")), tmp_path / "run", toys.blobs())
+    run(
+        load(folder / "run.toml", (f"model={tmp_path / 'net.py'}:net", "rounds=2")),
+        tmp_path / "run",
+        toys.blobs(),
+    )
     (tmp_path / "run" / "summary.json").unlink()
     (tmp_path / "parts.py").write_text("from torch import nn\nlinear = nn.Linear  # the same\n")
-    with pytest.raises(CorruptFile, match=r"parts\.py is not the file that the run was started with"):
+    with pytest.raises(
+        CorruptFile, match=r"parts\.py is not the file that the run was started with"
+    ):
         resume(tmp_path / "run", toys.blobs())
     start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     before = {path: sha for path, sha in start["sources"].items() if not path.endswith("parts.py")}
-    check_sources(settings_of(tmp_path / "run"), {"sources": before})  # earlier versions noted the named files only
+    # earlier versions noted the named files only
+    check_sources(settings_of(tmp_path / "run"), {"sources": before})

@@ -1,4 +1,6 @@
-"""What a user's own measure gives: NumPy's and torch's numbers are taken, and what no journal holds is refused."""
+"""What a user's own measure gives: NumPy's and torch's numbers are taken, and what no journal holds
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ class Mine(Measure):
 NUMBERS = """
 NUMBERS = {"a": np.float32(0.5), "b": torch.tensor([1.0, 2.0]), "c": np.arange(3), "d": {np.int64(4): torch.tensor(5)}}
 PLAIN = {"a": 0.5, "b": [1.0, 2.0], "c": [0, 1, 2], "d": {"4": 5}}
-"""
+"""  # noqa: E501
 
 
 def _run(folder: Path, body: str, **changes: object):  # type: ignore[no-untyped-def]
-    (folder / "mine.py").write_text(MEASURE.format(textwrap.indent(textwrap.dedent(body), "    ")) + NUMBERS)
+    (folder / "mine.py").write_text(
+        MEASURE.format(textwrap.indent(textwrap.dedent(body), "    ")) + NUMBERS
+    )
     what = replace(toys.toy(), base=folder, measure=("mine.py",), rounds=1, **changes)  # type: ignore[arg-type]
     return run(what, folder / "run", data=toys.blobs())
 
@@ -60,25 +64,38 @@ def test_numbers_of_numpy_and_torch_are_numbers_of_the_journal(tmp_path: Path) -
             "def look(self, seen, room):\n    return {'round': 9}",
             "Mine.look gives 'round', which is a field of the run",
         ),
-        ("def look(self, seen, room):\n    return {'a': {1, 2}}", "Mine.look gives a set as 'a', and not numbers"),
-        ("def look(self, seen, room):\n    return {3: 1}", "Mine.look gives a field named 3; a name is a text"),
+        (
+            "def look(self, seen, room):\n    return {'a': {1, 2}}",
+            "Mine.look gives a set as 'a', and not numbers",
+        ),
+        (
+            "def look(self, seen, room):\n    return {3: 1}",
+            "Mine.look gives a field named 3; a name is a text",
+        ),
         (
             "def at_client(self, seen):\n    return {'loss': 1.0}",
             "Mine.at_client gives 'loss', which is a field of the",
         ),
-        ("def at_client(self, seen):\n    return {'a': object()}", "Mine.at_client gives an object as 'a', and not"),
+        (
+            "def at_client(self, seen):\n    return {'a': object()}",
+            "Mine.at_client gives an object as 'a', and not",
+        ),
         ("def at_client(self, seen):\n    return [1]", "Mine.at_client gives a list, not a dict"),
         (
-            "def at_client(self, seen):\n    return {}\n\ndef of_round(self, seen):\n    return {'accuracy': 1.0}",
+            "def at_client(self, seen):\n    return {}\n\ndef of_round(self, seen):\n    return "
+            "{'accuracy': 1.0}",
             "Mine.of_round gives 'accuracy', which is a field of the run",
         ),
         (
-            "def at_client(self, seen):\n    return {}\n\ndef of_round(self, seen):\n    return None",
+            "def at_client(self, seen):\n    return {}\n\ndef of_round(self, seen):\n    return "
+            "None",
             "Mine.of_round gives None, not a dict",
         ),
     ],
 )
-def test_what_no_journal_holds_names_the_measure_and_its_line(body: str, said: str, tmp_path: Path) -> None:
+def test_what_no_journal_holds_names_the_measure_and_its_line(
+    body: str, said: str, tmp_path: Path
+) -> None:
     with pytest.raises(FedstillError) as error:
         _run(tmp_path, body)
     text = str(error.value)

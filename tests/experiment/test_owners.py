@@ -52,7 +52,10 @@ def test_each_owner_is_a_client_with_its_own_examples_and_test() -> None:
     assert run.names == ("bern", "chur", "genf")
     for client, (train, test) in enumerate(SIZES):
         assert data.train.owners is not None
-        assert run.sites.parts[client].tolist() == (data.train.owners == client).nonzero().flatten().tolist()
+        assert (
+            run.sites.parts[client].tolist()
+            == (data.train.owners == client).nonzero().flatten().tolist()
+        )
         assert (len(run.sites.parts[client]), len(run.sites.own_tests[client])) == (train, test)
     assert run.sites.common_test is not None
     assert len(run.sites.common_test) == 12
@@ -62,8 +65,13 @@ def test_a_domain_that_is_only_tested_is_named() -> None:
     data, stream = hospitals(), {"kind": "domains", "column": "client", "tasks": 3}
     assert data.train.owners is not None
     trained = replace(data, train=data.train.take((data.train.owners != 1).nonzero().flatten()))
-    with pytest.raises(ConfigError, match=r"stream\.column = 'client': 'chur' has test examples and no training"):
-        prepare(settle(toys.toy(stream=stream, topology={"clients": 2}, model="logistic", rounds=3)), trained)
+    with pytest.raises(
+        ConfigError, match=r"stream\.column = 'client': 'chur' has test examples and no training"
+    ):
+        prepare(
+            settle(toys.toy(stream=stream, topology={"clients": 2}, model="logistic", rounds=3)),
+            trained,
+        )
 
 
 @pytest.mark.parametrize("take", ["random", "last"])
@@ -95,14 +103,18 @@ def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_
     assert run.names == ("bern", "chur")
     with pytest.raises(ConfigError, match=r"topology\.clients"):
         ready({}, topology={"clients": 4})
-    with pytest.raises(ConfigError, match=r"partition.kind = 'column' needs data with such a column"):
+    with pytest.raises(
+        ConfigError, match=r"partition.kind = 'column' needs data with such a column"
+    ):
         prepare(settle(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())
     with pytest.raises((ConfigError, InfeasiblePartition)):
         ready({"least": 100}, topology={"clients": 3})
 
 
 @pytest.mark.parametrize("mix", [{}, {"alpha": 0.5}])
-def test_an_owner_without_a_class_is_passed_over_in_the_tasks_of_that_class(mix: dict[str, float]) -> None:
+def test_an_owner_without_a_class_is_passed_over_in_the_tasks_of_that_class(
+    mix: dict[str, float],
+) -> None:
     """Chur has no example of the second task's class."""
     data = hospitals()
     assert data.train.owners is not None
@@ -125,7 +137,9 @@ def test_an_owner_without_a_class_is_passed_over_in_the_tasks_of_that_class(mix:
 
 
 def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path) -> None:
-    result = fedstill.run(Experiment(rounds=2, measure=(), model="logistic"), tmp_path / "one", data=hospitals())
+    result = fedstill.run(
+        Experiment(rounds=2, measure=(), model="logistic"), tmp_path / "one", data=hospitals()
+    )
     assert result.summary["clients"] == 3
     assert result.summary["partition"] == "column"
     by_client = result.summary["own_test_by_client"]
@@ -154,8 +168,12 @@ def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path)
 
 
 def test_a_run_of_owners_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    experiment = Experiment(rounds=3, measure=(), partition={"kind": "column", "column": "client", "own_test": 0.25})
-    whole = fedstill.run(experiment.with_values({"topology.clients": 3}, "t"), tmp_path / "a", data=hospitals())
+    experiment = Experiment(
+        rounds=3, measure=(), partition={"kind": "column", "column": "client", "own_test": 0.25}
+    )
+    whole = fedstill.run(
+        experiment.with_values({"topology.clients": 3}, "t"), tmp_path / "a", data=hospitals()
+    )
 
     class Enough(Exception):
         pass
@@ -166,10 +184,15 @@ def test_a_run_of_owners_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
     with pytest.raises(Enough):
         fedstill.run(
-            experiment.with_values({"topology.clients": 3}, "t"), tmp_path / "b", data=hospitals(), on_round=stop
+            experiment.with_values({"topology.clients": 3}, "t"),
+            tmp_path / "b",
+            data=hospitals(),
+            on_round=stop,
         )
     again = fedstill.resume(tmp_path / "b", data=hospitals())
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (
+        tmp_path / "b/model.safetensors"
+    ).read_bytes()
     assert again.summary["own_test_by_client"] == whole.summary["own_test_by_client"]
 
 
@@ -192,7 +215,10 @@ def test_the_answer_of_each_client_counts_where_it_has_one() -> None:
     assert told["own_test_by_client"] == {"0": 1.0, "1": 0.5, "2": 0.0}
     tests = OwnTests(sites, frozenset({"train"}))
     tests.note(
-        [{"name": "train", "client": 1, "site_accuracy": 0.75}, {"name": "else", "client": 0, "site_accuracy": 1}]
+        [
+            {"name": "train", "client": 1, "site_accuracy": 0.75},
+            {"name": "else", "client": 0, "site_accuracy": 1},
+        ]
     )
     assert tests.round({})["own_test_by_client"] == {"1": 0.75}
     assert OwnTests(replace(sites, own_tests={}), frozenset()).round({"global": of(0)}) == {}
@@ -211,7 +237,9 @@ def test_a_drawn_mix_is_the_most_that_each_owner_has_of_it() -> None:
         have, near, kept = (np.bincount(labels[part], minlength=4) for part in (own, mixed, few))
         assert np.ptp(near) <= 1, "a large alpha keeps as many of every class"
         assert near.min() == have.min()
-        assert (kept == have).any(), "one class is kept whole, so that more of this mix cannot be had"
+        assert (kept == have).any(), (
+            "one class is kept whole, so that more of this mix cannot be had"
+        )
     largest = [np.bincount(labels[part]).max() / len(part) for part in skewed]
     assert np.mean(largest) > 0.6
     other = column(labels, 8, owners, alpha=0.1, seed=4)

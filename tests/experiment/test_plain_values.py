@@ -1,4 +1,6 @@
-"""What Python hands over that is no plain value, NumPy's numbers and paths, and what is no experiment at all."""
+"""What Python hands over that is no plain value, NumPy's numbers and paths, and what is no
+experiment at all.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,17 @@ def test_numbers_of_numpy_are_written_as_numbers(what: str) -> None:
 def test_a_run_takes_them_and_a_comparison_too(tmp_path: Path) -> None:
     experiment = toys.toy(rounds=np.int64(1), seed=np.int64(3))
     assert run(experiment, tmp_path / "run", toys.blobs()).summary["seed"] == 3
-    small = Experiment(rounds=1, measure=[], model="logistic", topology={"clients": 2}, data={"train_size": 50})  # type: ignore[arg-type]
+    small = Experiment(
+        rounds=1, measure=[], model="logistic", topology={"clients": 2}, data={"train_size": 50}
+    )  # type: ignore[arg-type]
     both = fedstill.compare(
-        small, np.array(["fedavg"]), np.arange(2), {"plan.lr": np.array([0.5])}, tmp_path / "both", 1, quiet=True
+        small,
+        np.array(["fedavg"]),
+        np.arange(2),
+        {"plan.lr": np.array([0.5])},
+        tmp_path / "both",
+        1,
+        quiet=True,
     )
     assert [(group.label, group.seeds) for group in both.groups] == [("fedavg", [0, 1])]
 
@@ -57,17 +67,27 @@ class Mine(FedAvg):
 """
 
 
-def test_paths_are_taken_wherever_a_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_taken_wherever_a_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("simple.csv").write_text("a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60)))
+    Path("simple.csv").write_text(
+        "a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60))
+    )
     Path("digits").mkdir()
     Path("digits/one.csv").write_text(Path("simple.csv").read_text())
     Path("mine.py").write_text(MINE)
     assert fedstill.load_dataset(Path("simple.csv")).about.kind == "table"
     assert fedstill.load_dataset(Path("digits")).about.kind == "table"
     assert fedstill.load_dataset("digits").about.kind == "image"
-    for data in (Path("simple.csv"), {"name": Path("simple.csv")}, {"name": tmp_path / "simple.csv"}):
-        settings = settle(Experiment(data=data, method=Path("mine.py"), start_from=Path("simple.csv")))  # type: ignore[arg-type]
+    for data in (
+        Path("simple.csv"),
+        {"name": Path("simple.csv")},
+        {"name": tmp_path / "simple.csv"},
+    ):
+        settings = settle(
+            Experiment(data=data, method=Path("mine.py"), start_from=Path("simple.csv"))
+        )  # type: ignore[arg-type]
         assert settings.data.name == settings.start_from == str(tmp_path / "simple.csv")
         assert settings.named.method.name == str(tmp_path / "mine.py")
     with pytest.raises(ConfigError, match=r"^a data set is named by a text or a path, not an int$"):
@@ -114,17 +134,22 @@ def test_a_config_may_begin_with_the_mark_that_some_editors_write(tmp_path: Path
     assert load(tmp_path / "my.toml").rounds == 7
 
 
-@pytest.mark.parametrize(("table", "key"), [("method", "name"), ("partition", "kind"), ("data", "name")])
+@pytest.mark.parametrize(
+    ("table", "key"), [("method", "name"), ("partition", "kind"), ("data", "name")]
+)
 def test_a_table_that_is_set_twice_is_named(table: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text(f"{table} = 'it'\nrounds = 1\n\n[{table}]\nx = 1\n")
     said = (
-        rf"my\.toml: {table} is set twice, as a name and as a table; put the name into \[{table}\], as {key} = \.\.\.$"
+        rf"my\.toml: {table} is set twice, as a name and as a table; put the name into "
+        rf"\[{table}\], as {key} = \.\.\.$"
     )
     with pytest.raises(ConfigError, match=said):
         load(tmp_path / "my.toml")
 
 
-def test_an_override_may_name_a_file_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_override_may_name_a_file_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("config", "here"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "both.py").write_text(MINE)
@@ -146,6 +171,10 @@ def test_the_folder_of_a_run_is_called_by_the_end_of_its_data_s_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "simple.csv").write_text("a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60)))
-    experiment = Experiment(rounds=1, measure=(), partition="iid", topology={"clients": 2}, data=Path("simple.csv"))  # type: ignore[arg-type]
+    (tmp_path / "simple.csv").write_text(
+        "a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60))
+    )
+    experiment = Experiment(
+        rounds=1, measure=(), partition="iid", topology={"clients": 2}, data=Path("simple.csv")
+    )  # type: ignore[arg-type]
     assert run(experiment).directory == Path("runs/fedavg-simple.csv-seed0-1")

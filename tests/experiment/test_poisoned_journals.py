@@ -1,4 +1,6 @@
-"""Journals that clients poisoned before reports were checked: they are read without the poison, and runs go on."""
+"""Journals that clients poisoned before reports were checked: they are read without the poison, and
+runs go on.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def poisoned(folder: Path, poison: dict[str, Any]) -> int:
-    """A run stopped in round 1, in which a version without checks took client 1's report; the line of its event."""
+    """A run stopped in round 1, in which a version without checks took client 1's report; the line
+    of its event.
+    """
     honest = SerialEngine._reply
 
     def reply(self: SerialEngine, *given: Any) -> Reply:
@@ -95,10 +99,17 @@ def test_a_poisoned_run_goes_on_to_the_same_bits_and_is_reported(
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     write_page([folder], tmp_path / "page.html")
     (key,) = POISON[name]
-    said = [r.getMessage() for r in caplog.records if "is malformed, and not used" in r.getMessage()]
+    said = [
+        r.getMessage() for r in caplog.records if "is malformed, and not used" in r.getMessage()
+    ]
     assert said
-    assert all(f"journal.jsonl, line {line}: what client 1 reported as " in s and repr(key) in s for s in said)
-    (event,) = (e for e in read_journal(folder / "journal.jsonl")[: line + 1] if e.get("client") == 1)
+    assert all(
+        f"journal.jsonl, line {line}: what client 1 reported as " in s and repr(key) in s
+        for s in said
+    )
+    (event,) = (
+        e for e in read_journal(folder / "journal.jsonl")[: line + 1] if e.get("client") == 1
+    )
     assert key not in event
     assert {"client", "examples", "bytes_up", "steps"} <= event.keys()
 
@@ -106,7 +117,10 @@ def test_a_poisoned_run_goes_on_to_the_same_bits_and_is_reported(
 def test_a_number_that_nobody_can_compute_with_is_read_as_null(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     long = "9" * 400
-    path.write_text(f'{{"event":"client","client":1,"mine":{long}}}\n{{"event":"round","seconds_clients":{long}}}\n')
+    path.write_text(
+        f'{{"event":"client","client":1,"mine":{long}}}\n'
+        f'{{"event":"round","seconds_clients":{long}}}\n'
+    )
     client, round = read_journal(path)
     assert client["mine"] is None
     assert round["seconds_clients"] is None

@@ -1,4 +1,6 @@
-"""Every cell of every recipe can be run, and a table is run, resumed and printed beside the paper's."""
+"""Every cell of every recipe can be run, and a table is run, resumed and printed beside the
+paper's.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_every_cell_resolves(name: str, tmp_path: Path) -> None:
         assert variant.settings.rounds == asked["rounds"]
 
 
-def test_a_cell_may_print_several_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_cell_may_print_several_measures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = ["reproduce", "qkt/table20", "--cells", "QKT:Path single", "--seeds", "1", "--table"]
     assert call([*words, "--out", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -43,17 +47,35 @@ def test_a_cell_may_print_several_measures(capsys: pytest.CaptureFixture[str], t
 def test_a_table_of_four_measures_is_printed_whole(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["reproduce", "qkt/table20", "--cells", "*:Path single", "--seeds", "1", "--table", "--out", str(tmp_path)]
+    words = [
+        "reproduce",
+        "qkt/table20",
+        "--cells",
+        "*:Path single",
+        "--seeds",
+        "1",
+        "--table",
+        "--out",
+        str(tmp_path),
+    ]
     numbers = {"QKT": ["74.6", "78.0", "-16.8", "74.3"], "PFNM": ["14.6", "17.6", "-79.6", "12.4"]}
     for columns, together in (("", True), ("80", False)):
-        monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+        monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv(
+            "COLUMNS", raising=False
+        )
         assert call(words) == 0
         lines = capsys.readouterr().out.splitlines()
         for row, wanted in numbers.items():
-            said = [line.split() for line in lines if line.split(" ")[0] == row and "Light" not in line]
+            said = [
+                line.split() for line in lines if line.split(" ")[0] == row and "Light" not in line
+            ]
             assert (len(said) == 1) is together
             assert [n for n in wanted if any(n in cells for cells in said)] == wanted
-        assert together or max(len(line) for line in lines if "published" not in line and "Alballa" not in line) <= 80
+        assert (
+            together
+            or max(len(line) for line in lines if "published" not in line and "Alballa" not in line)
+            <= 80
+        )
 
 
 def test_a_row_has_cells_only_where_it_has_a_meaning() -> None:
@@ -75,37 +97,93 @@ def test_cells_are_chosen_by_pattern() -> None:
         recipes.load_recipe("fedadkd/tabel2")
 
 
-def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reduced_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    smaller = ["-s", "topology.clients=10", "-s", "topology.sampled=3", "-s", "plan.epochs=1", "-s", "data.augment=[]"]
+    smaller = [
+        "-s",
+        "topology.clients=10",
+        "-s",
+        "topology.sampled=3",
+        "-s",
+        "plan.epochs=1",
+        "-s",
+        "data.augment=[]",
+    ]
     smaller += ["-s", "data.train_size=400", "-s", "data.test_size=60"]
-    words = ["reproduce", "fedadkd/figure7", "--data", "digits", "--rounds", "2", "--seeds", "2", "-q", *smaller]
+    words = [
+        "reproduce",
+        "fedadkd/figure7",
+        "--data",
+        "digits",
+        "--rounds",
+        "2",
+        "--seeds",
+        "2",
+        "-q",
+        *smaller,
+    ]
     assert call([*words, "--cells", "full:*"]) == 0
     said = capsys.readouterr().out
     assert "REDUCED OR CHANGED" in said
     assert "55.8" in said
     assert call([*words, "--table"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("full", "without"))]
-    assert [row[-1] for row in rows] == ["2", "0", "0"], "two seeds of one row are there, of the others none"
+    rows = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("full", "without"))
+    ]
+    assert [row[-1] for row in rows] == ["2", "0", "0"], (
+        "two seeds of one row are there, of the others none"
+    )
 
 
 def test_a_table_says_which_of_its_runs_have_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs that are older than a change of the recipe are printed, but not as if they were the recipe's."""
+    """Runs that are older than a change of the recipe are printed, but not as if they were the
+    recipe's.
+    """
     monkeypatch.chdir(tmp_path)
-    small = ["-s", "topology.clients=6", "-s", "topology.sampled=3", "-s", "plan.epochs=1", "-s", "data.augment=[]"]
-    words = ["reproduce", "fedadkd/figure7", "--data", "digits", "--rounds", "1", "--seeds", "1", "-q", "--out", "r"]
+    small = [
+        "-s",
+        "topology.clients=6",
+        "-s",
+        "topology.sampled=3",
+        "-s",
+        "plan.epochs=1",
+        "-s",
+        "data.augment=[]",
+    ]
+    words = [
+        "reproduce",
+        "fedadkd/figure7",
+        "--data",
+        "digits",
+        "--rounds",
+        "1",
+        "--seeds",
+        "1",
+        "-q",
+        "--out",
+        "r",
+    ]
     words += [*small, "--cells", "full:*"]
     assert call(words) == 0
     assert "OTHER SETTINGS" not in capsys.readouterr().out
     changed = ["-s", "method.alpha=2.0", "-s", "data.mean=[0.25]"]
     assert call([*words, *changed, "--table"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 of these runs have OTHER SETTINGS than the recipe has now: data.mean, method.alpha." in said
+    assert (
+        "1 of these runs have OTHER SETTINGS than the recipe has now: data.mean, method.alpha."
+        in said
+    )
     assert call([*words, *changed]) == 2
     refused = " ".join(capsys.readouterr().err.split())
-    assert "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
+    assert (
+        "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
+    )
     (summary,) = Path("r").rglob("summary.json")
     ended = json.loads(summary.read_text())["accuracy"]
     summary.unlink()
@@ -120,44 +198,86 @@ def test_differences_to_a_row_are_paired_by_seed(
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     kept = RESULTS / "fedadkd-table2-reduced"
-    reduced = ["data.train_size=10000", "data.test_size=2000", "data.augment=[]", "topology.clients=50"]
+    reduced = [
+        "data.train_size=10000",
+        "data.test_size=2000",
+        "data.augment=[]",
+        "topology.clients=50",
+    ]
     words = ["reproduce", "fedadkd/table2", "--table", "--rounds", "40", "--out", str(kept)]
     words += [w for value in (*reduced, "topology.sampled=5") for w in ("-s", value)]
     words += ["--cells", "FedAvg:CIFAR-10 .1,FedNTD:CIFAR-10 .1,FedADKD:CIFAR-10 .1"]
     assert call([*words, "--against", "FedNTD"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedADKD, CIFAR-10 .1")]
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("FedADKD, CIFAR-10 .1")
+    ]
     with tarfile.open(evidence.pack_of(kept)) as packed:
         names = [n for n in packed.getnames() if n.endswith("summary.json")]
         read = {n: json.load(packed.extractfile(n) or io.BytesIO()) for n in names}
     one, other = (
-        [100 * read[n]["mean_accuracy_last_10"] for n in sorted(read) if n.startswith(f"CIFAR-10_.1_{row}/")]
+        [
+            100 * read[n]["mean_accuracy_last_10"]
+            for n in sorted(read)
+            if n.startswith(f"CIFAR-10_.1_{row}/")
+        ]
         for row in ("FedADKD", "FedNTD")
     )
     low, high = stats.ttest_rel(one, other).confidence_interval(0.95)
     (line,) = [line for line in lines if "last 10" in line]
-    assert line.split()[5:9] == [f"{np.mean(np.subtract(one, other)):+.1f}", f"{low:+.1f}", "to", f"{high:+.1f}"]
+    assert line.split()[5:9] == [
+        f"{np.mean(np.subtract(one, other)):+.1f}",
+        f"{low:+.1f}",
+        "to",
+        f"{high:+.1f}",
+    ]
     assert call([*words, "--against", "FedProx"]) == 2
-    assert "there is no row 'FedProx' among the cells; name one of FedAvg, FedNTD, FedADKD" in capsys.readouterr().err
+    assert (
+        "there is no row 'FedProx' among the cells; name one of FedAvg, FedNTD, FedADKD"
+        in capsys.readouterr().err
+    )
 
 
 def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Against a recomputation from the journals of two tables that differ in their rounds and nothing else."""
+    """Against a recomputation from the journals of two tables that differ in their rounds and
+    nothing else.
+    """
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    short, long = RESULTS / "sfedkd-table1-cifar10-reduced", RESULTS / "sfedkd-table1-cifar10-longer"
-    reduced = ["data.train_size=10000", "data.test_size=2000", "topology.clients=50", "model=lenet5"]
+    short, long = (
+        RESULTS / "sfedkd-table1-cifar10-reduced",
+        RESULTS / "sfedkd-table1-cifar10-longer",
+    )
+    reduced = [
+        "data.train_size=10000",
+        "data.test_size=2000",
+        "topology.clients=50",
+        "model=lenet5",
+    ]
     words = ["reproduce", "sfedkd/table1", "--table", "--rounds", "480", "--out", str(long)]
-    words += [*(w for value in reduced for w in ("-s", value)), "--cells", "FedAvg:CIFAR-10 2/.5,SFedKD:CIFAR-10 2/.5"]
+    words += [
+        *(w for value in reduced for w in ("-s", value)),
+        "--cells",
+        "FedAvg:CIFAR-10 2/.5,SFedKD:CIFAR-10 2/.5",
+    ]
 
     def last_ten(folder: Path, row: str, end: int) -> list[float]:
         journals = [
-            evidence.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl" for s in (1, 2, 3)
+            evidence.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl"
+            for s in (1, 2, 3)
         ]
-        events = [[json.loads(line) for line in journal.read_text().splitlines()] for journal in journals]
-        by_round = [{e["round"]: e["accuracy"] for e in each if e["event"] == "round"} for each in events]
-        return [100 * float(np.mean([curve[n] for n in range(end - 9, end + 1)])) for curve in by_round]
+        events = [
+            [json.loads(line) for line in journal.read_text().splitlines()] for journal in journals
+        ]
+        by_round = [
+            {e["round"]: e["accuracy"] for e in each if e["event"] == "round"} for each in events
+        ]
+        return [
+            100 * float(np.mean([curve[n] for n in range(end - 9, end + 1)])) for curve in by_round
+        ]
 
     def said(one: list[float], other: list[float]) -> list[str]:
         low, high = stats.ttest_rel(one, other).confidence_interval(0.95)
@@ -166,19 +286,31 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
     assert call([*words, "--beside", str(short)]) == 0
     printed = capsys.readouterr().out
     assert "SFedKD, CIFAR-10 2/.5: rounds = 480, there 120" in printed
-    (line,) = [line for line in printed.splitlines() if line.startswith("SFedKD, CIFAR-10 2/.5  last 10")]
+    (line,) = [
+        line for line in printed.splitlines() if line.startswith("SFedKD, CIFAR-10 2/.5  last 10")
+    ]
     assert line.split()[5:9] == said(last_ten(long, "SFedKD", 480), last_ten(short, "SFedKD", 120))
     assert call([*words, "--beside", str(short), "--against", "FedAvg"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SFedKD, CIFAR-10 2/.5  last")]
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("SFedKD, CIFAR-10 2/.5  last")
+    ]
     assert line.split()[5:9] == said(last_ten(long, "SFedKD", 480), last_ten(short, "FedAvg", 120))
     one_row = [*words[:-1], "SFedKD:CIFAR-10 2/.5", "--beside", str(short), "--against"]
     assert call([*one_row, "FedAvg"]) == 0, "the row need be there alone"
     assert line.split() in [x.split() for x in capsys.readouterr().out.splitlines()]
     assert call([*one_row, "FedBest"]) == 2
-    assert "there is no row 'FedBest' of the recipe; name one of FedAvg," in " ".join(capsys.readouterr().err.split())
+    assert "there is no row 'FedBest' of the recipe; name one of FedAvg," in " ".join(
+        capsys.readouterr().err.split()
+    )
 
     assert call([*words, "--at", "120,240,500", "--against", "FedAvg"]) == 0
-    lines = [x.split() for x in capsys.readouterr().out.splitlines() if x.startswith("SFedKD, CIFAR-10 2/.5  ")][-3:]
+    lines = [
+        x.split()
+        for x in capsys.readouterr().out.splitlines()
+        if x.startswith("SFedKD, CIFAR-10 2/.5  ")
+    ][-3:]
     ours, base = last_ten(long, "SFedKD", 240), last_ten(long, "FedAvg", 240)
     assert lines[1][3:] == [
         "240", f"{np.mean(ours):.1f}", "±", f"{np.std(ours, ddof=1):.1f}", "3",
@@ -191,12 +323,33 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
     assert "holds no run of these rows" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_table_says_which_queries_had_no_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    smaller = ["data.train_size=300", "data.test_size=60", "model=digits_cnn", "plan.epochs=1", "query.fewer_than=5"]
-    words = ["reproduce", "qkt/table20", "--data", "digits", "--seeds", "1", "-q", "--out", str(tmp_path)]
+def test_a_table_says_which_queries_had_no_teacher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smaller = [
+        "data.train_size=300",
+        "data.test_size=60",
+        "model=digits_cnn",
+        "plan.epochs=1",
+        "query.fewer_than=5",
+    ]
+    words = [
+        "reproduce",
+        "qkt/table20",
+        "--data",
+        "digits",
+        "--seeds",
+        "1",
+        "-q",
+        "--out",
+        str(tmp_path),
+    ]
     words += [w for s in smaller for w in ("-s", s)]
     assert call([*words, "--cells", "QKT:Path single", "-s", "method.threshold=1.0"]) == 0
-    assert "Queries that had no teacher, and count in all numbers: QKT, 10 of 10." in capsys.readouterr().out
+    assert (
+        "Queries that had no teacher, and count in all numbers: QKT, 10 of 10."
+        in capsys.readouterr().out
+    )
     assert call([*words, "--cells", "KD:Path single"]) == 0
     assert "no teacher" not in capsys.readouterr().out, "all teach there"
 
@@ -222,7 +375,13 @@ def test_a_figure_at_a_tiny_size_is_in_the_report(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    smaller = ["topology.clients=10", "topology.sampled=3", "plan.epochs=1", "data.augment=[]", f"model.name={model}"]
+    smaller = [
+        "topology.clients=10",
+        "topology.sampled=3",
+        "plan.epochs=1",
+        "data.augment=[]",
+        f"model.name={model}",
+    ]
     smaller += ["data.train_size=400", "data.test_size=60"]
     words = [
         "reproduce",
@@ -244,8 +403,13 @@ def test_a_figure_at_a_tiny_size_is_in_the_report(
     assert f'<section id="{section}">' in page
     said = capsys.readouterr().out
     if name == "fedntd/table2":
-        lines = [line.split() for line in said.splitlines() if "alignment layers features local" in line]
-        assert [(row[0], *row[-2:]) for row in lines] == [("FedAvg", "0.635", "1"), ("FedNTD", "0.703", "1")]
+        lines = [
+            line.split() for line in said.splitlines() if "alignment layers features local" in line
+        ]
+        assert [(row[0], *row[-2:]) for row in lines] == [
+            ("FedAvg", "0.635", "1"),
+            ("FedNTD", "0.703", "1"),
+        ]
         assert all(0 <= float(row[-3]) <= 1 for row in lines)
 
 
@@ -305,7 +469,10 @@ def test_a_rows_own_fields_come_before_its_columns() -> None:
         rows={"named": {"method": "qkt"}, "own": {"method": {"name": "qkt", "query_weight": 2.0}}},
         columns={"c": {"method": {"query_weight": 3.0, "threshold": 0.5}}, "none": {}},
     )
-    made = {v.label: v.settings.method for v in recipe.variants(recipe.cells(), [1], {}, Path("nowhere"))}
+    made = {
+        v.label: v.settings.method
+        for v in recipe.variants(recipe.cells(), [1], {}, Path("nowhere"))
+    }
     assert {k: (m.query_weight, m.threshold) for k, m in made.items()} == {  # type: ignore[attr-defined]
         "named | c": (3.0, 0.5),
         "own | c": (2.0, 0.5),
@@ -316,7 +483,11 @@ def test_a_rows_own_fields_come_before_its_columns() -> None:
 
 def test_figure_3s_second_panel_has_the_true_class_term_of_the_tables(tmp_path: Path) -> None:
     recipe = recipes.load_recipe("fedadkd/figure3")
-    made = {row: cell("fedadkd/figure3", row, "LDA .1", tmp_path).method for row in recipe.rows if row != "FedNTD"}
+    made = {
+        row: cell("fedadkd/figure3", row, "LDA .1", tmp_path).method
+        for row in recipe.rows
+        if row != "FedNTD"
+    }
     terms = {row: (m.tckd, m.nckd_mode) for row, m in made.items()}  # type: ignore[attr-defined]
     assert len(terms) == 10
     assert {t for row, t in terms.items() if row.startswith("original")} == {("binary", "zero")}

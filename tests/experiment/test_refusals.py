@@ -1,4 +1,6 @@
-"""Clients that were left out are named at a run's end: in the terminal, the summary, comparisons and the report."""
+"""Clients that were left out are named at a run's end: in the terminal, the summary, comparisons
+and the report.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,17 @@ def test_by_default_the_run_ends_with_the_authors_file_and_line(
 ) -> None:
     assert call(["run", config, "--out", "one", "-q"]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith(f"fedstill: round 1, stage 'train': client 1 {WHY}; see the traceback with --debug")
+    assert said.err.startswith(
+        f"fedstill: round 1, stage 'train': client 1 {WHY}; see the traceback with --debug"
+    )
     assert said.out == ""
     assert call(["compare", config, "--out", "all", "-q"]) == 1
     assert f"client 1 {WHY}" in capsys.readouterr().err
 
 
-def test_a_run_that_tolerates_it_says_so_at_its_end(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_tolerates_it_says_so_at_its_end(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["run", config, "--out", "one", *TOLERANT]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == f"warning: {SAID}"
@@ -77,7 +83,17 @@ def test_a_run_that_tolerates_it_says_so_at_its_end(config: str, capsys: pytest.
 
 
 def test_comparison_and_report_say_it_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["compare", config, "--methods", "fedavg,fedprox", "--seeds", "1,2", "--out", "all", *TOLERANT]
+    words = [
+        "compare",
+        config,
+        "--methods",
+        "fedavg,fedprox",
+        "--seeds",
+        "1,2",
+        "--out",
+        "all",
+        *TOLERANT,
+    ]
     assert call(words) == 0
     said = capsys.readouterr().out
     for method in ("fedavg", "fedprox"):
@@ -89,18 +105,27 @@ def test_comparison_and_report_say_it_too(config: str, capsys: pytest.CaptureFix
     assert 'id="failures"' in page
 
 
-def test_a_run_without_refusals_says_nothing_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_refusals_says_nothing_of_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     summary = run(toys.toy(), tmp_path / "run", toys.blobs()).summary
     assert summary["refused"] == 0
     assert not {"refusals", "refused_clients"} & set(summary)
     assert not caplog.records
 
 
-def test_in_python_where_nobody_watches_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    nan = toys.toy({"name": "toy_failing", "who": 1, "how": "nan"}, topology={"clients": 6, "sampled": 6})
+def test_in_python_where_nobody_watches_it_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nan = toys.toy(
+        {"name": "toy_failing", "who": 1, "how": "nan"}, topology={"clients": 6, "sampled": 6}
+    )
     with caplog.at_level(logging.WARNING):
         done = run(nan, tmp_path / "run", toys.blobs())
-    said = "2 of 18 replies refused, of 1 of 6 clients, in 2 of 3 rounds, first: client 1 in round 2: params/"
+    said = (
+        "2 of 18 replies refused, of 1 of 6 clients, in 2 of 3 rounds, first: client 1 in round 2: "
+        "params/"
+    )
     assert done.summary["refusals"].startswith(said)
     assert f"run: {said}" in caplog.text
 
@@ -118,11 +143,18 @@ def yes(client: int, round: int) -> dict[str, object]:
     [
         ([], ""),
         ([yes(0, 1), {"client": 1, "round": 1, "idle": True}], ""),
-        ([no(0, 1), yes(1, 1), no(0, 2)], "1 of 6 clients refused in every round, first: client 0 in round 1: why"),
-        ([no(0, 1), yes(1, 2)], "1 of 6 clients refused whenever they took part, first: client 0 in round 1: why"),
+        (
+            [no(0, 1), yes(1, 1), no(0, 2)],
+            "1 of 6 clients refused in every round, first: client 0 in round 1: why",
+        ),
+        (
+            [no(0, 1), yes(1, 2)],
+            "1 of 6 clients refused whenever they took part, first: client 0 in round 1: why",
+        ),
         (
             [yes(0, 1), no(0, 2)],
-            "1 of 2 replies refused, of 1 of 6 clients, in 1 of 2 rounds, first: client 0 in round 2: why",
+            "1 of 2 replies refused, of 1 of 6 clients, in 1 of 2 rounds, first: client 0 in round "
+            "2: why",
         ),
         (
             [no(3, 0), yes(3, 1)],

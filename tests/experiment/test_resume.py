@@ -1,4 +1,6 @@
-"""A run that was stopped goes on to the same bits; one that cannot go on says why. Kills are in test_kills.py."""
+"""A run that was stopped goes on to the same bits; one that cannot go on says why. Kills are in
+test_kills.py.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,16 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
             break
         except Interrupted:
             stops += 1
-    assert stops == {"parallel": 3, "sequential": 8, "public_logits": 7, "peer_to_peer": 3, "asked_again": 6}[name]
+    assert (
+        stops
+        == {
+            "parallel": 3,
+            "sequential": 8,
+            "public_logits": 7,
+            "peer_to_peer": 3,
+            "asked_again": 6,
+        }[name]
+    )
     assert_same_bits(bits(folder), whole(name))
 
 
@@ -62,7 +73,9 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
         ("asked_again", 4),
     ],
 )
-def test_a_run_stopped_once_goes_on_to_the_same_bits(name: str, stages: int, whole: Whole, tmp_path: Path) -> None:
+def test_a_run_stopped_once_goes_on_to_the_same_bits(
+    name: str, stages: int, whole: Whole, tmp_path: Path
+) -> None:
     folder = stopped(SETTINGS[name], tmp_path / "run", stages)
     result = resume(folder, data=toys.blobs())
     assert_same_bits(bits(folder), whole(name))
@@ -80,7 +93,9 @@ def test_a_round_that_was_journaled_before_the_end_is_not_journaled_twice(
     assert_same_bits(bits(folder), whole(name))
 
 
-def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(whole: Whole, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(
+    whole: Whole, tmp_path: Path
+) -> None:
     folder = before_round_1(stopped(SETTINGS["sequential"], tmp_path / "run", 1))
     resume(folder, data=toys.blobs())
     assert_same_bits(bits(folder), whole("sequential"))
@@ -90,9 +105,13 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_in_silence(tmp_pat
     folder = stopped(SETTINGS["sequential"], tmp_path / "run", 1)
     shutil.rmtree(folder / "checkpoints")
     before = (folder / "journal.jsonl").read_bytes()
-    with pytest.raises(CorruptFile, match=r"has come to round 1, and has no checkpoint .* overwrite=True") as caught:
+    with pytest.raises(
+        CorruptFile, match=r"has come to round 1, and has no checkpoint .* overwrite=True"
+    ) as caught:
         resume(folder, data=toys.blobs())
-    assert caught.value.in_shell.endswith("put its folder checkpoints back, or begin it anew with --overwrite")
+    assert caught.value.in_shell.endswith(
+        "put its folder checkpoints back, or begin it anew with --overwrite"
+    )
     assert (folder / "journal.jsonl").read_bytes() == before
 
 
@@ -109,10 +128,18 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_finished_run_gives_its_result_and_nothing_is_written(tmp_path: Path) -> None:
     first = run(SETTINGS["parallel"], tmp_path / "run", data=toys.blobs())
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in (tmp_path / "run").rglob("*")
+        if p.is_file() and p.name != "lock"
+    }
     again = resume(tmp_path / "run")
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    assert (again.accuracy, again.forgetting, again.summary) == (first.accuracy, first.forgetting, first.summary)
+    assert (again.accuracy, again.forgetting, again.summary) == (
+        first.accuracy,
+        first.forgetting,
+        first.summary,
+    )
     assert again.history == first.history
     assert all(torch.equal(again.model[k], first.model[k]) for k in first.model)
 
@@ -131,7 +158,9 @@ def test_a_finished_run_gives_its_result_and_nothing_is_written(tmp_path: Path) 
         ("journal.jsonl", None),
     ],
 )
-def test_a_finished_run_whose_files_are_damaged_says_which(name: str, content: bytes | None, tmp_path: Path) -> None:
+def test_a_finished_run_whose_files_are_damaged_says_which(
+    name: str, content: bytes | None, tmp_path: Path
+) -> None:
     run(toys.toy(rounds=1), tmp_path / "run", data=toys.blobs())
     path = tmp_path / "run" / name
     path.unlink() if content is None else path.write_bytes(content)
@@ -140,21 +169,35 @@ def test_a_finished_run_whose_files_are_damaged_says_which(name: str, content: b
 
 
 CUTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "a round": (lambda b: b"".join(b.splitlines(keepends=True)[:-1]), "it has 1 rounds, and summary.json 2"),
+    "a round": (
+        lambda b: b"".join(b.splitlines(keepends=True)[:-1]),
+        "it has 1 rounds, and summary.json 2",
+    ),
     "a newline": (lambda b: b[:-1], "it has 1 rounds, and summary.json 2"),
-    "a number": (lambda b: b.replace(b'"accuracy":', b'"accuracy":0.125,"was":'), "last round has accuracy 0.125"),
-    "more": (lambda b: b + b'{"event":"task"}\n', "it ends in the event 'task', and not in 'round'"),
+    "a number": (
+        lambda b: b.replace(b'"accuracy":', b'"accuracy":0.125,"was":'),
+        "last round has accuracy 0.125",
+    ),
+    "more": (
+        lambda b: b + b'{"event":"task"}\n',
+        "it ends in the event 'task', and not in 'round'",
+    ),
     "half": (lambda b: b + b'{"event":"ta', "it ends in half a line"),
 }
 
 
 @pytest.mark.parametrize("how", CUTS)
-def test_a_finished_run_whose_journal_is_not_what_was_written_is_refused(how: str, ended: Path) -> None:
+def test_a_finished_run_whose_journal_is_not_what_was_written_is_refused(
+    how: str, ended: Path
+) -> None:
     cut, why = CUTS[how]
     journal = ended / "journal.jsonl"
     journal.write_bytes(cut(journal.read_bytes()))
     for read in (resume, read_run, run_frames):
-        with pytest.raises(CorruptFile, match=rf"journal\.jsonl is not what was written: .*{why}.*; restore the file"):
+        with pytest.raises(
+            CorruptFile,
+            match=rf"journal\.jsonl is not what was written: .*{why}.*; restore the file",
+        ):
             read(ended)
 
 
@@ -164,14 +207,20 @@ def test_a_finished_run_whose_journal_is_gone_is_not_left_out_of_a_report(ended:
         find([ended.parent])
 
 
-def test_a_bit_of_the_final_model_that_was_turned_is_noticed_by_all_who_read_it(ended: Path) -> None:
+def test_a_bit_of_the_final_model_that_was_turned_is_noticed_by_all_who_read_it(
+    ended: Path,
+) -> None:
     path = ended / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     shutil.rmtree(ended / "checkpoints")
     further = toys.toy(rounds=1, start_from=str(ended))
-    for read in (lambda: resume(ended), lambda: load_model(ended), lambda: run(further, ended / "on", toys.blobs())):
+    for read in (
+        lambda: resume(ended),
+        lambda: load_model(ended),
+        lambda: run(further, ended / "on", toys.blobs()),
+    ):
         with pytest.raises(CorruptFile, match=r"its SHA-256 is not the one in summary\.json"):
             read()
     summary = json.loads((ended / "summary.json").read_bytes())
@@ -180,7 +229,9 @@ def test_a_bit_of_the_final_model_that_was_turned_is_noticed_by_all_who_read_it(
     assert resume(ended).accuracy == summary["accuracy"]
 
 
-def test_a_finished_run_needs_no_folder_that_can_be_written(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_needs_no_folder_that_can_be_written(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(folder: Path) -> None:
         raise AssertionError(f"{folder} is locked")
 
@@ -201,13 +252,18 @@ def test_a_run_whose_data_have_changed_does_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run(asked, tmp_path / "run", watch=StopAfter(1))
     written(-50.0)
-    with pytest.raises(CorruptFile, match="spread differ from those that the run was started with; put the data back"):
+    with pytest.raises(
+        CorruptFile,
+        match="spread differ from those that the run was started with; put the data back",
+    ):
         resume(tmp_path / "run")
     written(1.0)
     assert resume(tmp_path / "run").accuracy >= 0
 
 
-def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_go_on(tmp_path: Path) -> None:
+def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_go_on(
+    tmp_path: Path,
+) -> None:
     data = toys.blobs()
     images = data.train.values.clone()
     images[[0, 5]] = images[[5, 0]]  # two of one class change places
@@ -215,6 +271,8 @@ def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_
     assert (other.mean, other.std) == (data.mean, data.std)
     with pytest.raises(Interrupted):
         run(SETTINGS["parallel"], tmp_path / "run", data, StopAfter(1))
-    with pytest.raises(CorruptFile, match=r"the examples themselves differ from .* .another version of Pillow"):
+    with pytest.raises(
+        CorruptFile, match=r"the examples themselves differ from .* .another version of Pillow"
+    ):
         resume(tmp_path / "run", data=other)
     assert resume(tmp_path / "run", data=toys.blobs()).accuracy >= 0

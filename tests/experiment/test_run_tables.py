@@ -1,4 +1,6 @@
-"""A run's rounds and clients as files: what its result says, for programs that do not know fedstill."""
+"""A run's rounds and clients as files: what its result says, for programs that do not know
+fedstill.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ from run_bits import stopped
 pandas = pytest.importorskip("pandas")
 
 
-def test_the_tables_are_those_of_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failing = toys.toy({"name": "toy_failing", "who": 1, "how": "nan"}, measure=["local"], clients=toys.TOLERANT)
+def test_the_tables_are_those_of_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = toys.toy(
+        {"name": "toy_failing", "who": 1, "how": "nan"}, measure=["local"], clients=toys.TOLERANT
+    )
     result = run(failing, tmp_path / "run", toys.blobs())
     tables = tmp_path / "tables"
-    assert call(["export", str(tmp_path / "run"), "--parquet", str(tables), "--csv", str(tables)]) == 0
+    assert (
+        call(["export", str(tmp_path / "run"), "--parquet", str(tables), "--csv", str(tables)]) == 0
+    )
     assert f"{tables / 'rounds.parquet'}: 3 rows, " in capsys.readouterr().out
     for name, frame in (("rounds", result.rounds()), ("clients", result.clients())):
         read = pandas.read_parquet(tables / f"{name}.parquet")
@@ -31,7 +39,9 @@ def test_the_tables_are_those_of_the_result(tmp_path: Path, capsys: pytest.Captu
         text = pandas.read_csv(tables / f"{name}.csv", keep_default_na=True)
         assert list(text.columns) == list(frame.columns)
         numbers = frame.select_dtypes("number")
-        pandas.testing.assert_frame_equal(text[numbers.columns], numbers, check_dtype=False, rtol=0, atol=1e-15)
+        pandas.testing.assert_frame_equal(
+            text[numbers.columns], numbers, check_dtype=False, rtol=0, atol=1e-15
+        )
 
 
 def test_runs_that_were_stopped_or_packed_have_tables_too(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Runs that an earlier version began: their config.toml resolves to its own bytes, and they go on to their end.
+"""Runs that an earlier version began: their config.toml resolves to its own bytes, and they go on
+to their end.
 
-``begun_before/`` was written by version 0.1.0, before ``experiment/`` had folders: a run of each topology, stopped on
-the way, and resolved configs of every method, partition and model (one JSON object a line). Fields that came later have
-the value there of what was done before.
+``begun_before/`` was written by version 0.1.0, before ``experiment/`` had folders: a run of each
+topology, stopped on the way, and resolved configs of every method, partition and model (one JSON
+object a line). Fields that came later have the value there of what was done before.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ PROJECTION_CAME_LATER = f"{NORM}projection = 0\n"
 def test_a_config_resolves_to_its_own_bytes(one: dict[str, str]) -> None:
     resolved = settle(from_tree(as_it_began(tomllib.loads(one["config"])), {}, None)).toml
     resolved = resolved.replace(CHAIN_CAME_LATER, "").replace(PROJECTION_CAME_LATER, NORM)
-    assert "".join(line for line in resolved.splitlines(True) if line.strip() not in CAME_LATER) == one["config"]
+    assert (
+        "".join(line for line in resolved.splitlines(True) if line.strip() not in CAME_LATER)
+        == one["config"]
+    )
 
 
 @pytest.mark.parametrize("topology", ["parallel", "sequential", "public_logits", "peer_to_peer"])
@@ -57,12 +61,18 @@ def test_a_run_begun_before_goes_on_to_its_end(topology: str, tmp_path: Path) ->
     assert (folder / "config.toml").read_bytes() == config
     after = read_journal(folder / "journal.jsonl")
     assert after[: len(events)] == events, "what was journaled stays, times too"
-    assert [e["round"] for e in done.history] == list(range(1, tomllib.loads(config.decode())["rounds"] + 1))
+    assert [e["round"] for e in done.history] == list(
+        range(1, tomllib.loads(config.decode())["rounds"] + 1)
+    )
     assert not [e for e in after if e["event"] == "client" and "refused" in e]
     was, now = events[0]["torch"], software()["torch"]
     noted = [e for e in after if e["event"] == "resumed"]
-    assert all("numpy" not in e["versions"] for e in noted), "what version 0.1.0 did not note is not compared"
-    assert [e["versions"]["torch"] for e in noted if "torch" in e["versions"]] == ([now] if was != now else [])
+    assert all("numpy" not in e["versions"] for e in noted), (
+        "what version 0.1.0 did not note is not compared"
+    )
+    assert [e["versions"]["torch"] for e in noted if "torch" in e["versions"]] == (
+        [now] if was != now else []
+    )
 
 
 def test_a_run_begun_before_goes_on_without_clients_that_fail_as_it_began(
@@ -87,7 +97,9 @@ def test_a_run_begun_before_goes_on_without_clients_that_fail_as_it_began(
 
 
 def test_a_comparison_begun_before_goes_on_and_its_runs_stay_one_group(tmp_path: Path) -> None:
-    experiment = toys.toy(rounds=1, topology={"clients": 4}, data={"train_size": 200, "name": "digits"})
+    experiment = toys.toy(
+        rounds=1, topology={"clients": 4}, data={"train_size": 200, "name": "digits"}
+    )
     (begun,) = variants(experiment, tmp_path, ("fedavg",), (1,))
     (now,) = variants(experiment, tmp_path, ("fedavg",), (2,))
     for one in (begun, now):

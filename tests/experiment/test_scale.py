@@ -1,4 +1,6 @@
-"""Size: many clients cost no memory but their part of the split, and a long run holds no more than a short one."""
+"""Size: many clients cost no memory but their part of the split, and a long run holds no more than
+a short one.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,17 @@ def many(clients: int, **changes: Any) -> Experiment:
 
 
 def live_bytes() -> int:
-    """The bytes of all tensors that are alive, each storage once; those that an export traced with have none."""
+    """The bytes of all tensors that are alive, each storage once; those that an export traced with
+    have none.
+    """
     storages = {}
     for thing in gc.get_objects():
         kind = type(thing)  # an isinstance would wake objects that warn
-        if issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor) and not thing.is_sparse:
+        if (
+            issubclass(kind, torch.Tensor)
+            and not issubclass(kind, FakeTensor)
+            and not thing.is_sparse
+        ):
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -67,14 +75,20 @@ def test_ten_thousand_clients_hold_no_more_than_their_data(engine: str, tmp_path
     run(many(10_000, engine=engine), tmp_path / "run", data=data, watch=watch)
     positions = 8 * 20_000
     grown = max(watch.seen) - before
-    assert grown < positions + 20 * model + 10_000, "not one model for each of the 100 that act, let alone all"
-    acted = {e["client"] for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"}
+    assert grown < positions + 20 * model + 10_000, (
+        "not one model for each of the 100 that act, let alone all"
+    )
+    acted = {
+        e["client"] for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"
+    }
     assert SAMPLED < len(acted) <= 2 * SAMPLED
     assert 0 < len(list((tmp_path / "run/memory").iterdir())) <= 2 * SAMPLED
 
 
 def traced(clients: int, folder: Path) -> int:
-    """The most bytes that Python objects and NumPy arrays had in a run in which two clients of many act."""
+    """The most bytes that Python objects and NumPy arrays had in a run in which two clients of many
+    act.
+    """
     data = toys.blobs(size=2 * clients)
     tracemalloc.start()
     try:
@@ -85,11 +99,15 @@ def traced(clients: int, folder: Path) -> int:
 
 
 def test_nothing_is_made_for_a_client_before_it_acts(tmp_path: Path) -> None:
-    """Each client more costs its two positions and labels in a few arrays, and its end; an object would be 64 bytes."""
+    """Each client more costs its two positions and labels in a few arrays, and its end; an object
+    would be 64 bytes.
+    """
     traced(100, tmp_path / "first")  # what is made once
     few, lots = (traced(clients, tmp_path / str(clients)) for clients in (10_000, 30_000))
     assert (lots - few) / 20_000 < 180
-    journals = [(tmp_path / f"{clients}/journal.jsonl").stat().st_size for clients in (10_000, 30_000)]
+    journals = [
+        (tmp_path / f"{clients}/journal.jsonl").stat().st_size for clients in (10_000, 30_000)
+    ]
     assert journals[1] < journals[0] + 1000
 
 
@@ -98,7 +116,11 @@ def _peak(clients: int, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        run(many(clients, model={"name": "mlp", "hidden": (512,)}), Path(folder) / "run", data=toys.blobs(size=20_000))
+        run(
+            many(clients, model={"name": "mlp", "hidden": (512,)}),
+            Path(folder) / "run",
+            data=toys.blobs(size=20_000),
+        )
     pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
@@ -118,7 +140,12 @@ def _long(engine: str, pipe: Any) -> None:
     watch = Looking(_resident)
     with tempfile.TemporaryDirectory() as folder:
         small = {"clients": 20, "sampled": 4}
-        run(many(20, engine=engine, rounds=1000, topology=small), Path(folder) / "run", data=toys.blobs(), watch=watch)
+        run(
+            many(20, engine=engine, rounds=1000, topology=small),
+            Path(folder) / "run",
+            data=toys.blobs(),
+            watch=watch,
+        )
     for seen in watch.seen:
         pipe.send(seen)
 
@@ -129,7 +156,9 @@ def _long(engine: str, pipe: Any) -> None:
 def test_a_thousand_rounds_leak_nothing(engine: str) -> None:
     resident = _elsewhere(_long, engine)
     assert len(resident) == 1000
-    assert resident[-1] < 1.01 * resident[99], f"{resident[99]:,} bytes after 100 rounds, {resident[-1]:,} after 1,000"
+    assert resident[-1] < 1.01 * resident[99], (
+        f"{resident[99]:,} bytes after 100 rounds, {resident[-1]:,} after 1,000"
+    )
 
 
 def _elsewhere(target: Callable[..., None], *given: Any) -> list[int]:

@@ -1,4 +1,6 @@
-"""The split of a run in a file of its own: what is in it, how damage is named, and that old journals are read."""
+"""The split of a run in a file of its own: what is in it, how damage is named, and that old
+journals are read.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,33 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory import evidence
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.run_directory.split_file import SPLIT, networks_of, read_label_counts, read_split
+from fedstill.experiment.run_directory.split_file import (
+    SPLIT,
+    networks_of,
+    read_label_counts,
+    read_split,
+)
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.records import Examples
-from fedstill.report.data_split import BINS, FIRST, Split, class_by_client, clients_by, split_section, splits
+from fedstill.report.data_split import (
+    BINS,
+    FIRST,
+    Split,
+    class_by_client,
+    clients_by,
+    split_section,
+    splits,
+)
 from fedstill.report.groups import groups
 from fedstill.report.page import page
 from fedstill.report.runs import read_run
 from run_bits import assert_same_bits, bits, stopped
 
 BEFORE = Path(__file__).parent / "begun_before" / "parallel"
-TOY = toys.toy("fedavg", rounds=2, topology={"clients": 5, "sampled": 2}, partition="iid", measure=())
+TOY = toys.toy(
+    "fedavg", rounds=2, topology={"clients": 5, "sampled": 2}, partition="iid", measure=()
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +84,9 @@ def test_the_file_has_positions_labels_and_ends_and_the_journal_seals_it(whole: 
     assert Result.of(whole).label_counts().tolist() == counts == [*read_label_counts(whole, start)]
 
 
-def test_a_resume_takes_the_split_of_the_file(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_takes_the_split_of_the_file(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def drawn(*_: Any) -> None:
         raise AssertionError("the split is drawn again")
 
@@ -87,7 +106,8 @@ def test_a_lost_file_is_written_again(whole: Path, tmp_path: Path) -> None:
 def test_a_lost_file_whose_split_cannot_be_drawn_again_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstill.experiment.running.driver.check_same", lambda *_: None)  # the data are others
+    # the data are others
+    monkeypatch.setattr("fedstill.experiment.running.driver.check_same", lambda *_: None)
     folder, journal = begun(tmp_path), tmp_path / "begun/journal.jsonl"
     (folder / SPLIT).unlink()
     data = toys.blobs()
@@ -107,7 +127,9 @@ def flipped(path: Path) -> None:
 def test_a_changed_byte_is_named_by_resume_and_report(whole: Path, tmp_path: Path) -> None:
     folder = begun(tmp_path)
     flipped(folder / SPLIT)
-    named = re.escape(f"{folder / SPLIT}, the split of the run, is not what was written: its SHA-256 is another")
+    named = re.escape(
+        f"{folder / SPLIT}, the split of the run, is not what was written: its SHA-256 is another"
+    )
     for use in (
         lambda: resume(folder, toys.blobs()),
         lambda: groups([folder]),
@@ -120,8 +142,13 @@ def test_a_changed_byte_is_named_by_resume_and_report(whole: Path, tmp_path: Pat
 def test_a_lost_file_is_named_by_the_report(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     (folder / SPLIT).unlink()
-    todo = "restore it, or delete it, and summary.json too if the run is finished, and `fedstill resume` the run"
-    with pytest.raises(CorruptFile, match=rf"split\.safetensors, the split of the run, cannot be read: .*{todo}"):
+    todo = (
+        "restore it, or delete it, and summary.json too if the run is finished, and `fedstill "
+        "resume` the run"
+    )
+    with pytest.raises(
+        CorruptFile, match=rf"split\.safetensors, the split of the run, cannot be read: .*{todo}"
+    ):
         groups([folder])
     (folder / "summary.json").unlink()
     resume(folder, toys.blobs())
@@ -153,14 +180,18 @@ def test_a_journal_of_before_has_its_split_in_the_first_line(tmp_path: Path) -> 
     assert [*group.runs[0].label_counts] == counts
     assert "How the data are split" in page([group])
     done = resume(folder, toys.blobs())
-    assert not (folder / SPLIT).exists(), "the file of a run that began without one would not be sealed"
+    assert not (folder / SPLIT).exists(), (
+        "the file of a run that began without one would not be sealed"
+    )
     assert done.label_counts().tolist() == counts
 
 
 def test_a_damaged_first_line_of_before_is_named(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(BEFORE, tmp_path / "run"))
     text = (folder / "journal.jsonl").read_text()
-    (folder / "journal.jsonl").write_text(text.replace('"label_counts":[[', '"label_counts":[[3],[', 1))
+    (folder / "journal.jsonl").write_text(
+        text.replace('"label_counts":[[', '"label_counts":[[3],[', 1)
+    )
     with pytest.raises(CorruptFile, match="label counts are not clients"):
         groups([folder])
 
@@ -174,14 +205,18 @@ def test_a_pack_has_the_split(whole: Path, tmp_path: Path) -> None:
 
 
 def test_which_client_has_which_network_is_in_the_file(tmp_path: Path) -> None:
-    mixed = toys.toy("fedmd", **toys.suited("fedmd"), measure=(), clients={"models": ["mlp", "logistic"]})
+    mixed = toys.toy(
+        "fedmd", **toys.suited("fedmd"), measure=(), clients={"models": ["mlp", "logistic"]}
+    )
     folder = stopped(mixed, tmp_path / "run", 1)
     ready = prepare(settle(mixed), toys.blobs())
     named = [ready.world.model(c).label for c in range(ready.world.clients)]
     start = start_of(folder)
     assert start["split"]["networks"] == list(dict.fromkeys(named))
     assert "models" not in start
-    assert safetensors.numpy.load_file(folder / SPLIT)["networks"].tolist() == [c % 2 for c in range(len(named))]
+    assert safetensors.numpy.load_file(folder / SPLIT)["networks"].tolist() == [
+        c % 2 for c in range(len(named))
+    ]
     assert read_run(folder).networks == named
     assert networks_of(None, {"models": named}) == named, "journals of before have the list"
 
@@ -209,19 +244,27 @@ def nothing(labels: np.ndarray, clients: int) -> list[list[int]]:
 
 def test_ones_own_function_may_give_lists(tmp_path: Path) -> None:
     ready = prepare(settle(TOY.with_values({"partition": own}, "Python")), toys.blobs())
-    assert [part.tolist() for part in ready.sites.parts] == own(toys.blobs().train.labels.numpy(), 5)
+    assert [part.tolist() for part in ready.sites.parts] == own(
+        toys.blobs().train.labels.numpy(), 5
+    )
 
 
 @pytest.mark.parametrize(
     ("split", "kind", "said"),
     [
         (twice, ConfigError, "gives an example to client 0 twice"),
-        (floats, ConfigError, "client 0 gets numbers of type float64, not an array of positions from 0 to"),
+        (
+            floats,
+            ConfigError,
+            "client 0 gets numbers of type float64, not an array of positions from 0 to",
+        ),
         (outside, ConfigError, "client 3 gets example .*, not positions from 0 to"),
         (nothing, InfeasiblePartition, "client 2 gets no examples"),
     ],
 )
-def test_what_is_no_split_is_refused_by_the_clients_number(split: Any, kind: type[Exception], said: str) -> None:
+def test_what_is_no_split_is_refused_by_the_clients_number(
+    split: Any, kind: type[Exception], said: str
+) -> None:
     with pytest.raises(kind, match=said):
         prepare(settle(TOY.with_values({"partition": split}, "Python")), toys.blobs())
 
@@ -233,7 +276,12 @@ def many(clients: int) -> Dataset:
 def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path) -> None:
     clients = 60_000
     experiment = toys.toy(
-        "fedavg", rounds=1, topology={"clients": clients, "sampled": 2}, partition="iid", measure=(), plan={"epochs": 1}
+        "fedavg",
+        rounds=1,
+        topology={"clients": clients, "sampled": 2},
+        partition="iid",
+        measure=(),
+        plan={"epochs": 1},
     )
     run(experiment, tmp_path / "run", data=many(clients))
     assert (tmp_path / "run/journal.jsonl").stat().st_size < 3_000
@@ -255,7 +303,11 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
 
 
 def test_a_map_of_many_classes_has_no_numbers() -> None:
-    for classes, kind, text in ((10, "examples", "%{z}"), (100, "examples", ""), (100, "in-local p", "")):
+    for classes, kind, text in (
+        (10, "examples", "%{z}"),
+        (100, "examples", ""),
+        (100, "in-local p", ""),
+    ):
         names = [f"class {c}" for c in range(classes)]
         split = SimpleNamespace(drawn=[[3] * classes] * 5, classes=names, clients=[])
         assert class_by_client(cast("Split", split), kind)["data"][0]["texttemplate"] == text

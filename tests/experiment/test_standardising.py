@@ -38,7 +38,12 @@ def table(marks: tuple[int, ...] = (), missing: bool = False) -> Dataset:
 
 
 def ready(data: Dataset, stream: Any = None, **said: Any) -> Prepared:
-    values = {"topology": {"clients": 2}, "partition": "iid", "model": "logistic", "stream": stream or {}}
+    values = {
+        "topology": {"clients": 2},
+        "partition": "iid",
+        "model": "logistic",
+        "stream": stream or {},
+    }
     return prepare(settle(toys.toy(**{**values, "rounds": 2, "data": said})), data)
 
 
@@ -50,7 +55,9 @@ def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None
     assert np.allclose(run.sites.inputs.std, std)
     assert np.allclose(run.sites.train.values.numpy(), (x - mean) / std, atol=1e-6)
     assert run.sites.common_test is not None
-    assert np.allclose(run.sites.common_test.values, (data.test.values.numpy() - mean) / std, atol=1e-5)
+    assert np.allclose(
+        run.sites.common_test.values, (data.test.values.numpy() - mean) / std, atol=1e-5
+    )
     assert any("constant to six digits, and left at 0: c" in note for note in run.notes)
 
 
@@ -105,7 +112,10 @@ def test_over_tasks_a_simulation_says_that_it_looks_at_those_to_come(origin: str
     tasks = {"kind": "classes", "tasks": 2}
     over, alone = (ready(table(), stream=stream, standardise=origin) for stream in (tasks, None))
     assert over.sites.inputs.mean == pytest.approx(alone.sites.inputs.mean)
-    said = "mean and spread are of the rows of all tasks, those to come too; declare data.mean and data.std instead"
+    said = (
+        "mean and spread are of the rows of all tasks, those to come too; declare data.mean and "
+        "data.std instead"
+    )
     declared = ready(table(), stream=tasks, mean=(5.0,) * 4, std=(3.0,) * 4)
     assert [said in run.notes for run in (over, alone, declared)] == [True, False, False]
 
@@ -143,16 +153,28 @@ def test_declared_numbers_and_the_public_sets() -> None:
         ({"standardise": "declared"}, "needs data.mean and data.std"),
         ({"standardise": "server"}, "needs a public set: set data.public"),
         ({"mean": (1.0,) * 4}, "data.mean and data.std belong together"),
-        ({"mean": (1.0,), "std": (1.0,)}, "data.mean has 1 numbers and data.std 1; mine has 4 columns"),
-        ({"augment": ("crop",)}, r"data.augment = \['crop'\] is for images as pixels; mine holds rows of a table"),
+        (
+            {"mean": (1.0,), "std": (1.0,)},
+            "data.mean has 1 numbers and data.std 1; mine has 4 columns",
+        ),
+        (
+            {"augment": ("crop",)},
+            r"data.augment = \['crop'\] is for images as pixels; mine holds rows of a table",
+        ),
         ({"public_resize": True}, "data.public_resize is for images; mine holds rows of a table"),
-        ({"standardise": "own", "mean": (1.0,) * 4, "std": (1.0,) * 4}, "= 'own' does not read data.mean and data.std"),
+        (
+            {"standardise": "own", "mean": (1.0,) * 4, "std": (1.0,) * 4},
+            "= 'own' does not read data.mean and data.std",
+        ),
         ({"standardise": "none", "missing": "mean"}, "data.missing = 'mean' needs a mean"),
         (
             {"mean": (0.0,) * 4, "std": (1.0, 1.0, 1e-9, 1.0)},
             r"data.std = 1e-09 of c: a training value is 7.0e\+09 times",
         ),
-        ({"mean": (0.0,) * 4, "std": (1.0, 1e-320, 1.0, 1.0)}, "is inf times that from data.mean, 0; give both in"),
+        (
+            {"mean": (0.0,) * 4, "std": (1.0, 1e-320, 1.0, 1.0)},
+            "is inf times that from data.mean, 0; give both in",
+        ),
     ],
 )
 def test_what_cannot_standardise_is_refused_in_one_line(said: dict[str, Any], line: str) -> None:
@@ -161,10 +183,20 @@ def test_what_cannot_standardise_is_refused_in_one_line(said: dict[str, Any], li
 
 
 def test_a_network_of_images_is_refused_with_one_that_fits() -> None:
-    with pytest.raises(ConfigError, match=r"model 'cnn' takes images, and these examples are rows of numbers .*'mlp'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model 'cnn' takes images, and these examples are rows of numbers .*'mlp'",
+    ):
         prepare(settle(toys.toy(model="cnn", topology={"clients": 2})), table())
     texts = [(torch.ones(20, 5).int(), torch.arange(20) % 2)] * 2
-    with pytest.raises(ConfigError, match=r"model 'mlp' takes numbers, and these examples are texts"):
-        prepare(settle(toys.toy(model="mlp", topology={"clients": 2})), from_tensors("t", *texts, vocabulary=9))
-    with pytest.raises(ConfigError, match=r"^data.mean and data.std are for numbers; t holds texts$"):
+    with pytest.raises(
+        ConfigError, match=r"model 'mlp' takes numbers, and these examples are texts"
+    ):
+        prepare(
+            settle(toys.toy(model="mlp", topology={"clients": 2})),
+            from_tensors("t", *texts, vocabulary=9),
+        )
+    with pytest.raises(
+        ConfigError, match=r"^data.mean and data.std are for numbers; t holds texts$"
+    ):
         ready(from_tensors("t", *texts, vocabulary=9), mean=(0.5,), std=(0.5,))

@@ -1,4 +1,6 @@
-"""A run that starts from another run's model: the same weights, the same bits after a resume, and clear refusals."""
+"""A run that starts from another run's model: the same weights, the same bits after a resume, and
+clear refusals.
+"""
 
 from __future__ import annotations
 
@@ -43,23 +45,38 @@ def test_it_starts_with_the_other_runs_last_model(first: Path, tmp_path: Path) -
     run(going_on(first), tmp_path / "second", data=toys.blobs())
     events = read_journal(tmp_path / "second" / "journal.jsonl")
     (initial,) = [e for e in events if e["event"] == "initial"]
-    (last,) = [e for e in read_journal(first / "journal.jsonl") if e["event"] == "round" and e["round"] == 2]
-    assert (initial["accuracy"], initial["class_accuracy"]) == (last["accuracy"], last["class_accuracy"])
+    (last,) = [
+        e
+        for e in read_journal(first / "journal.jsonl")
+        if e["event"] == "round" and e["round"] == 2
+    ]
+    assert (initial["accuracy"], initial["class_accuracy"]) == (
+        last["accuracy"],
+        last["class_accuracy"],
+    )
     assert last["accuracy"] > 0.5, "it has learned, so that drawn weights would differ"
     named = prepare(settle(going_on(first / "model.safetensors")), toys.blobs()).world
     trained = safetensors.torch.load((first / "model.safetensors").read_bytes())
     assert all(torch.equal(named.initial(c)[k], trained[k]) for c in (-1, 0, 3) for k in trained)
 
 
-def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(first: Path, tmp_path: Path) -> None:
+def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(
+    first: Path, tmp_path: Path
+) -> None:
     run(going_on(first), tmp_path / "whole", data=toys.blobs())
     other = stopped(going_on(first), tmp_path / "stopped", 1)
-    kept = [(path, path.read_bytes()) for path in (first / "model.safetensors", first / "summary.json")]
-    again = safetensors.torch.save({k: v + 1 for k, v in safetensors.torch.load(kept[0][1]).items()})
+    kept = [
+        (path, path.read_bytes()) for path in (first / "model.safetensors", first / "summary.json")
+    ]
+    again = safetensors.torch.save(
+        {k: v + 1 for k, v in safetensors.torch.load(kept[0][1]).items()}
+    )
     (first / "model.safetensors").write_bytes(again)
     with pytest.raises(CorruptFile, match="its SHA-256 is not the one in summary"):
         resume(other, data=toys.blobs())
-    (first / "summary.json").write_text(json.dumps(json.loads(kept[1][1]) | {"model_sha256": digest(again)}))
+    (first / "summary.json").write_text(
+        json.dumps(json.loads(kept[1][1]) | {"model_sha256": digest(again)})
+    )
     with pytest.raises(CorruptFile, match="another model than when the run was started"):
         resume(other, data=toys.blobs())
     for path, was in kept:
@@ -79,10 +96,15 @@ def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(first: Path, t
             {"model": {"name": "mlp", "hidden": (9,)}},
             r"its 'body\.1\.bias' is \(8,\) float32, not \(9,\) float32; set \[model\]",
         ),
-        ({"engine": "flower", "flower": {"federation": "f"}}, "which sites lack; leave flower.federation out"),
+        (
+            {"engine": "flower", "flower": {"federation": "f"}},
+            "which sites lack; leave flower.federation out",
+        ),
     ],
 )
-def test_what_it_cannot_start_from_is_refused(changes: dict[str, Any], words: str, first: Path, tmp_path: Path) -> None:
+def test_what_it_cannot_start_from_is_refused(
+    changes: dict[str, Any], words: str, first: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         run(going_on(first, **changes), tmp_path / "run", data=toys.blobs())
     assert "\n" not in str(caught.value)
@@ -134,15 +156,21 @@ def saved(first: Path, path: Path, shape: Callable[[dict[str, torch.Tensor]], An
     [
         dict,
         lambda own: {"epoch": 3, "state_dict": own, "optimizer": {"state": {}}},
-        lambda own: {"model_state_dict": {f"module.{k}": torch.nn.Parameter(v) for k, v in own.items()}},
+        lambda own: {
+            "model_state_dict": {f"module.{k}": torch.nn.Parameter(v) for k, v in own.items()}
+        },
     ],
     ids=["bare", "nested", "data_parallel"],
 )
-def test_a_state_dict_of_torch_is_the_same_model(shape: Any, old: bool, first: Path, tmp_path: Path) -> None:
+def test_a_state_dict_of_torch_is_the_same_model(
+    shape: Any, old: bool, first: Path, tmp_path: Path
+) -> None:
     stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
     torch.save(shape(stored), tmp_path / "net.pth", _use_new_zipfile_serialization=not old)
     start = prepare(settle(going_on(tmp_path / "net.pth")), toys.blobs()).world.initial(-1)
-    assert list(start) == ["body.1.weight", "body.1.bias", "head.weight", "head.bias"], "the network's order"
+    assert list(start) == ["body.1.weight", "body.1.bias", "head.weight", "head.bias"], (
+        "the network's order"
+    )
     assert all(torch.equal(start[k], v) and not start[k].requires_grad for k, v in stored.items())
 
 
@@ -156,15 +184,31 @@ class RunsCode:
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        (torch.nn.Linear(2, 2), ConfigError, "holds more than tensors, and could run code.*state_dict"),
+        (
+            torch.nn.Linear(2, 2),
+            ConfigError,
+            "holds more than tensors, and could run code.*state_dict",
+        ),
         (RunsCode(), ConfigError, "holds more than tensors, and could run code"),
         ({"a": 1.0}, ConfigError, "is no state dict, names with tensors: its 'a' is no tensor"),
         ({0: torch.zeros(1)}, ConfigError, "its 0 is no tensor"),
         ([torch.zeros(1)], ConfigError, "it holds a list; write torch.save"),
         ({}, ConfigError, "it holds a dict"),
-        ({"body.1.weight": torch.zeros(8, 16)}, ConfigError, "its 'body.1.bias' is missing, not .8,. float32"),
-        ({"body.1.bias": torch.zeros(8).to_sparse()}, ConfigError, "'body.1.bias' is .8,. float32, not dense"),
-        ({"body.1.bias": torch.zeros(8, device="meta")}, ConfigError, "'body.1.bias' is .8,. float32, not dense"),
+        (
+            {"body.1.weight": torch.zeros(8, 16)},
+            ConfigError,
+            "its 'body.1.bias' is missing, not .8,. float32",
+        ),
+        (
+            {"body.1.bias": torch.zeros(8).to_sparse()},
+            ConfigError,
+            "'body.1.bias' is .8,. float32, not dense",
+        ),
+        (
+            {"body.1.bias": torch.zeros(8, device="meta")},
+            ConfigError,
+            "'body.1.bias' is .8,. float32, not dense",
+        ),
     ],
     ids=lambda v: type(v).__name__,
 )
@@ -183,7 +227,9 @@ def test_a_file_of_torch_that_is_no_model_is_refused(
 def test_a_damaged_file_of_torch_is_named(kept: int, first: Path, tmp_path: Path) -> None:
     path = saved(first, tmp_path / "net.pt")
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CorruptFile, match=r"net\.pt is damaged, or no file of torch\.save") as caught:
+    with pytest.raises(
+        CorruptFile, match=r"net\.pt is damaged, or no file of torch\.save"
+    ) as caught:
         prepare(settle(going_on(path)), toys.blobs())
     assert "\n" not in str(caught.value)
 
@@ -195,13 +241,21 @@ def test_what_fits_is_taken_and_the_rest_is_drawn_and_named(
     path = saved(first, tmp_path / "net.pt", lambda own: {**own, **other})
     experiment = going_on(path, start_from_partial=True)
     run(experiment, tmp_path / "run", data=toys.blobs())
-    (start,) = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "start"]
-    assert (start["start_from_new"], start["start_from_left_out"]) == (["head.weight"], ["head.weight", "more"])
+    (start,) = [
+        e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "start"
+    ]
+    assert (start["start_from_new"], start["start_from_left_out"]) == (
+        ["head.weight"],
+        ["head.weight", "more"],
+    )
     assert (
-        "3 of 4 entries are the file's; 1 entries are new (head.weight); 2 left out (head.weight, more)" in caplog.text
+        "3 of 4 entries are the file's; 1 entries are new (head.weight); 2 left out (head.weight, "
+        "more)" in caplog.text
     )
     stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
-    drawn = prepare(settle(replace(experiment, start_from="", start_from_partial=False)), toys.blobs()).world.initial(0)
+    drawn = prepare(
+        settle(replace(experiment, start_from="", start_from_partial=False)), toys.blobs()
+    ).world.initial(0)
     ours = prepare(settle(experiment), toys.blobs()).world.initial(0)
     assert list(ours) == list(drawn)
     assert all(torch.equal(ours[k], (drawn if k == "head.weight" else stored)[k]) for k in ours)
@@ -212,7 +266,10 @@ def test_what_fits_is_taken_and_the_rest_is_drawn_and_named(
 
 def test_a_start_in_parts_without_any_part_is_refused(tmp_path: Path) -> None:
     torch.save({"head.bias": torch.zeros(6), "more": torch.zeros(5)}, tmp_path / "net.pt")
-    words = r"nothing in it fits mlp.*; the file has head\.bias, more, the network body\.1\.weight, body\.1\.bias, head"
+    words = (
+        r"nothing in it fits mlp.*; the file has head\.bias, more, the network body\.1\.weight, "
+        r"body\.1\.bias, head"
+    )
     with pytest.raises(ConfigError, match=words):
         prepare(settle(going_on(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
     with pytest.raises(ConfigError, match="start_from_partial = true needs start_from"):

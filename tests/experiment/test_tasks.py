@@ -1,4 +1,6 @@
-"""Runs with a stream: one task is a run without; tasks cut the data; the matrix; resume at every change."""
+"""Runs with a stream: one task is a run without; tasks cut the data; the matrix; resume at every
+change.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,18 @@ def without_tasks(whole: dict[str, Any]) -> dict[str, Any]:
     """The bits of a run without what only runs with a stream have."""
     out = {k: v for k, v in whole.items() if k != "config.toml"}
     out["journal.jsonl"] = [
-        {k: v for k, v in event.items() if k not in NEW} for event in out["journal.jsonl"] if event["event"] != "task"
+        {k: v for k, v in event.items() if k not in NEW}
+        for event in out["journal.jsonl"]
+        if event["event"] != "task"
     ]
-    numbers = ("final_accuracy", "incremental_accuracy", "average_forgetting", "backward_transfer", "learned", "kept")
+    numbers = (
+        "final_accuracy",
+        "incremental_accuracy",
+        "average_forgetting",
+        "backward_transfer",
+        "learned",
+        "kept",
+    )
     out["summary.json"] = {k: v for k, v in out["summary.json"].items() if k not in numbers}
     manifests = [k for k in out if k.startswith("checkpoints/") and k.endswith(".json")]
     return {k: v for k, v in out.items() if k not in manifests and not k.startswith("sites/")}
@@ -60,7 +71,9 @@ def without_tasks(whole: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=lambda s: s["kind"],
 )
-def test_one_task_is_a_run_without_a_stream_to_the_bit(engine: str, stream: dict[str, Any], tmp_path: Path) -> None:
+def test_one_task_is_a_run_without_a_stream_to_the_bit(
+    engine: str, stream: dict[str, Any], tmp_path: Path
+) -> None:
     method = {"name": "fedntd"} if engine != "serial" else {"name": "fednova"}
     what = {"method": method, "engine": engine, "rounds": 2, "measure": ("local",)}
     run(toys.toy(**what), tmp_path / "none", toys.blobs())
@@ -72,7 +85,9 @@ def test_one_task_is_a_run_without_a_stream_to_the_bit(engine: str, stream: dict
 
 
 @pytest.mark.parametrize("compose", ["tasks_first", "clients_first"])
-@pytest.mark.parametrize("kind", [{"kind": "classes"}, {"kind": "drift"}, {"kind": "domains", "transform": "permute"}])
+@pytest.mark.parametrize(
+    "kind", [{"kind": "classes"}, {"kind": "drift"}, {"kind": "domains", "transform": "permute"}]
+)
 def test_tasks_and_clients_cut_the_training_set(kind: dict[str, str], compose: str) -> None:
     prepared = ready(**kind, tasks=3, compose=compose)
     tasks, train = prepared.sites.tasks, prepared.sites.train
@@ -81,7 +96,9 @@ def test_tasks_and_clients_cut_the_training_set(kind: dict[str, str], compose: s
     assert torch.cat(pieces).sort().values.tolist() == list(range(len(train)))
     if compose == "clients_first" and kind["kind"] != "drift":
         plain = prepare(settle(toys.toy(rounds=6, partition=IID)), toys.blobs())
-        assert all(torch.equal(a, b) for a, b in zip(prepared.sites.parts, plain.sites.parts, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(prepared.sites.parts, plain.sites.parts, strict=True)
+        )
 
 
 def test_a_client_sees_its_task_and_its_labels_are_counted_there() -> None:
@@ -134,7 +151,9 @@ def test_drift_goes_from_one_split_to_another() -> None:
     tasks = prepared.sites.tasks
     assert tasks is not None
     mixes = np.array([_shares(prepared, t, labels) for t in range(5)])
-    np.testing.assert_allclose(mixes[0], _shares(plain, None, labels, tasks.task_of == 0), atol=1e-12)
+    np.testing.assert_allclose(
+        mixes[0], _shares(plain, None, labels, tasks.task_of == 0), atol=1e-12
+    )
     middle, ends = mixes[2], (mixes[0] + mixes[4]) / 2
     assert np.abs(middle - ends).max() < 4 * np.sqrt(0.25 / 1200) + 0.02
 
@@ -158,7 +177,9 @@ def test_the_matrix_of_a_run_and_its_numbers(tmp_path: Path) -> None:
     rounds = {e["round"]: e for e in events if e["event"] == "round"}
     assert [rounds[r]["task"] for r in (1, 2, 3, 4)] == [1, 1, 2, 2]
     by_class = rounds[4]["class_accuracy"]
-    assert ends[2]["row"] == pytest.approx([np.mean([by_class[c] for c in own]) for own in stream["order"]])
+    assert ends[2]["row"] == pytest.approx(
+        [np.mean([by_class[c] for c in own]) for own in stream["order"]]
+    )
     assert rounds[4]["accuracy_seen"] == pytest.approx(rounds[4]["accuracy"])
     assert rounds[2]["accuracy_seen"] == pytest.approx(ends[1]["row"][0])
     assert ends[1]["row"][0] > rounds[2]["accuracy"]  # classes to come are no answers yet
@@ -171,7 +192,9 @@ def test_the_matrix_of_a_run_and_its_numbers(tmp_path: Path) -> None:
     assert events[0]["stream"]["first_rounds"] == [1, 3]
 
 
-def test_a_round_passes_over_the_test_set_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_passes_over_the_test_set_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed, call, blobs = [], Predictor.__call__, toys.blobs()
 
     def counted(self: Predictor, x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +204,9 @@ def test_a_round_passes_over_the_test_set_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Predictor, "__call__", counted)
     stream = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]]}
     run(toys.toy(rounds=4, partition=IID, stream=stream, measure=()), tmp_path / "run", blobs)
-    assert passed.count(len(blobs.test)) == 2 + 4, "twice before round 1: among all classes, and the row of no task"
+    assert passed.count(len(blobs.test)) == 2 + 4, (
+        "twice before round 1: among all classes, and the row of no task"
+    )
 
 
 def test_domains_have_a_test_set_each(tmp_path: Path) -> None:
@@ -195,10 +220,15 @@ def test_domains_have_a_test_set_each(tmp_path: Path) -> None:
 def test_domains_of_a_column_have_their_own_training_and_test_examples(tmp_path: Path) -> None:
     plain = toys.blobs()
     train, test = (
-        replace(some, owners=(torch.arange(len(some)) % 3 == 0).long()) for some in (plain.train, plain.test)
+        replace(some, owners=(torch.arange(len(some)) % 3 == 0).long())
+        for some in (plain.train, plain.test)
     )
-    data = replace(plain, train=train, test=test, about=replace(plain.about, owners=("athens", "berlin")))
-    what = toys.toy(rounds=2, partition=IID, stream={"kind": "domains", "column": "hospital", "tasks": 2})
+    data = replace(
+        plain, train=train, test=test, about=replace(plain.about, owners=("athens", "berlin"))
+    )
+    what = toys.toy(
+        rounds=2, partition=IID, stream={"kind": "domains", "column": "hospital", "tasks": 2}
+    )
     prepared = prepare(settle(what), data)
     seen = [prepared.sites.view(c, Stage(2, 0, "train", (c,))).data.owners for c in range(6)]
     assert all(own is not None and (own == 1).all() for own in seen)
@@ -218,7 +248,9 @@ STREAMS = {
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_run_stopped_after_every_stage_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     data = {"public": 40} if name == "hiper_fedkd" else {}
-    what = toys.toy(name, partition=IID, topology={"clients": 4, "sampled": 2}, data=data, stream=STREAMS[name])
+    what = toys.toy(
+        name, partition=IID, topology={"clients": 4, "sampled": 2}, data=data, stream=STREAMS[name]
+    )
     run(what, tmp_path / "whole", toys.blobs())
     folder = stopped(what, tmp_path / "run", 1)
     while True:
@@ -231,9 +263,15 @@ def test_a_run_stopped_after_every_stage_ends_with_the_same_bits(name: str, tmp_
 
 
 def test_labels_are_counted_again_where_tasks_change(tmp_path: Path) -> None:
-    run(toys.toy("sfedkd", partition=IID, stream={"kind": "classes", "tasks": 3}), tmp_path / "run", toys.blobs())
+    run(
+        toys.toy("sfedkd", partition=IID, stream={"kind": "classes", "tasks": 3}),
+        tmp_path / "run",
+        toys.blobs(),
+    )
     events = read_journal(tmp_path / "run" / "journal.jsonl")
-    census = [(e["round"], e["stage"]) for e in events if e["event"] == "client" and e["name"] == "census"]
+    census = [
+        (e["round"], e["stage"]) for e in events if e["event"] == "client" and e["name"] == "census"
+    ]
     assert sorted(set(census)) == [(0, 0), (2, 0), (3, 0)]
 
 
@@ -277,33 +315,56 @@ def test_a_stream_of_ones_own_from_a_file(tmp_path: Path) -> None:
     assert prepared.sites.tasks.task_of is not None
     assert prepared.sites.tasks.task_of.tolist() == [0] * 150 + [1] * 150
     with pytest.raises(ConfigError, match="task 3 has no examples; set fewer"):
-        prepare(settle(toys.toy(rounds=3, partition=IID, stream={**what, "tasks": 3})), toys.blobs())
+        prepare(
+            settle(toys.toy(rounds=3, partition=IID, stream={**what, "tasks": 3})), toys.blobs()
+        )
 
 
 @pytest.mark.parametrize("name", ["local_only", "fedavg_once", "ensemble", "pfnm"])
 def test_peers_have_one_exchange_a_task(name: str, tmp_path: Path) -> None:
-    what = toys.toy(name, partition=IID, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3})
+    what = toys.toy(
+        name, partition=IID, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3}
+    )
     run(what, tmp_path / "run", toys.blobs())
-    ends = [e["task"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "task"]
-    wanted = {"local_only": [], "ensemble": [1, 2, 3]}  # without a model of the server there is no row
+    ends = [
+        e["task"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "task"
+    ]
+    # without a model of the server there is no row
+    wanted = {"local_only": [], "ensemble": [1, 2, 3]}
     assert ends == wanted.get(name, [0, 1, 2, 3])
     assert len(run_matrices(tmp_path)[0].percent) == 3 if ends else name == "local_only"
     with pytest.raises(ConfigError, match=r"one exchange a task; set rounds = 3"):
-        settle(toys.toy(name, rounds=6, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3}))
+        settle(
+            toys.toy(
+                name, rounds=6, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3}
+            )
+        )
 
 
 @pytest.mark.parametrize(
     ("stream", "said"),
     [
-        ({"kind": "classes"}, r"rounds = 6 cannot be shared by stream.tasks = 5; set rounds to a multiple"),
-        ({"kind": "classes", "tasks": 2, "rounds": [1, 2]}, r"stream.rounds has 3 rounds in all, and rounds = 6"),
-        ({"kind": "classes", "tasks": 3, "rounds": [3, 3]}, r"rounds of 2 tasks, and stream.tasks = 3"),
+        (
+            {"kind": "classes"},
+            r"rounds = 6 cannot be shared by stream.tasks = 5; set rounds to a multiple",
+        ),
+        (
+            {"kind": "classes", "tasks": 2, "rounds": [1, 2]},
+            r"stream.rounds has 3 rounds in all, and rounds = 6",
+        ),
+        (
+            {"kind": "classes", "tasks": 3, "rounds": [3, 3]},
+            r"rounds of 2 tasks, and stream.tasks = 3",
+        ),
         ({"kind": "clases"}, r"did you mean 'classes'"),
         ({"kind": "classes", "taks": 3}, r"unknown key 'stream.taks'; did you mean 'tasks'"),
         ({"kind": "classes", "tasks": 3, "path": "line"}, r"unknown key 'stream.path'"),
         ({"tasks": 3}, r"stream.tasks says nothing without tasks; set stream.kind"),
         ({"kind": "classes", "tasks": 6}, r"too many for 5 classes"),
-        ({"kind": "classes", "tasks": 2, "order": [[0, 1], [2, 3]]}, r"each class from 0 to 4 once"),
+        (
+            {"kind": "classes", "tasks": 2, "order": [[0, 1], [2, 3]]},
+            r"each class from 0 to 4 once",
+        ),
         ({"kind": "domains", "tasks": 6, "transform": "rotate90"}, r"4 forms"),
         ({"kind": "domains", "tasks": 2, "column": "site"}, r"no such column"),
         ({"kind": "classes", "tasks": 2, "join": 0.0}, r"stream.join = 0"),

@@ -32,7 +32,11 @@ def quiet(round: int, last: int) -> None:
 
 def made(folder: Path, method: Any, clients: int = 4) -> Path:
     asked = toys.toy(
-        method, rounds=1, topology={"clients": clients}, query={"draw": "single", "fewer_than": 5}, data="digits"
+        method,
+        rounds=1,
+        topology={"clients": clients},
+        query={"draw": "single", "fewer_than": 5},
+        data="digits",
     )
     fedstill.run(asked.with_values({"data.train_size": 200, "data.test_size": 100}, "test"), folder)
     return folder
@@ -49,7 +53,9 @@ def known(folder: Path, params: Tensors, client: int) -> Tensor:
     kept = taken_up(folder, 1)
     sites, world = kept.prepared.sites, kept.prepared.world
     assert sites.common_test is not None
-    right = correct_by_class(predictor(world.model(client), params), sites.common_test, sites.inputs, world.classes)
+    right = correct_by_class(
+        predictor(world.model(client), params), sites.common_test, sites.inputs, world.classes
+    )
     return right.double() / torch.bincount(sites.common_test.labels, minlength=world.classes)
 
 
@@ -61,19 +67,27 @@ def taught(folder: Path, client: int) -> Taught:
     return taught_by_peers(taken_up(folder, 1), client, 1, quiet)
 
 
-@pytest.mark.parametrize("method", ["naive_kd", "qkt", "qkt_light", {"name": "qkt", "teachers": "all"}])
+@pytest.mark.parametrize(
+    "method", ["naive_kd", "qkt", "qkt_light", {"name": "qkt", "teachers": "all"}]
+)
 def test_phases_and_teachers_sum_to_what_the_run_did(method: Any, tmp_path: Path) -> None:
     folder = made(tmp_path / "run", method)
     client, state = asker(folder), last_state(folder)
     lesson = taught(folder, client)
-    before, after = (known(folder, models[client], client) for models in (fitted(state), answered(state)))
+    before, after = (
+        known(folder, models[client], client) for models in (fitted(state), answered(state))
+    )
     assert torch.equal(lesson.before, before)
     assert torch.allclose(sum(lesson.parts.values()), after - before, atol=1e-12)  # type: ignore[arg-type]
     together = torch.stack([lesson.alone, *lesson.teachers.values()]).sum(0)
     assert torch.allclose(together, after - before, atol=1e-12)
     assert lesson.rule == "exact"
     assert client not in lesson.teachers
-    journaled = [e["teachers"] for e in read_run(folder).clients if e["name"] == "transfer" and e["client"] == client]
+    journaled = [
+        e["teachers"]
+        for e in read_run(folder).clients
+        if e["name"] == "transfer" and e["client"] == client
+    ]
     if method != "naive_kd":
         assert sorted(lesson.teachers) == sorted(map(int, journaled[0]))
 
@@ -97,7 +111,9 @@ def test_many_teachers_are_asked_at_two_ends(tmp_path: Path) -> None:
     assert torch.allclose(miss, lesson.gap, atol=1e-12)
 
 
-def test_without_an_exchange_or_a_teacher_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_exchange_or_a_teacher_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = made(tmp_path / "alone", "local_only")
     with pytest.raises(ConfigError, match="has no exchange between clients"):
         taught(folder, 0)
@@ -108,13 +124,17 @@ def test_without_an_exchange_or_a_teacher_it_is_said(tmp_path: Path, capsys: pyt
     assert "the run has clients 0 to 3 and rounds 1 to 1" in capsys.readouterr().err
 
 
-def test_the_command_says_it_in_a_sentence_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_it_in_a_sentence_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = made(tmp_path / "run", "naive_kd")
     client = asker(folder)
     assert call(["why", str(folder), "--client", str(client)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(lesson_of(read_run(folder), taught(folder, client)))
-    assert f"then client {client}'s exchange 8 times: with all of its teachers, some, and none" in err
+    assert (
+        f"then client {client}'s exchange 8 times: with all of its teachers, some, and none" in err
+    )
     _, rows = lines_of_lesson(read_run(folder), taught(folder, client))
     assert [row[0] for row in rows][-2:] == ["nobody: the same phases alone", "together"]
     assert abs(sum(float(row[1]) for row in rows[:-1]) - float(rows[-1][1])) < 0.25

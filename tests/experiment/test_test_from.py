@@ -1,4 +1,6 @@
-"""Models tested on training examples that clients lack, and the processor's time in a run's summary."""
+"""Models tested on training examples that clients lack, and the processor's time in a run's
+summary.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_held_out_examples_are_a_fifth_of_each_class_and_no_clients() -> None:
     assert len(rest) + len(held) == len(digits.train)
     whole, some = (torch.bincount(e.labels, minlength=10).double() for e in (digits.train, held))
     assert ((some - whole * len(held) / len(digits.train)).abs() < 1).all()
-    assert torch.equal(_sorted(torch.cat([rest.values, held.values])), _sorted(digits.train.values)), "each occurs once"
+    assert torch.equal(
+        _sorted(torch.cat([rest.values, held.values])), _sorted(digits.train.values)
+    ), "each occurs once"
     shared = divided(own, digits)
     assert shared.test is not None
     assert torch.equal(shared.test.values, held.values)
@@ -63,7 +67,13 @@ def test_they_are_the_same_for_every_seed_and_size() -> None:
 def test_what_leaves_nothing_or_has_no_meaning_is_refused(
     data: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
-    asked = settle(toys.toy(data={"name": "digits", "test_from": "held_out", **data}, topology={"clients": 4}, **more))
+    asked = settle(
+        toys.toy(
+            data={"name": "digits", "test_from": "held_out", **data},
+            topology={"clients": 4},
+            **more,
+        )
+    )
     with pytest.raises(ConfigError, match=said):
         divided(asked, load_dataset("digits"))
 

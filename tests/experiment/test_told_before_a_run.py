@@ -1,4 +1,6 @@
-"""What data cannot show is said before a run: one class, classes without training or test examples, no tests."""
+"""What data cannot show is said before a run: one class, classes without training or test examples,
+no tests.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,17 @@ def test_classes_that_are_alike_but_for_blanks_and_capitals_are_named() -> None:
     assert "'no' and 'No '" in second
 
 
-def test_a_run_says_which_columns_were_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_says_which_columns_were_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = "\n".join(f"{i},2024-01-{i % 9 + 1:02d},{i % 2}" for i in range(40))
     (tmp_path / "mine.csv").write_text(f"a,admitted,label\n{rows}\n")
-    what = {"data": str(tmp_path / "mine.csv"), "model": "logistic", "partition": "iid", "measure": ()}
+    what = {
+        "data": str(tmp_path / "mine.csv"),
+        "model": "logistic",
+        "partition": "iid",
+        "measure": (),
+    }
     fedstill.run(toys.toy(**what), tmp_path / "run")
     assert "data: left out: admitted (date)" in caplog.messages
 
@@ -94,7 +103,10 @@ def test_pictures_that_lie_in_no_folder_of_a_class_are_refused(tmp_path: Path) -
         for i in range(3):
             Image.new("L", (4, 4), i).save(folder / f"{i}.png")
     for place, where in ((flat, "0.png"), (split, "test/0.png")):
-        with pytest.raises(DataError, match=rf"{place / where} is in no folder of its class; .*{place.name}/cat/0.png"):
+        with pytest.raises(
+            DataError,
+            match=rf"{place / where} is in no folder of its class; .*{place.name}/cat/0.png",
+        ):
             load_dataset(str(place))
 
 
@@ -114,7 +126,9 @@ def test_a_smaller_min_size_is_advised_only_where_there_is_one() -> None:
 
 
 def test_what_an_own_file_imports_is_not_proposed(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from fedstill import Method\n\nclass Mine(Method):\n    pass\n")
+    (tmp_path / "mine.py").write_text(
+        "from fedstill import Method\n\nclass Mine(Method):\n    pass\n"
+    )
     with pytest.raises(UnknownName) as said:
         lookup("method", "mine.py:Nine", tmp_path)
     assert "Mine" in str(said.value)
@@ -131,7 +145,9 @@ def test_seeds_that_are_none_are_said_in_one_line(capsys: pytest.CaptureFixture[
 def test_a_number_that_is_too_large_is_named_with_its_column(tmp_path: Path) -> None:
     rows = "\n".join(f"{i},0.5,{i % 2}" for i in range(20))
     (tmp_path / "t.csv").write_text(f"a,b,label\n{rows}\n1e300,2,1\n")
-    with pytest.raises(DataError, match=r"column 'a' holds 1e\+300, too large for a number of 32 bits"):
+    with pytest.raises(
+        DataError, match=r"column 'a' holds 1e\+300, too large for a number of 32 bits"
+    ):
         load_dataset(str(tmp_path / "t.csv"))
 
 

@@ -1,4 +1,6 @@
-"""Parts of a network that stay as a file has them: not trained, not sent; low-rank changes beside them."""
+"""Parts of a network that stay as a file has them: not trained, not sent; low-rank changes beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def experiment(start: Path, **changes: Any) -> fedstill.Experiment:
-    return toys.toy(**{"measure": (), "start_from": str(start), "train_only": ("head.",), **changes})
+    return toys.toy(
+        **{"measure": (), "start_from": str(start), "train_only": ("head.",), **changes}
+    )
 
 
 def test_only_the_head_is_trained_sent_and_kept(pretrained: Path, tmp_path: Path) -> None:
@@ -48,7 +52,10 @@ def test_it_is_the_whole_network_with_a_body_that_has_no_gradient(pretrained: Pa
     """One client, one round, by hand: the head is trained on the features of the file's body."""
     run = experiment(pretrained, rounds=1, topology={"clients": 1, "sampled": 1}, partition="iid")
     ready = prepare(settle(run), toys.blobs())
-    spec, whole = ready.world.model(SERVER), safetensors.torch.load_file(pretrained / "model.safetensors")
+    spec, whole = (
+        ready.world.model(SERVER),
+        safetensors.torch.load_file(pretrained / "model.safetensors"),
+    )
     x = ready.sites.inputs.plain(ready.sites.train.values[:20])
     params = ready.world.initial(SERVER)
     assert set(params) == contract.trainable_names(spec) == {"head.weight", "head.bias"}
@@ -58,12 +65,18 @@ def test_it_is_the_whole_network_with_a_body_that_has_no_gradient(pretrained: Pa
     leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
     contract.forward(m, leaves, x).sum().backward()
     assert all(v.grad is None for v in m.parameters())
-    assert torch.equal(contract.predictor(spec, params).as_module()(x), contract.predictor(plain, whole)(x))
+    assert torch.equal(
+        contract.predictor(spec, params).as_module()(x), contract.predictor(plain, whole)(x)
+    )
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fedntd", "feddyn", "moon", "fedcurv"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox", "scaffold", "fedntd", "feddyn", "moon", "fedcurv"]
+)
 @pytest.mark.parametrize("engine", ["serial", "pooled"])
-def test_methods_train_parts_and_resume(method: str, engine: str, pretrained: Path, tmp_path: Path) -> None:
+def test_methods_train_parts_and_resume(
+    method: str, engine: str, pretrained: Path, tmp_path: Path
+) -> None:
     run = experiment(pretrained, method=method, engine=engine, rounds=2)
 
     class Enough(Exception):
@@ -81,23 +94,42 @@ def test_methods_train_parts_and_resume(method: str, engine: str, pretrained: Pa
     assert one == two
 
 
-def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(pretrained: Path, tmp_path: Path) -> None:
+def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(
+    pretrained: Path, tmp_path: Path
+) -> None:
     lora = {"name": "low_rank", "of": "mlp", "arguments": {"hidden": (8,)}, "rank": 2}
-    run = experiment(pretrained, model=lora, start_from_partial=True, train_only=("head.", "*.lora_*"), rounds=2)
+    run = experiment(
+        pretrained, model=lora, start_from_partial=True, train_only=("head.", "*.lora_*"), rounds=2
+    )
     ready = prepare(settle(run), toys.blobs())
-    spec, whole = ready.world.model(SERVER), safetensors.torch.load_file(pretrained / "model.safetensors")
+    spec, whole = (
+        ready.world.model(SERVER),
+        safetensors.torch.load_file(pretrained / "model.safetensors"),
+    )
     params = ready.world.initial(SERVER)
     assert sorted(params) == ["body.1.lora_a", "body.1.lora_b", "head.bias", "head.weight"]
     x = ready.sites.inputs.plain(ready.sites.train.values[:20])
     plain = contract.spec_for("mlp", spec.input_shape, spec.classes, {"hidden": (8,)})
-    assert torch.allclose(contract.predictor(spec, params)(x), contract.predictor(plain, whole)(x), atol=1e-6)
+    assert torch.allclose(
+        contract.predictor(spec, params)(x), contract.predictor(plain, whole)(x), atol=1e-6
+    )
     moved = {**params, "body.1.lora_b": torch.ones(8, 2)}
-    by_hand = {**whole, "body.1.weight": whole["body.1.weight"] + 4.0 * torch.ones(8, 2) @ params["body.1.lora_a"]}
-    assert torch.allclose(contract.predictor(spec, moved)(x), contract.predictor(plain, by_hand)(x), atol=1e-4)
+    by_hand = {
+        **whole,
+        "body.1.weight": whole["body.1.weight"] + 4.0 * torch.ones(8, 2) @ params["body.1.lora_a"],
+    }
+    assert torch.allclose(
+        contract.predictor(spec, moved)(x), contract.predictor(plain, by_hand)(x), atol=1e-4
+    )
     result = fedstill.run(run, tmp_path / "one", data=toys.blobs())
     assert result.accuracy is not None
     exact = fedstill.run(
-        experiment(pretrained, model=lora, start_from_partial=True, train_only=("head.", "*.lora_a", "*.lora_b")),
+        experiment(
+            pretrained,
+            model=lora,
+            start_from_partial=True,
+            train_only=("head.", "*.lora_a", "*.lora_b"),
+        ),
         tmp_path / "two",
         data=toys.blobs(),
     )
@@ -108,20 +140,32 @@ def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(pretraine
     ("changes", "line"),
     [
         ({"start_from": ""}, "train_only needs start_from"),
-        ({"train_only": ("tail.",)}, r"train_only = \['tail.'\] matches no entry; the network has body.1.weight, "),
-        ({"train_only": ("*",)}, "train_only names all 4 entries; leave it out to train the whole network"),
+        (
+            {"train_only": ("tail.",)},
+            r"train_only = \['tail.'\] matches no entry; the network has body.1.weight, ",
+        ),
+        (
+            {"train_only": ("*",)},
+            "train_only names all 4 entries; leave it out to train the whole network",
+        ),
         (
             {"model": {"name": "mlp", "hidden": (9,)}, "start_from_partial": True},
-            "start_from has no entry 'body.1.weight', so it cannot be kept from there; add 'body.1.weight' to",
+            "start_from has no entry 'body.1.weight', so it cannot be kept from there; add "
+            "'body.1.weight' to",
         ),
-        ({"clients": {"models": ["mlp", "logistic"]}}, "clients.models names others; leave one out"),
+        (
+            {"clients": {"models": ["mlp", "logistic"]}},
+            "clients.models names others; leave one out",
+        ),
         (
             {"method": "pfnm", "topology": {"clients": 6}, "rounds": 1},
             "it changes the widths of layers, and train_only keeps some as they are",
         ),
     ],
 )
-def test_what_cannot_be_kept_is_refused_in_one_line(changes: dict[str, Any], line: str, pretrained: Path) -> None:
+def test_what_cannot_be_kept_is_refused_in_one_line(
+    changes: dict[str, Any], line: str, pretrained: Path
+) -> None:
     with pytest.raises(ConfigError, match=line):
         prepare(settle(experiment(pretrained, **changes)), toys.blobs())
 
@@ -160,6 +204,10 @@ def test_the_model_is_taken_out_whole(pretrained: Path, tmp_path: Path) -> None:
 
 
 def test_a_head_that_a_second_one_adds_to_must_be_trained(pretrained: Path) -> None:
-    with pytest.raises(IncompatibleMethod, match=r"train_only keeps head\.weight as it is.*add 'head\.'"):
-        prepare(settle(experiment(pretrained, method="fedrod", train_only=("body.1.",))), toys.blobs())
+    with pytest.raises(
+        IncompatibleMethod, match=r"train_only keeps head\.weight as it is.*add 'head\.'"
+    ):
+        prepare(
+            settle(experiment(pretrained, method="fedrod", train_only=("body.1.",))), toys.blobs()
+        )
     prepare(settle(experiment(pretrained, method="fedrod")), toys.blobs())

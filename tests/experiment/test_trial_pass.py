@@ -83,8 +83,12 @@ def ready(model: str, method: str = "fedavg", **changes: object) -> Prepared:
 
 
 @pytest.mark.parametrize("changes", [{"method": "moon"}, {"measure": ("tsne",)}])
-def test_features_of_a_network_that_is_not_its_parts_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(IncompatibleMethod, match=r"toy_between: forward\(x\) is not head\(body\(x\)\)"):
+def test_features_of_a_network_that_is_not_its_parts_are_refused(
+    changes: dict[str, object],
+) -> None:
+    with pytest.raises(
+        IncompatibleMethod, match=r"toy_between: forward\(x\) is not head\(body\(x\)\)"
+    ):
         ready("toy_between", **changes)  # type: ignore[arg-type]
     assert ready("toy_between")
     assert ready("toy_still_body", **changes)  # type: ignore[arg-type]
@@ -92,13 +96,20 @@ def test_features_of_a_network_that_is_not_its_parts_are_refused(changes: dict[s
 
 def test_plans_that_need_scores_need_held_out_data() -> None:
     with pytest.raises(
-        ConfigError, match=r"^plan\.train\.keep = 'best' scores each epoch on held-out data, .*: set plan\.train\.val"
+        ConfigError,
+        match=r"^plan\.train\.keep = 'best' scores each epoch on held-out data, .*: set "
+        r"plan\.train\.val",
     ):
         ready("toy_softmax", plan={"keep": "best"})
     assert ready("toy_softmax", plan={"keep": "best", "validation": 0.2, "patience": 1})
-    said = [line for line in cautions(ready("toy_branching", plan={"patience": 2})) if "patience" in line]
+    said = [
+        line
+        for line in cautions(ready("toy_branching", plan={"patience": 2}))
+        if "patience" in line
+    ]
     assert said == [
-        "plan.train.patience = 2 does nothing without held-out data to score by; set plan.train.validation, 0.1 say"
+        "plan.train.patience = 2 does nothing without held-out data to score by; set "
+        "plan.train.validation, 0.1 say"
     ]
 
 
@@ -108,21 +119,42 @@ def test_probabilities_are_said() -> None:
     assert not [said for said in cautions(ready("toy_branching")) if "toy_branching" in said]
 
 
-METHODS = ("fedavg", "scaffold", "feddyn", "fednova", "fedprox", "fedcurv", "moon", "fedavgm", "feddc", "fedsam")
+METHODS = (
+    "fedavg",
+    "scaffold",
+    "feddyn",
+    "fednova",
+    "fedprox",
+    "fedcurv",
+    "moon",
+    "fedavgm",
+    "feddc",
+    "fedsam",
+)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
-def test_what_its_constructor_leaves_without_gradient_stays_as_it_is(method: str, engine: str, tmp_path: Path) -> None:
-    result = run(toys.toy(method, model="toy_still_body", engine=engine, rounds=2), tmp_path / "run", data=toys.blobs())
+def test_what_its_constructor_leaves_without_gradient_stays_as_it_is(
+    method: str, engine: str, tmp_path: Path
+) -> None:
+    result = run(
+        toys.toy(method, model="toy_still_body", engine=engine, rounds=2),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
     start = ready("toy_still_body", method).world.initial(-1)
-    moved = {k for k, v in result.model.items() if not torch.allclose(v, start[k], rtol=1e-5, atol=1e-7)}
+    moved = {
+        k for k, v in result.model.items() if not torch.allclose(v, start[k], rtol=1e-5, atol=1e-7)
+    }
     assert moved == {"head.weight", "head.bias"}
 
 
 def test_it_is_said_how_many_stay() -> None:
     (line,) = (said for said in cautions(ready("toy_still_body")) if "requires_grad" in said)
-    assert line.startswith("model toy_still_body: 2 of 4 parameters have requires_grad = False (body.1.weight, …)")
+    assert line.startswith(
+        "model toy_still_body: 2 of 4 parameters have requires_grad = False (body.1.weight, …)"
+    )
 
 
 def test_a_network_of_which_nothing_is_to_be_trained_is_refused() -> None:
@@ -135,13 +167,18 @@ def test_a_network_that_cannot_be_stacked_is_told_before_the_run() -> None:
     prepared = ready("toy_branching", engine="auto")
     assert prepared.settings.engine == "pooled"
     kind, why = chosen(prepared.settings, prepared.world, 300)
-    assert (kind, why.split(":")[0]) == ("pooled", "model toy_branching cannot run under torch.func.vmap")
+    assert (kind, why.split(":")[0]) == (
+        "pooled",
+        "model toy_branching cannot run under torch.func.vmap",
+    )
     with pytest.raises(ConfigError, match="toy_branching"):
         ready("toy_branching", engine="vectorised")
     assert ready("toy_softmax", engine="auto").settings.engine == "vectorised"
 
 
-def test_a_network_that_grows_too_large_with_images_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_grows_too_large_with_images_is_not_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def built(*_: object) -> None:
         raise AssertionError("it was built")
 
@@ -169,6 +206,8 @@ def test_the_size_of_the_librarys_networks_is_told_by_shapes() -> None:
 
 
 def test_a_network_that_exists_in_a_file_is_none_that_can_be_made(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text("from torch import nn\n\nnet = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))\n")
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\nnet = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))\n"
+    )
     with pytest.raises(ConfigError, match=r"net\.py:net' is a network, not what makes one"):
         ready(f"{tmp_path / 'net.py'}:net")

@@ -1,4 +1,6 @@
-"""A search for good values is a function of its seed, goes on where it stopped, and says what to report."""
+"""A search for good values is a function of its seed, goes on where it stopped, and says what to
+report.
+"""
 
 from __future__ import annotations
 
@@ -119,19 +121,36 @@ def test_values_are_reported_on_seeds_that_did_not_choose_them(tmp_path: Path) -
         pass
     best = tuning.ranked()[0]
     said = advice(tuning, "my.toml", ("rounds=5",))
-    assert f"fedstill compare my.toml -s 'rounds=5' -s 'method.beta={best.values['method.beta']}'" in said
+    assert (
+        f"fedstill compare my.toml -s 'rounds=5' -s 'method.beta={best.values['method.beta']}'"
+        in said
+    )
     assert said.endswith("--seeds 3,4,5,6,7")
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "small.toml").write_text(toys.SMALL)
-    words = ["tune", "small.toml", "--space", "method.beta=0.1..10:log", "--seeds", "100", "--out", "out", "-q"]
+    words = [
+        "tune",
+        "small.toml",
+        "--space",
+        "method.beta=0.1..10:log",
+        "--seeds",
+        "100",
+        "--out",
+        "out",
+        "-q",
+    ]
     assert call([*words, "--trials", "1"]) == 0
     began = (tmp_path / "out/trial000/seed100/summary.json").stat().st_mtime_ns
     assert call([*words, "--trials", "2"]) == 0
-    assert (tmp_path / "out/trial000/seed100/summary.json").stat().st_mtime_ns == began, "it is not run again"
+    assert (tmp_path / "out/trial000/seed100/summary.json").stat().st_mtime_ns == began, (
+        "it is not run again"
+    )
     lines = capsys.readouterr().out.splitlines()
     assert "is the best of 2" in "\n".join(lines)
     assert "--seeds 1,2,3,4,5" in "\n".join(lines)

@@ -1,4 +1,6 @@
-"""Why a class fell: moments, rounds gone through again, the counterfactual, and what the command says."""
+"""Why a class fell: moments, rounds gone through again, the counterfactual, and what the command
+says.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ sampled = 3
 """
 
 
-def made(place: Path, method: str = "fedavg", every: int = 0, measure: str = '["contributions"]') -> Path:
+def made(
+    place: Path, method: str = "fedavg", every: int = 0, measure: str = '["contributions"]'
+) -> Path:
     (place / "my.toml").write_text(CONFIG.format(method=method, every=every, measure=measure))
     fedstill.run(fedstill.load(place / "my.toml"), place / "run")
     return place / "run"
@@ -123,7 +127,11 @@ def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_pat
     before = looks_of(folder)
     add_looks(folder, [{**before[0], "game": "absent"}, {"round": 2, "stage": 0, "parts": {}}])
     add_looks(folder, [{"round": 2, "stage": 0, "parts": {"later": []}}])
-    assert [(e["round"], e.get("game")) for e in looks_of(folder)] == [(2, None), (3, "absent"), (6, "idle")]
+    assert [(e["round"], e.get("game")) for e in looks_of(folder)] == [
+        (2, None),
+        (3, "absent"),
+        (6, "idle"),
+    ]
     (folder / BESIDE).write_text("{")
     with pytest.raises(CorruptFile, match=r"why\.jsonl is damaged; delete it, and ask again"):
         looks_of(folder)
@@ -151,7 +159,10 @@ def test_beside_a_global_model_clients_own_models_are_no_part_of_its_change(tmp_
     asked = toys.toy("ditto", **{**toys.suited("ditto"), "measure": ("contributions",)})
     fedstill.run(asked, tmp_path / "run", data=toys.blobs())
     looks = looks_of(tmp_path / "run")
-    assert {(look["name"], look["model"]) for look in looks} == {("personal", "own"), ("train", "global")}
+    assert {(look["name"], look["model"]) for look in looks} == {
+        ("personal", "own"),
+        ("train", "global"),
+    }
     for look in of_one_model(looks):
         assert look["name"] == "train"
         assert look["classes"]
@@ -164,7 +175,9 @@ def test_beside_a_global_model_clients_own_models_are_no_part_of_its_change(tmp_
 def test_without_a_global_model_the_stages_of_the_same_clients_are_told() -> None:
     looks: list[dict[str, Any]] = [
         {"round": 2, "stage": s, "model": "own", "clients": clients, "parts": {name: [0.25]}}
-        for s, (name, clients) in enumerate({"head": [0, 3], "train": [0, 3], "finetune": [0, 1, 2, 3]}.items())
+        for s, (name, clients) in enumerate(
+            {"head": [0, 3], "train": [0, 3], "finetune": [0, 1, 2, 3]}.items()
+        )
     ]
     told = told_of(Moment(2, 0, 0.0, 0.5), looks)
     assert told is not None
@@ -192,7 +205,9 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
     assert "Shapley, all coalitions" in capsys.readouterr().out
     assert call(["why", str(folder), "--class", "3", "--round", "6", "--game", "absent", "-q"]) == 0
     assert "the others absent" in capsys.readouterr().out
-    assert {(look["game"], look.get("rule", "path")) for look in looks_of(folder)} == {("idle", "path")}
+    assert {(look["game"], look.get("rule", "path")) for look in looks_of(folder)} == {
+        ("idle", "path")
+    }
     assert call(["why", str(folder), "--class", "3", "--round", "6", "-q"]) == 0
     assert "Aumann-Shapley along the line; the others idle" in capsys.readouterr().out
     client = str(looks_of(folder)[-1]["clients"][0])
@@ -233,12 +248,18 @@ def test_all_coalitions_of_more_than_ten_clients_are_refused_before_a_round_is_g
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fedstill.run(
-        toys.toy(rounds=2, topology={"clients": 11, "sampled": 11}, data="digits", model="logistic"), tmp_path / "run"
+        toys.toy(
+            rounds=2, topology={"clients": 11, "sampled": 11}, data="digits", model="logistic"
+        ),
+        tmp_path / "run",
     )
     capsys.readouterr()
     assert call(["why", str(tmp_path / "run"), "--round", "2", "--exact"]) == 2
     err = capsys.readouterr().err
-    assert "--exact: round 2 has 11 clients, and all coalitions of at most 10 are asked; leave it out" in err
+    assert (
+        "--exact: round 2 has 11 clients, and all coalitions of at most 10 are asked; leave it out"
+        in err
+    )
     assert err.count("\n") == 1
 
 
@@ -247,9 +268,12 @@ def test_a_folder_without_a_run_and_one_without_a_global_model_say_so(
 ) -> None:
     assert call(["why", str(tmp_path)]) == 2
     assert "holds no run: it has no journal.jsonl" in capsys.readouterr().err
-    fedstill.run(toys.toy("local_only", **toys.suited("local_only")), tmp_path / "run", data=toys.blobs())
+    fedstill.run(
+        toys.toy("local_only", **toys.suited("local_only")), tmp_path / "run", data=toys.blobs()
+    )
     with pytest.raises(
-        ConfigError, match="no round in which a global model's classes were measured; what a client learned"
+        ConfigError,
+        match="no round in which a global model's classes were measured; what a client learned",
     ):
         the_moment(tmp_path / "run", None, None)
 
@@ -259,9 +283,13 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
 ) -> None:
     text = CONFIG.format(method="fedavg", every=6, measure='["contributions"]')
     text = (
-        text.replace("every = 3", "every = 1").replace("alpha = 0.1", "alpha = 5.0").replace("epochs = 2", "epochs = 8")
+        text.replace("every = 3", "every = 1")
+        .replace("alpha = 0.1", "alpha = 5.0")
+        .replace("epochs = 2", "epochs = 8")
     )
-    (tmp_path / "my.toml").write_text(f'{text}[stream]\ntasks = 2\nkind = "classes"\norder = "given"\n')
+    (tmp_path / "my.toml").write_text(
+        f'{text}[stream]\ntasks = 2\nkind = "classes"\norder = "given"\n'
+    )
     fedstill.run(fedstill.load(tmp_path / "my.toml"), tmp_path / "run")
     kept = taken_up(tmp_path / "run", 5).prepared
     for look in looks_of(tmp_path / "run"):
@@ -274,9 +302,15 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
         acted = torch.tensor(own).sum(0).double()
         usual = (acted / acted.sum() / (every / every.sum())).tolist()
         assert look["drawn"] == pytest.approx([None if u != u else u for u in usual], abs=1e-6)
-    falls = [e for e in all_falls(events(tmp_path / "run")) if e.round == 4 and e.of < 5 and e.change < -0.05]
+    falls = [
+        e
+        for e in all_falls(events(tmp_path / "run"))
+        if e.round == 4 and e.of < 5 and e.change < -0.05
+    ]
     assert falls, "the first task is forgotten when the second begins"
-    assert call(["why", str(tmp_path / "run"), "--class", str(falls[0].of), "--round", "4", "-q"]) == 0
+    assert (
+        call(["why", str(tmp_path / "run"), "--class", str(falls[0].of), "--round", "4", "-q"]) == 0
+    )
     out = capsys.readouterr().out
     assert f"Class '{falls[0].of}' (of task 1) fell" in out
     assert "in round 4 (task 2 of 2, where it begins)" in out

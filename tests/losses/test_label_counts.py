@@ -1,4 +1,6 @@
-"""Objectives that know a client's label counts: what they are at their edges, and their gradients."""
+"""Objectives that know a client's label counts: what they are at their edges, and their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,21 @@ from fedstill.losses import adjusted_cross_entropy, minority_kd, nckd
 
 
 def logits(seed: int, classes: int = 6) -> Tensor:
-    return 3 * torch.randn(20, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return 3 * torch.randn(
+        20, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def test_adjusted_cross_entropy_is_that_of_the_adjusted_logits() -> None:
     z, y = logits(0).requires_grad_(), torch.arange(20) % 6
     scale, shift = torch.linspace(0.1, 1, 6).double(), torch.linspace(-3, 3, 6).double()
     loss = adjusted_cross_entropy(z, y, scale, shift)
-    torch.testing.assert_close(loss, nn.functional.cross_entropy(scale * z + shift, y, reduction="none"))
-    assert torch.equal(adjusted_cross_entropy(z, y), nn.functional.cross_entropy(z, y, reduction="none"))
+    torch.testing.assert_close(
+        loss, nn.functional.cross_entropy(scale * z + shift, y, reduction="none")
+    )
+    assert torch.equal(
+        adjusted_cross_entropy(z, y), nn.functional.cross_entropy(z, y, reduction="none")
+    )
     (slope,) = torch.autograd.grad(loss.sum(), z)
     p = (scale * z).add(shift).softmax(1).detach()
     torch.testing.assert_close(slope, scale * (p - nn.functional.one_hot(y, 6)))
@@ -25,7 +33,9 @@ def test_adjusted_cross_entropy_is_that_of_the_adjusted_logits() -> None:
 
 def test_without_a_majority_every_other_class_is_distilled() -> None:
     s, t, y = logits(0), logits(1), torch.arange(20) % 6
-    assert torch.equal(minority_kd(s, t, y, torch.zeros(6, dtype=torch.bool), 2.0), nckd(s, t, y, 2.0))
+    assert torch.equal(
+        minority_kd(s, t, y, torch.zeros(6, dtype=torch.bool), 2.0), nckd(s, t, y, 2.0)
+    )
     own = nn.functional.one_hot(y, 6).bool()
     assert torch.equal(minority_kd(s, t, y, own), nckd(s, t, y)), "the label itself does not count"
 

@@ -1,4 +1,6 @@
-"""Every loss against its formula, written again in NumPy float64 with plain probabilities, and its identities."""
+"""Every loss against its formula, written again in NumPy float64 with plain probabilities, and its
+identities.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,16 @@ def test_cross_entropy_is_its_formula(tau: float) -> None:
     s, _, y = draw(1)
     expected = [-np.log(softmax(s[i].numpy() / tau)[y[i]]) for i in range(len(y))]
     np.testing.assert_allclose(losses.cross_entropy(s, y, tau).numpy(), expected, rtol=1e-12)
-    torch.testing.assert_close(losses.cross_entropy(s, y), torch.nn.functional.cross_entropy(s, y, reduction="none"))
+    torch.testing.assert_close(
+        losses.cross_entropy(s, y), torch.nn.functional.cross_entropy(s, y, reduction="none")
+    )
 
 
 @pytest.mark.parametrize("floor", [1e-8, 1e-3, 0.5])
 @pytest.mark.parametrize("tau", [0.01, 0.5, 4.0])
-def test_cross_entropy_over_a_floor_is_its_formula_and_has_its_gradient(tau: float, floor: float) -> None:
+def test_cross_entropy_over_a_floor_is_its_formula_and_has_its_gradient(
+    tau: float, floor: float
+) -> None:
     s, _, y = draw(1)
     s.requires_grad_()
     value = losses.cross_entropy(s, y, tau, floor)
@@ -74,7 +80,9 @@ def test_cross_entropy_over_a_floor_is_its_formula_and_has_its_gradient(tau: flo
     np.testing.assert_allclose(value.detach().numpy(), -np.log(own + floor), rtol=1e-9, atol=1e-12)
     (slope,) = torch.autograd.grad(value.sum(), s)
     hot = np.eye(p.shape[1])[y]
-    np.testing.assert_allclose(slope.numpy(), (own / (own + floor))[:, None] * (p - hot) / tau, atol=1e-9)
+    np.testing.assert_allclose(
+        slope.numpy(), (own / (own + floor))[:, None] * (p - hot) / tau, atol=1e-9
+    )
 
 
 def test_a_floor_bounds_the_loss_of_a_cold_client() -> None:
@@ -95,7 +103,9 @@ def test_masked_kl_is_its_formula(tau: float) -> None:
     q, p = (torch.softmax(z / tau, -1).numpy() for z in (s, t))
     expected = tau**2 * (mask.numpy() * p * np.log(p / q)).sum(-1)
     np.testing.assert_allclose(losses.masked_kl(s, t, mask, tau).numpy(), expected, rtol=1e-10)
-    torch.testing.assert_close(losses.masked_kl(s, t, mask.expand(7, 5), tau), losses.masked_kl(s, t, mask, tau))
+    torch.testing.assert_close(
+        losses.masked_kl(s, t, mask.expand(7, 5), tau), losses.masked_kl(s, t, mask, tau)
+    )
 
 
 @pytest.mark.parametrize("tau", TEMPERATURES)
@@ -110,33 +120,51 @@ def test_model_contrast_is_its_formula(tau: float) -> None:
     for a, b, c in zip(h.numpy(), near.numpy(), far.numpy(), strict=True):
         to_near, to_far = np.exp(cosine(a, b) / tau), np.exp(cosine(a, c) / tau)
         expected.append(-np.log(to_near / (to_near + to_far)))
-    np.testing.assert_allclose(losses.model_contrast(h, near, far, tau).numpy(), expected, rtol=1e-10)
-    np.testing.assert_allclose(losses.model_contrast(h, near, near, tau).numpy(), np.log(2), rtol=1e-12)
+    np.testing.assert_allclose(
+        losses.model_contrast(h, near, far, tau).numpy(), expected, rtol=1e-10
+    )
+    np.testing.assert_allclose(
+        losses.model_contrast(h, near, near, tau).numpy(), np.log(2), rtol=1e-12
+    )
     swapped = losses.model_contrast(h, far, near, tau)  # the two shares add up to 1
     torch.testing.assert_close(
         (-losses.model_contrast(h, near, far, tau)).exp() + (-swapped).exp(), torch.ones(7).double()
     )
-    assert losses.model_contrast(h, h, -h, tau).max() < losses.model_contrast(h, near, far, tau).min()
+    assert (
+        losses.model_contrast(h, h, -h, tau).max() < losses.model_contrast(h, near, far, tau).min()
+    )
 
 
 def test_other_mse_is_its_formula() -> None:
     s, t, y = draw(3)
     expected = [np.delete((s[i] - t[i]).numpy() ** 2, int(y[i])).sum() for i in range(len(y))]
     np.testing.assert_allclose(losses.other_mse(s, t, y).numpy(), expected, rtol=1e-12)
-    np.testing.assert_allclose(losses.other_mse(s, t, y, "mean").numpy(), np.array(expected) / 4, rtol=1e-12)
+    np.testing.assert_allclose(
+        losses.other_mse(s, t, y, "mean").numpy(), np.array(expected) / 4, rtol=1e-12
+    )
 
 
 def test_standardised_logits_have_mean_0_and_unbiased_std_1() -> None:
     s, _, _ = draw(4)
     z = losses.standardize(s).numpy()
     np.testing.assert_allclose(z.mean(-1), 0, atol=1e-12)
-    np.testing.assert_allclose(z.std(-1, ddof=1), 1, rtol=1e-5)  # the formula adds 1e-6 to the spread
-    np.testing.assert_allclose(z, (s - s.mean(-1, keepdim=True)) / (s.std(-1, keepdim=True) + 1e-6), rtol=1e-12)
+    # the formula adds 1e-6 to the spread
+    np.testing.assert_allclose(z.std(-1, ddof=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        z, (s - s.mean(-1, keepdim=True)) / (s.std(-1, keepdim=True) + 1e-6), rtol=1e-12
+    )
 
 
 def test_proximal_is_half_mu_times_the_squared_distance() -> None:
-    w = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True), "b": torch.ones(2, 2).double()}
-    anchor = {"a": torch.zeros(2).double(), "b": torch.ones(2, 2).double() * 3, "buffer": torch.ones(1)}
+    w = {
+        "a": torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True),
+        "b": torch.ones(2, 2).double(),
+    }
+    anchor = {
+        "a": torch.zeros(2).double(),
+        "b": torch.ones(2, 2).double() * 3,
+        "buffer": torch.ones(1),
+    }
     penalty = losses.proximal(w, anchor, 0.1)
     assert penalty.shape == ()
     assert penalty.item() == pytest.approx(0.05 * (5 + 16))
@@ -189,17 +217,21 @@ def test_subtracting_1000_from_the_label_is_removing_it_and_zeroing_it_is_not(ta
 
 def test_zeroing_keeps_the_mass_the_paper_notes_name() -> None:
     z = torch.tensor([[3.0, 1.0, -2.0, 0.5]]).double()
-    assert float(torch.softmax(torch.where(torch.arange(4) == 0, 0.0, z), -1)[0, 0]) == pytest.approx(
-        0.18, abs=0.005
-    ), "two digits are printed"
-    # Other logits all moved by one constant: nothing for the label removed, something for the label at 0.
+    assert float(
+        torch.softmax(torch.where(torch.arange(4) == 0, 0.0, z), -1)[0, 0]
+    ) == pytest.approx(0.18, abs=0.005), "two digits are printed"
+    # Other logits all moved by one constant: nothing for the label removed, something for the label
+    # at 0.
     moved, y = z + 1, torch.tensor([0])
     assert float(losses.nckd(moved, z, y)) == pytest.approx(0, abs=1e-12)
     assert float(losses.nckd_zero(moved, z, y)) > 1e-3
 
 
 def test_target_kl_pulls_up_where_the_binary_form_holds_back() -> None:
-    s, t = torch.tensor([[4.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True), torch.zeros(1, 3).double()
+    s, t = (
+        torch.tensor([[4.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True),
+        torch.zeros(1, 3).double(),
+    )
     y = torch.tensor([0])
     (up,) = torch.autograd.grad(losses.target_kl(s, t, y).sum(), s)
     (back,) = torch.autograd.grad(losses.tckd(s, t, y).sum(), s)
@@ -221,6 +253,11 @@ def test_masked_kl_has_the_gradient_of_masked_cross_entropy_and_is_kd_under_ones
 
 
 def test_confidence_survives_where_probabilities_round_to_one() -> None:
-    s, t, y = torch.tensor([[60.0, 0.0]]).double(), torch.tensor([[50.0, 0.0]]).double(), torch.tensor([0])
-    gap = np.exp(-60.0) - np.exp(-50.0)  # log p_y - log q_y, of two probabilities that are both 1 in float64
+    s, t, y = (
+        torch.tensor([[60.0, 0.0]]).double(),
+        torch.tensor([[50.0, 0.0]]).double(),
+        torch.tensor([0]),
+    )
+    # log p_y - log q_y, of two probabilities that are both 1 in float64
+    gap = np.exp(-60.0) - np.exp(-50.0)
     assert float(losses.target_kl(s, t, y)) == pytest.approx(gap, rel=1e-12)

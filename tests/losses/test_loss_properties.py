@@ -1,4 +1,6 @@
-"""What every loss must be: finite at any gap, per example, vectorisable, of the student's dtype, free of its batch."""
+"""What every loss must be: finite at any gap, per example, vectorisable, of the student's dtype,
+free of its batch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ TABLE: dict[str, Loss] = {
     "kd": lambda s, t, y: losses.kd(s, t),
     "kd, cold": lambda s, t, y: losses.kd(s, t, 0.01),
     "kd, hot": lambda s, t, y: losses.kd(s, t, 4.0),
-    "kd, standardised": lambda s, t, y: losses.kd(losses.standardize(s), losses.standardize(t), 3.0),
+    "kd, standardised": lambda s, t, y: losses.kd(
+        losses.standardize(s), losses.standardize(t), 3.0
+    ),
     "masked_ce": lambda s, t, y: losses.masked_ce(s, t, MASK),
     "masked_kl": lambda s, t, y: losses.masked_kl(s, t, MASK),
     "tckd": lambda s, t, y: losses.tckd(s, t, y),
@@ -44,7 +48,9 @@ TABLE: dict[str, Loss] = {
     "multi_kd": lambda s, t, y: losses.multi_kd(s, several(t), 4.0).sum(0),
     "multi_nckd": lambda s, t, y: losses.multi_nckd(s, several(t), y, 4.0).sum(0),
     "multi_tckd": lambda s, t, y: losses.multi_tckd(s, several(t), y, 4.0).sum(0),
-    "entropy_weights": lambda s, t, y: (losses.entropy_weights(several(t)) * losses.multi_kd(s, several(t))).sum(0),
+    "entropy_weights": lambda s, t, y: (
+        losses.entropy_weights(several(t)) * losses.multi_kd(s, several(t))
+    ).sum(0),
     "confidence_weights": lambda s, t, y: (
         losses.confidence_weights(several(t), y) * losses.multi_kd(s, several(t))
     ).sum(0),
@@ -61,7 +67,9 @@ TABLE: dict[str, Loss] = {
 every_loss = pytest.mark.parametrize("loss", TABLE.values(), ids=TABLE.keys())
 
 
-def draw(*shape: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def draw(
+    *shape: int, scale: float = 3.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     source = torch.Generator().manual_seed(0)
     s, t = (scale * torch.randn(*shape, 6, generator=source) for _ in range(2))
     return s.to(dtype), t.to(dtype), torch.randint(6, shape, generator=source)
@@ -120,7 +128,9 @@ def test_clients_can_be_stacked(loss: Loss) -> None:
     torch.testing.assert_close(vmap(loss)(s, t, y), each, rtol=NEAR, atol=NEAR)
     torch.testing.assert_close(vmap(vmap(loss))(s, t, y), each, rtol=NEAR, atol=NEAR)
     slopes = vmap(grad(lambda a, b, c: loss(a, b, c).sum()))(s, t, y)
-    one_by_one = torch.stack([grad(lambda a, k=k: loss(a, t[k], y[k]).sum())(s[k]) for k in range(4)])
+    one_by_one = torch.stack(
+        [grad(lambda a, k=k: loss(a, t[k], y[k]).sum())(s[k]) for k in range(4)]
+    )
     torch.testing.assert_close(slopes, one_by_one, rtol=NEAR, atol=NEAR)
 
 

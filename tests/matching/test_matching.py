@@ -1,4 +1,6 @@
-"""PFNM's matching: its scores and its greedy passes against loops, and what it must leave as it is."""
+"""PFNM's matching: its scores and its greedy passes against loops, and what it must leave as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ from fedstill.models.layer_chain import with_widths
 from fedstill.records import ModelSpec
 
 FREE = MatchingSettings(variance=1.0, prior_variance=1e9, gamma=1e-6)
-"""A prior that says nothing, and no wish for new units: what is the same is found, and is left as it is."""
+"""A prior that says nothing, and no wish for new units: what is the same is found, and is left as
+it is.
+"""
 LEFT = 1e-7
-"""The prior still pulls a unit by about a billionth in each layer, thrice that where a client holds a third of a class,
-and numbers are up to 10."""
+"""The prior still pulls a unit by about a billionth in each layer, thrice that where a client holds
+a third of a class, and numbers are up to 10.
+"""
 
 MLP = ModelSpec("mlp", (1, 4, 4), 5, (("hidden", (7, 6)), ("projection", 0)))
 CNN = ModelSpec("digits_cnn", (1, 8, 8), 5)
@@ -36,9 +41,15 @@ def draw() -> np.random.Generator:
 
 def some(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """A model of a spec in float64, with biases that are not near zero."""
-    params = {k: v.double() if v.is_floating_point() else v for k, v in contract.initial(spec, seed).items()}
+    params = {
+        k: v.double() if v.is_floating_point() else v
+        for k, v in contract.initial(spec, seed).items()
+    }
     rng = torch.Generator().manual_seed(seed)
-    return {k: torch.randn(v.shape, generator=rng).double() if k.endswith("bias") else v for k, v in params.items()}
+    return {
+        k: torch.randn(v.shape, generator=rng).double() if k.endswith("bias") else v
+        for k, v in params.items()
+    }
 
 
 def hidden(spec: ModelSpec) -> list[tuple[str, str]]:
@@ -64,13 +75,18 @@ def outputs(spec: ModelSpec, params: dict[str, Tensor]) -> Tensor:
 
 
 def together(
-    spec: ModelSpec, models: Sequence[dict[str, Tensor]], setting: MatchingSettings, counts: Tensor | None = None
+    spec: ModelSpec,
+    models: Sequence[dict[str, Tensor]],
+    setting: MatchingSettings,
+    counts: Tensor | None = None,
 ):
     counts = torch.full((len(models), spec.classes), 10) if counts is None else counts
     return match_models(spec, models, counts, [1.0] * len(models), setting, draw())
 
 
-def plain(units: list[np.ndarray], precisions: list[np.ndarray], mean: np.ndarray, s: MatchingSettings) -> np.ndarray:
+def plain(
+    units: list[np.ndarray], precisions: list[np.ndarray], mean: np.ndarray, s: MatchingSettings
+) -> np.ndarray:
     """The global units, by loops over members; the best assignment is found by trying all."""
     n, dims = len(units), range(len(mean))
     at: dict[int, list[int]] = {}
@@ -78,12 +94,18 @@ def plain(units: list[np.ndarray], precisions: list[np.ndarray], mean: np.ndarra
     def known(g: int) -> tuple[list[float], list[float]]:
         members = [(j, row) for j in at for row, place in enumerate(at[j]) if place == g]
         weight = [1 / s.prior_variance + sum(precisions[j][d] for j, _ in members) for d in dims]
-        total = [mean[d] / s.prior_variance + sum(precisions[j][d] * units[j][r, d] for j, r in members) for d in dims]
+        total = [
+            mean[d] / s.prior_variance + sum(precisions[j][d] * units[j][r, d] for j, r in members)
+            for d in dims
+        ]
         return total, weight
 
     def score(j: int, row: int, total: Sequence[float], weight: Sequence[float]) -> float:
         p, v = precisions[j], units[j][row]
-        return sum((p[d] * v[d] + total[d]) ** 2 / (p[d] + weight[d]) - total[d] ** 2 / weight[d] for d in dims)
+        return sum(
+            (p[d] * v[d] + total[d]) ** 2 / (p[d] + weight[d]) - total[d] ** 2 / weight[d]
+            for d in dims
+        )
 
     def join(j: int) -> None:
         there = sorted({g for places in at.values() for g in places})
@@ -96,7 +118,9 @@ def plain(units: list[np.ndarray], precisions: list[np.ndarray], mean: np.ndarra
             for g in there:
                 m = min(sum(p.count(g) for p in at.values()), 10)
                 worth[row, g] = score(j, row, *known(g)) + math.log(m / (n - m))
-            alone = score(j, row, [m / s.prior_variance for m in mean], [1 / s.prior_variance for _ in dims])
+            alone = score(
+                j, row, [m / s.prior_variance for m in mean], [1 / s.prior_variance for _ in dims]
+            )
             for k, g in enumerate(fresh, 1):
                 worth[row, g] = alone - 2 * math.log(k) + 2 * math.log(s.gamma / n)
         ways = itertools.permutations([*there, *fresh], len(units[j]))
@@ -109,7 +133,9 @@ def plain(units: list[np.ndarray], precisions: list[np.ndarray], mean: np.ndarra
         for j in rng.permutation(n):
             del at[int(j)]
             join(int(j))
-    return np.array([np.divide(*known(g)) for g in sorted({g for places in at.values() for g in places})])
+    return np.array(
+        [np.divide(*known(g)) for g in sorted({g for places in at.values() for g in places})]
+    )
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 1.0, 50.0])
@@ -119,11 +145,16 @@ def test_it_matches_as_loops_do(gamma: float, variance: float, passes: int) -> N
     rng = np.random.default_rng(3)
     units = [rng.normal(size=(n, 4)) for n in (2, 3, 2)]
     precisions = [rng.uniform(0, 1, 4) / variance for _ in units]
-    mean, setting = np.array([0.0, 0.0, 0.1, 0.0]), MatchingSettings(variance, 2.0, gamma, passes=passes)
+    mean, setting = (
+        np.array([0.0, 0.0, 0.1, 0.0]),
+        MatchingSettings(variance, 2.0, gamma, passes=passes),
+    )
     found = match(units, precisions, mean, setting, draw()).units
     expected = plain(units, precisions, mean, setting)
     assert len(found) == len(expected)
-    np.testing.assert_allclose(found[np.lexsort(found.T)], expected[np.lexsort(expected.T)], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        found[np.lexsort(found.T)], expected[np.lexsort(expected.T)], rtol=1e-9, atol=1e-12
+    )
 
 
 def test_the_settings_of_the_loops_differ_in_what_they_find() -> None:
@@ -141,8 +172,13 @@ def test_no_layer_grows_beyond_what_is_allowed() -> None:
     units = [rng.normal(size=(3, 4)) for _ in range(6)]
     found = match(units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6, most=8), draw())
     assert len(found.units) <= 8 + 6, "full, it takes one more from a network"
-    assert len(match(units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6), draw()).units) == 18
-    still = match(units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6, grow=False), draw())
+    assert (
+        len(match(units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6), draw()).units)
+        == 18
+    )
+    still = match(
+        units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6, grow=False), draw()
+    )
     assert len(still.units) == 3
     assert all(sorted(places) == [0, 1, 2] for places in still.places)
 
@@ -150,7 +186,11 @@ def test_no_layer_grows_beyond_what_is_allowed() -> None:
 def test_equal_units_shrink_towards_the_prior_by_its_share() -> None:
     v = np.array([[1.0, -2.0], [3.0, 0.5]])
     found = match(
-        [v, v[::-1], v], [np.full(2, 2.0)] * 3, np.array([0.0, 0.1]), MatchingSettings(0.5, 4.0, 1e-6), draw()
+        [v, v[::-1], v],
+        [np.full(2, 2.0)] * 3,
+        np.array([0.0, 0.1]),
+        MatchingSettings(0.5, 4.0, 1e-6),
+        draw(),
     )
     expected = (3 * 2 * v + np.array([0.0, 0.1]) / 4) / (3 * 2 + 1 / 4)
     np.testing.assert_allclose(found.units[np.argsort(found.units[:, 0])], expected)
@@ -189,7 +229,9 @@ def test_a_wide_network_is_one_that_can_be_built_and_run(spec: ModelSpec) -> Non
     found = together(spec, models, MatchingSettings(gamma=1e6))
     wide = widened(spec, found)
     assert sum(wide.widths) > sum(widened(spec, models[0]).widths)
-    assert {k: v.shape for k, v in contract.initial(wide, 0).items()} == {k: v.shape for k, v in found.items()}
+    assert {k: v.shape for k, v in contract.initial(wide, 0).items()} == {
+        k: v.shape for k, v in found.items()
+    }
     assert bool(outputs(spec, found).isfinite().all())
 
 
@@ -199,7 +241,9 @@ def test_without_hidden_layers_the_head_is_the_mean_by_class_share() -> None:
     found = together(spec, models, MatchingSettings(), torch.tensor([[3, 0, 0], [1, 5, 0]]))
     for key in ("head.weight", "head.bias"):
         a, b = (m[key] for m in models)
-        torch.testing.assert_close(found[key], torch.stack([0.75 * a[0] + 0.25 * b[0], b[1], (a[2] + b[2]) / 2]))
+        torch.testing.assert_close(
+            found[key], torch.stack([0.75 * a[0] + 0.25 * b[0], b[1], (a[2] + b[2]) / 2])
+        )
 
 
 @pytest.mark.parametrize("name", ["resnet10", "resnet56"])
@@ -207,22 +251,33 @@ def test_a_residual_networks_last_block_is_matched_and_the_rest_averaged(name: s
     spec = ModelSpec(name, (3, 9, 9), 5, (("norm", "batch"),))
     one, block = some(spec, 1), "body.stage4.0.path" if name == "resnet10" else "body.stage3.5.path"
     order = torch.randperm(len(one[f"{block}.1.bias"]), generator=torch.Generator().manual_seed(1))
-    moved = {k: one[k][order] for k in one if k.startswith((f"{block}.0.", f"{block}.1.")) and one[k].dim()}
+    moved = {
+        k: one[k][order]
+        for k in one
+        if k.startswith((f"{block}.0.", f"{block}.1.")) and one[k].dim()
+    }
     twin = {**one, **moved, f"{block}.3.weight": one[f"{block}.3.weight"][:, order]}
     torch.testing.assert_close(outputs(spec, twin), outputs(spec, one))
     assert not torch.equal(twin[f"{block}.0.weight"], one[f"{block}.0.weight"])
-    torch.testing.assert_close(outputs(spec, together(spec, [one, twin], replace(FREE, passes=1))), outputs(spec, one))
+    torch.testing.assert_close(
+        outputs(spec, together(spec, [one, twin], replace(FREE, passes=1))), outputs(spec, one)
+    )
     other = some(spec, 2)
-    found = match_models(spec, [one, other], torch.ones(2, 5), [3.0, 1.0], MatchingSettings(passes=1), draw())
+    found = match_models(
+        spec, [one, other], torch.ones(2, 5), [3.0, 1.0], MatchingSettings(passes=1), draw()
+    )
     stem = "body.stem.1.running_mean"
     torch.testing.assert_close(found[stem], 0.75 * one[stem] + 0.25 * other[stem])
-    torch.testing.assert_close(found["head.weight"], (one["head.weight"] + other["head.weight"]) / 2)
+    torch.testing.assert_close(
+        found["head.weight"], (one["head.weight"] + other["head.weight"]) / 2
+    )
     assert found["body.stem.1.num_batches_tracked"].dtype == torch.int64
 
 
 def test_what_can_be_matched_and_what_cannot() -> None:
     kinds = {
-        n: matchable(ModelSpec(n, (3, 32, 32), 5)) for n in ("qkt_cnn", "mlp", "alexnet", "resnet18", "sphere_cnn")
+        n: matchable(ModelSpec(n, (3, 32, 32), 5))
+        for n in ("qkt_cnn", "mlp", "alexnet", "resnet18", "sphere_cnn")
     }
     assert kinds == {
         "qkt_cnn": "exact",

@@ -1,6 +1,8 @@
-"""What a method and its authors' code are both given: a small network, a batch, counts. All of it is drawn by name.
+"""What a method and its authors' code are both given: a small network, a batch, counts. All of it
+is drawn by name.
 
-Every number is a multiple of 1/64, so that code that casts to float32 in between loses nothing of it.
+Every number is a multiple of 1/64, so that code that casts to float32 in between loses nothing of
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def network(name: str, shapes: Mapping[str, Sequence[int]] = SHAPES) -> dict[str
 
 
 def batch(size: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Inputs (B, 4) float64, and labels of the classes that the client has; the first two are of its small ones."""
+    """Inputs (B, 4) float64, and labels of the classes that the client has; the first two are of
+    its small ones.
+    """
     draw = np.random.RandomState(21)
     there = [c for c, n in enumerate(COUNTS) if n]
     labels = [2, 5, *draw.choice(there, size=BATCH - 2)]

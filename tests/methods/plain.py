@@ -1,7 +1,9 @@
-"""Federated learning written out plainly with torch.optim and autograd, for tests to compare the library with.
+"""Federated learning written out plainly with torch.optim and autograd, for tests to compare the
+library with.
 
-Of the library only draws are used: who is sampled, in which order examples come, and the initial weights. Both sides
-compute in float64 from the first weights on, so that what is left between them is no kernel's way of summing.
+Of the library only draws are used: who is sampled, in which order examples come, and the initial
+weights. Both sides compute in float64 from the first weights on, so that what is left between them
+is no kernel's way of summing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from fedstill.watch import Unwatched
 
 
 @register("model", "toy_slim")
-def toy_slim(input_shape: tuple[int, int, int], classes: int, norm: Literal["group", "batch"] = "group") -> nn.Module:
+def toy_slim(
+    input_shape: tuple[int, int, int], classes: int, norm: Literal["group", "batch"] = "group"
+) -> nn.Module:
     """ResNet-56 in small: two stages of one bottleneck block, the last of them slimmable."""
     return resnet._resnet("toy_slim", input_shape, classes, resnet.bottleneck, [1, 1], 16, norm)
 
@@ -114,7 +118,11 @@ class Federation:
         rho = PLAN["momentum"] if momentum < 0 else momentum
         model, (x, y) = self.net(start).train(), self.data(client)
         sgd = torch.optim.SGD(
-            model.parameters(), lr=self.lr(round), momentum=rho, weight_decay=PLAN["weight_decay"], foreach=False
+            model.parameters(),
+            lr=self.lr(round),
+            momentum=rho,
+            weight_decay=PLAN["weight_decay"],
+            foreach=False,
         )
         order = generator(seed_for(7, round, stage, client, "order"))
         steps, counter, reach = 0, 0.0, 0.0
@@ -128,16 +136,29 @@ class Federation:
                 sgd.step()
                 if watch:
                     now = dict(model.named_parameters())
-                    watch(before, {k: p.grad for k, p in now.items()}, {k: p.detach() for k, p in now.items()})
+                    watch(
+                        before,
+                        {k: p.grad for k, p in now.items()},
+                        {k: p.detach() for k, p in now.items()},
+                    )
                 steps, counter = steps + 1, rho * counter + 1
                 reach += counter
-        return Sent(client, {k: v.detach().clone() for k, v in model.state_dict().items()}, len(y), steps, reach)
+        return Sent(
+            client,
+            {k: v.detach().clone() for k, v in model.state_dict().items()},
+            len(y),
+            steps,
+            reach,
+        )
 
 
 def average(sent: list[Sent], uniform: bool = False) -> Params:
     """The mean of models, by size or uniform."""
     weights = [1.0 if uniform else s.examples for s in sent]
-    return {k: sum(w * s.params[k] for w, s in zip(weights, sent, strict=True)) / sum(weights) for k in sent[0].params}
+    return {
+        k: sum(w * s.params[k] for w, s in zip(weights, sent, strict=True)) / sum(weights)
+        for k in sent[0].params
+    }
 
 
 def minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], factor: float = 1.0) -> Params:
@@ -171,7 +192,9 @@ def ready_for(method: object, **changes: object) -> Prepared:
 
 
 def drive(ready: Prepared) -> tuple[list[State], Memory]:
-    """The library's own run: its states, that before round 1 first, and what its clients remember."""
+    """The library's own run: its states, that before round 1 first, and what its clients
+    remember.
+    """
     settings, world, engine = ready.settings, ready.world, ready.engine()
     watch = Unwatched()
     state = settings.method.setup(world)
@@ -180,7 +203,9 @@ def drive(ready: Prepared) -> tuple[list[State], Memory]:
     states = [state]
     for round in range(1, world.rounds + 1):
         stages = settings.topology(round, world)
-        states.append(run_round(settings.method, states[-1], stages, world, engine, watch, settings.rules))
+        states.append(
+            run_round(settings.method, states[-1], stages, world, engine, watch, settings.rules)
+        )
     return states, engine.memory
 
 
@@ -189,7 +214,9 @@ def check(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         assert not value.is_floating_point() or ours[key].dtype == value.dtype == torch.float64, key
-        torch.testing.assert_close(ours[key], value, rtol=NEAR, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            ours[key], value, rtol=NEAR, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 def check_matters(ours: Mapping[str, Tensor], ready: Prepared, rounds: int = 2) -> None:

@@ -1,4 +1,6 @@
-"""Two rounds of any method under one engine, in float32 or float64, for tests that compare engines."""
+"""Two rounds of any method under one engine, in float32 or float64, for tests that compare
+engines.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,16 @@ PLAN = {"epochs": 2, "batch": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-
 
 
 def experiment(name: str, engine: str, **changes: Any) -> Experiment:
-    """Six clients of unlike sizes, so that batches are padded and some clients end before others."""
+    """Six clients of unlike sizes, so that batches are padded and some clients end before
+    others.
+    """
     needs = registry.lookup("method", name).build().requires()
-    values: dict[str, Any] = {"plan": PLAN, "topology": {"clients": 6}, "engine": engine, "clients": toys.TOLERANT}
+    values: dict[str, Any] = {
+        "plan": PLAN,
+        "topology": {"clients": 6},
+        "engine": engine,
+        "clients": toys.TOLERANT,
+    }
     values |= {"model": plain.toy_slim.__name__} if "slim" in needs else {}
     values |= {"model": toys.on_simplex()} if "etf" in needs else {}
     values |= {"model": toys.two_networks()} if "pair" in needs else {}
@@ -56,7 +65,9 @@ def rounds(ready: Prepared, count: int = 2) -> Rounds:
     refused: list[Refusal] = []
 
     class Watching(Unwatched):
-        def stage(self, stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
+        def stage(
+            self, stage: object, came: list[Reply], gone: list[Refusal], *rest: object
+        ) -> None:
             replies.extend(came)
             refused.extend(gone)
 
@@ -66,7 +77,9 @@ def rounds(ready: Prepared, count: int = 2) -> Rounds:
         if "label_counts" in method.requires():
             state = run_census(state, world, engine, watch, rules)
         for r in range(1, min(count, ready.settings.rounds) + 1):
-            state = run_round(method, state, ready.settings.topology(r, world), world, engine, watch, rules)
+            state = run_round(
+                method, state, ready.settings.topology(r, world), world, engine, watch, rules
+            )
     return state, replies, refused
 
 

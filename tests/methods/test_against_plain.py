@@ -1,6 +1,8 @@
-"""Two rounds of every method of the parallel family, against the same algorithm written out plainly with torch.optim.
+"""Two rounds of every method of the parallel family, against the same algorithm written out plainly
+with torch.optim.
 
-Only the clients' batches and the sampling are taken from the library (they are draws); the rest is derived here anew.
+Only the clients' batches and the sampling are taken from the library (they are draws); the rest is
+derived here anew.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def prox(student: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    far = sum(((a - b.detach()) ** 2).sum() for a, b in zip(student.parameters(), teacher.parameters(), strict=True))
+    far = sum(
+        ((a - b.detach()) ** 2).sum()
+        for a, b in zip(student.parameters(), teacher.parameters(), strict=True)
+    )
     return ce(student, teacher, x, y) + 0.3 / 2 * far
 
 
@@ -52,12 +57,19 @@ def ntd(student: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def squared(student: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return ce(student, teacher, x, y) + 0.05 * ((others(student(x), y) - others(teacher(x), y)) ** 2).sum(1).mean()
+    return (
+        ce(student, teacher, x, y)
+        + 0.05 * ((others(student(x), y) - others(teacher(x), y)) ** 2).sum(1).mean()
+    )
 
 
 def mixed(student: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     z, t = student(x), teacher(x)
-    return ce(student, teacher, x, y) + 0.7 * divergence(t, z) + 0.3 * divergence(others(t, y), others(z, y))
+    return (
+        ce(student, teacher, x, y)
+        + 0.7 * divergence(t, z)
+        + 0.3 * divergence(others(t, y), others(z, y))
+    )
 
 
 def distilled(student: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -75,13 +87,21 @@ PLAIN: dict[str, tuple[dict[str, object], Loss]] = {
 
 
 def plain_client(
-    ready: Prepared, model: nn.Module, start: dict[str, Tensor], loss: Loss, round: int, client: int, plan: Plan
+    ready: Prepared,
+    model: nn.Module,
+    start: dict[str, Tensor],
+    loss: Loss,
+    round: int,
+    client: int,
+    plan: Plan,
 ):
     teacher = contract.build(ready.world.model(client)).double().eval()
     model.load_state_dict(start)
     teacher.load_state_dict(start)
     lr = plan["lr"] * plan["lr_decay"] ** (round - 1)
-    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=plan["momentum"], weight_decay=plan["weight_decay"])
+    sgd = torch.optim.SGD(
+        model.parameters(), lr=lr, momentum=plan["momentum"], weight_decay=plan["weight_decay"]
+    )
     x, y = Federation(ready).data(client)
     order = generator(seed_for(7, round, 0, client, "order"))
     for _ in range(plan["epochs"]):
@@ -99,7 +119,8 @@ def plain_run(
     state = dict(ready.world.initial(0))
     for round in (1, 2):
         sent = [
-            plain_client(ready, model, state, loss, round, c, plan) for c in sorted(sample(ready.world, round, sampled))
+            plain_client(ready, model, state, loss, round, c, plan)
+            for c in sorted(sample(ready.world, round, sampled))
         ]
         total = sum(1 if uniform else n for _, n in sent)
         state = {k: sum((1 if uniform else n) / total * p[k] for p, n in sent) for k in state}
@@ -116,14 +137,18 @@ def test_two_rounds_are_those_of_a_plain_implementation(name: str) -> None:
 def test_what_is_compared_here_is_what_a_run_does(tmp_path: Path) -> None:
     """In float32, to the bit: the other tests drive the rounds by themselves, in float64."""
     toy = experiment("fedntd")
-    ours, driven = run(toy, tmp_path / "run", data=toys.blobs()).model, drive(prepare(settle(toy), toys.blobs()))[0]
+    ours, driven = (
+        run(toy, tmp_path / "run", data=toys.blobs()).model,
+        drive(prepare(settle(toy), toys.blobs()))[0],
+    )
     assert ours.keys() == driven[-1].params.keys()
     assert all(torch.equal(ours[k], v) for k, v in driven[-1].params.items())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not Path(os.environ.get("FEDSTILL_DATA", "."), "cifar10").is_dir(), reason="FEDSTILL_DATA has no cifar10"
+    not Path(os.environ.get("FEDSTILL_DATA", "."), "cifar10").is_dir(),
+    reason="FEDSTILL_DATA has no cifar10",
 )
 @pytest.mark.parametrize("name", ["fedavg", "fedntd"])
 def test_cifar10_with_the_papers_network(name: str) -> None:
@@ -164,7 +189,11 @@ def test_a_method_at_its_edge_is_another(one: dict[str, object], other: dict[str
 
 def test_one_client_is_plain_training() -> None:
     """Averaging one client's model changes nothing: without momentum the run is one run of SGD."""
-    changes = {"partition": "iid", "topology": {"clients": 1}, "plan": {"momentum": 0.0, "lr_decay": 1.0}}
+    changes = {
+        "partition": "iid",
+        "topology": {"clients": 1},
+        "plan": {"momentum": 0.0, "lr_decay": 1.0},
+    }
     ready = ready_for("fedavg", **changes)
     model = contract.build(ready.world.model(0)).double()
     model.load_state_dict(dict(ready.world.initial(0)))

@@ -1,4 +1,6 @@
-"""Chains with other stages around their links, a census or a first fit: what a method takes of whom."""
+"""Chains with other stages around their links, a census or a first fit: what a method takes of
+whom.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ PLAN = {"epochs": 1, "batch": 50, "lr": 0.01}
 Sent = tuple[Stage, int, Payload, State]
 
 
-def sent(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[Sent], Any]:
-    """What each client of a run was sent in the stage ``train``, with the state it was made of; and the run."""
+def sent(
+    method: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> tuple[list[Sent], Any]:
+    """What each client of a run was sent in the stage ``train``, with the state it was made of; and
+    the run.
+    """
     values = {"plan": PLAN, "partition": SKEWED, "rounds": 4, **changes}
     ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
     settings, world, engine = ready.settings, ready.world, ready.engine()
@@ -45,7 +51,9 @@ def sent(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **changes: Any
     state = run_census(settings.method.setup(world), world, engine, Unwatched(), settings.rules)
     while state.round <= world.rounds:
         stages = settings.topology(state.round, world)
-        state = run_round(settings.method, state, stages, world, engine, Unwatched(), settings.rules)
+        state = run_round(
+            settings.method, state, stages, world, engine, Unwatched(), settings.rules
+        )
     engine.close()
     return all_of, ready
 
@@ -61,7 +69,9 @@ def test_fedadkd_shares_phi_out_among_the_links_by_the_tasks_own_counts(
     assert len(each) == 12
     seen = set()
     for stage, client, given, state in each:
-        cohort = [c for s in ready.settings.topology(stage.round, world) if s.hop for c in s.clients]
+        cohort = [
+            c for s in ready.settings.topology(stage.round, world) if s.hop for c in s.clients
+        ]
         gini: Tensor = gini_index(proportions(state.extra.tensor("labels")[cohort]))
         expected = float(method.phi(gini)[cohort.index(client)])
         assert given.number("phi") == pytest.approx(expected, abs=1e-12)
@@ -69,7 +79,9 @@ def test_fedadkd_shares_phi_out_among_the_links_by_the_tasks_own_counts(
     assert len(seen) > 6, "weights differ, between clients and between tasks"
 
 
-def test_fedadkds_first_phi_does_not_change_with_a_stage_before_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedadkds_first_phi_does_not_change_with_a_stage_before_the_chain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def phis(first: str) -> list[tuple[int, float]]:
         with monkeypatch.context() as patch:
             chain = {"kind": "sequential", "clients": 6, "sampled": 3, "first": first}
@@ -112,11 +124,21 @@ def test_a_method_for_clients_side_by_side_is_refused_on_a_chain(name: str, firs
 
 @pytest.mark.parametrize("name", IN_A_CHAIN)
 @pytest.mark.parametrize("first", ["", "fit"])
-def test_a_method_for_chains_is_refused_side_by_side_and_taken_on_a_chain(name: str, first: str) -> None:
-    base = toys.toy(name, plan=PLAN if name != "metafed" else {}, data={}, partition={"kind": "iid"})
-    prepare(settle(replace(base, topology={"kind": "sequential", "clients": 6, "first": first})), toys.blobs())
+def test_a_method_for_chains_is_refused_side_by_side_and_taken_on_a_chain(
+    name: str, first: str
+) -> None:
+    base = toys.toy(
+        name, plan=PLAN if name != "metafed" else {}, data={}, partition={"kind": "iid"}
+    )
+    prepare(
+        settle(replace(base, topology={"kind": "sequential", "clients": 6, "first": first})),
+        toys.blobs(),
+    )
     with pytest.raises(IncompatibleMethod, match=r"topology\.kind"):
-        prepare(settle(replace(base, topology={"kind": "parallel", "clients": 6, "first": first})), toys.blobs())
+        prepare(
+            settle(replace(base, topology={"kind": "parallel", "clients": 6, "first": first})),
+            toys.blobs(),
+        )
 
 
 @pytest.mark.parametrize("around", [{}, {"first": "fit"}, {"last": "ridge"}])
@@ -126,4 +148,14 @@ def test_cwcs_sliding_memory_is_of_as_many_omegas_as_a_chain_has_links(
     chain = {"kind": "sequential", "clients": 4, "sampled": 3, **around}
     cwc = {"name": "cwc", "memory": "sliding"}
     each, _ = sent(cwc, monkeypatch, topology=chain, rounds=3, partition={"kind": "iid"})
-    assert [len(state.extra.many("omega")) for _, _, _, state in each] == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert [len(state.extra.many("omega")) for _, _, _, state in each] == [
+        0,
+        1,
+        2,
+        3,
+        3,
+        3,
+        3,
+        3,
+        3,
+    ]

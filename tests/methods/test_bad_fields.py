@@ -1,4 +1,6 @@
-"""Hyper-parameters out of their range are refused before anything is read, in one line that names the key."""
+"""Hyper-parameters out of their range are refused before anything is read, in one line that names
+the key.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,12 @@ OTHER = [
     ("fedsol", "part", "features"),
 ]
 ROWS = [
-    *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),
+    *(
+        (m, f, v)
+        for m, fields in BELOW_ZERO.items()
+        for f in fields
+        for v in (-0.001, float("nan"), "1")
+    ),
     *((m, f, v) for m, fields in ZERO_TOO.items() for f in fields for v in (0, -1, float("inf"))),
     *((m, f, v) for m, fields in COUNTS.items() for f in fields for v in (-1, 1.5, "1")),
     *TOO_MUCH,
@@ -189,14 +196,18 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
         settle(toys.toy({"name": "fedadkd", "alpha": -1, "delta": 0}))
 
 
-@pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
+@pytest.mark.parametrize(
+    ("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields]
+)
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
     zero = 0 if field in ("samples", "subset", "size", "width", "groups") else 0.0
     made = settle(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
     assert getattr(made, field) == 0
 
 
-@pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in ZERO_TOO.items() for f in fields])
+@pytest.mark.parametrize(
+    ("method", "field"), [(m, f) for m, fields in ZERO_TOO.items() for f in fields]
+)
 def test_a_method_made_in_python_is_checked_too(method: str, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         registry.lookup("method", method).build(**{field: 0})

@@ -1,6 +1,7 @@
 """A run on which a method's own part does nothing, and trains as FedAvg: it says so, and does.
 
-Of two classes one is not the true one, and there is no other to distil. Where there is one task, nothing came before.
+Of two classes one is not the true one, and there is no other to distil. Where there is one task,
+nothing came before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ MORE = ["kd", {"name": "kd_ntd", "mix": 0.5}, "fedavg_asd", "fedntd_mse", "fedad
 
 def two_classes() -> Dataset:
     blobs = toys.blobs()
-    some, test = ((x.values[keep], x.labels[keep]) for x in (blobs.train, blobs.test) for keep in [x.labels < 2])
+    some, test = (
+        (x.values[keep], x.labels[keep])
+        for x in (blobs.train, blobs.test)
+        for keep in [x.labels < 2]
+    )
     return from_tensors("two", some, test, classes=["yes", "no"])
 
 
@@ -46,7 +51,9 @@ def test_it_is_fedavg_and_says_so(method: object) -> None:
     assert "fedavg" in one.settings.method.caution(one.world)
     got, expected = trained(one), trained(plain)
     assert all(torch.equal(got[k], v) for k, v in expected.items())
-    assert not ready(method, toys.blobs()).settings.method.caution(ready(method, toys.blobs()).world)
+    assert not ready(method, toys.blobs()).settings.method.caution(
+        ready(method, toys.blobs()).world
+    )
 
 
 @pytest.mark.parametrize("method", ["fedewc", "fedlwf", "fot", "replay"])
@@ -78,7 +85,12 @@ def test_what_does_more_says_nothing(method: object) -> None:
 
 @pytest.mark.parametrize(
     ("head", "past", "said"),
-    [("task", "gone", True), ("all", "gone", False), ("seen", "gone", False), ("task", "kept", False)],
+    [
+        ("task", "gone", True),
+        ("all", "gone", False),
+        ("seen", "gone", False),
+        ("task", "kept", False),
+    ],
 )
 def test_in_tasks_of_two_classes_the_head_decides(head: str, past: str, said: bool) -> None:
     stream = {"kind": "classes", "tasks": 2, "head": head, "past": past}

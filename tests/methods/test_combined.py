@@ -19,7 +19,10 @@ from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.report.runs import read_run
 from fedstill.work import ClientWork
 
-CHAIN: dict[str, Any] = {"topology": {"kind": "sequential", "clients": 6, "sampled": 3}, "rounds": 3}
+CHAIN: dict[str, Any] = {
+    "topology": {"kind": "sequential", "clients": 6, "sampled": 3},
+    "rounds": 3,
+}
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
@@ -28,7 +31,9 @@ def losses(folder: Path) -> list[dict[str, float]]:
 
 
 def test_fedntd_trains_a_body_below_fedetfs_head(tmp_path: Path) -> None:
-    fedstill.run(toys.toy("fedntd", model=toys.on_simplex(), measure=()), tmp_path / "run", data=toys.blobs())
+    fedstill.run(
+        toys.toy("fedntd", model=toys.on_simplex(), measure=()), tmp_path / "run", data=toys.blobs()
+    )
     one, *_, last = losses(tmp_path / "run")
     assert len(one) == 2, "cross-entropy and the distillation of the other classes"
     assert sum(last.values()) < sum(one.values())
@@ -60,7 +65,10 @@ class CalibratedByTeachers(Discrepant):
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         taught = super().terms(step, carry)
         plain = ClientWork().terms(step, carry)
-        return {**{k: v for k, v in taught.items() if k not in plain}, **self._calibrated().terms(step, carry)}
+        return {
+            **{k: v for k, v in taught.items() if k not in plain},
+            **self._calibrated().terms(step, carry),
+        }
 
     def _calibrated(self) -> Calibrated:
         return Calibrated(FedLC(margin=self.method.margin))
@@ -76,10 +84,14 @@ def test_fedlcs_loss_in_sfedkds_chain(tmp_path: Path) -> None:
 def test_fedproto_with_networks_that_differ_over_flower(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     networks = ({"name": "mlp", "hidden": (8,)}, {"name": "mlp", "hidden": (6, 8)})
-    toy = toys.toy("fedproto", clients={"models": networks}, topology={"clients": 6, "sampled": 4}, measure=())
+    toy = toys.toy(
+        "fedproto", clients={"models": networks}, topology={"clients": 6, "sampled": 4}, measure=()
+    )
     for name, engine in (("here", "serial"), ("there", "flower")):
         fedstill.run(replace(toy, engine=engine), tmp_path / name, data=toys.blobs())
-    ours, theirs = (without_times(read_journal(tmp_path / n / "journal.jsonl")) for n in ("here", "there"))
+    ours, theirs = (
+        without_times(read_journal(tmp_path / n / "journal.jsonl")) for n in ("here", "there")
+    )
     assert ours == theirs
     assert len(set(read_run(tmp_path / "there").networks)) == 2
 

@@ -1,4 +1,6 @@
-"""Every method on every topology: it runs two rounds and resumes to the same bits, or is refused by name before."""
+"""Every method on every topology: it runs two rounds and resumes to the same bits, or is refused by
+name before.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ TOPOLOGIES = ["parallel", "sequential", "public_logits", "peer_to_peer"]
 
 ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 ON_ITS_OWN_ONLY = {
-    n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
+    n
+    for n in METHODS
+    if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
 SIDE_BY_SIDE_ONLY = {
     "feddf",
@@ -39,11 +43,17 @@ SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr", "fedgen"}
 def experiment(method: object, topology: str) -> Experiment:
     name = method["name"] if isinstance(method, dict) else method
     needs = registry.lookup("method", str(name)).build().requires()
-    slim = {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
+    slim = (
+        {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
+    )
     slim |= {"model": toys.on_simplex()} if "etf" in needs else {}
     slim |= {"model": toys.two_networks()} if "pair" in needs else {}
     size = {} if topology == "peer_to_peer" else {"sampled": 3}
-    public = {"data": {"public": toys.PUBLIC}} if "public_data" in needs or topology == "public_logits" else {}
+    public = (
+        {"data": {"public": toys.PUBLIC}}
+        if "public_data" in needs or topology == "public_logits"
+        else {}
+    )
     asked = {"query": {"draw": "single", "fewer_than": 5}} if "queries" in needs else {}
     changes = {
         "rounds": 1 if topology == "peer_to_peer" else 2,
@@ -56,7 +66,9 @@ def experiment(method: object, topology: str) -> Experiment:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("name", METHODS)
-def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(name: str, topology: str, tmp_path: Path) -> None:
+def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(
+    name: str, topology: str, tmp_path: Path
+) -> None:
     toy = experiment(name, topology)
     try:
         run(toy, tmp_path / "whole", data=toys.blobs())
@@ -85,8 +97,12 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
             return str(refusal)
         return ""
 
-    assert bool(refused("parallel")) == (name in ON_A_CHAIN_ONLY | ON_ITS_OWN_ONLY), refused("parallel")
-    assert bool(refused("sequential")) == (name in SIDE_BY_SIDE_ONLY | ON_ITS_OWN_ONLY), refused("sequential")
+    assert bool(refused("parallel")) == (name in ON_A_CHAIN_ONLY | ON_ITS_OWN_ONLY), refused(
+        "parallel"
+    )
+    assert bool(refused("sequential")) == (name in SIDE_BY_SIDE_ONLY | ON_ITS_OWN_ONLY), refused(
+        "sequential"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What a method's docstring declares under ``State:`` and ``Memory:`` is what its runs keep, no more and no less."""
+"""What a method's docstring declares under ``State:`` and ``Memory:`` is what its runs keep, no
+more and no less.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ OTHERWISE: dict[str, list[dict[str, Any]]] = {
         {"topology": {"kind": "sequential"}},
         {"method": {"phi_timing": "exact"}, "topology": {"kind": "sequential"}},
     ],
-    **{name: [{"rounds": 3, "stream": SPLIT_FIRST, "query": {}}] for name in ("fedavg_once", "pfnm")},
+    **{
+        name: [{"rounds": 3, "stream": SPLIT_FIRST, "query": {}}]
+        for name in ("fedavg_once", "pfnm")
+    },
     "fednova": [{"method": {"ccvr": "full"}}],
     "fedlwf": [{"stream": SPLIT_FIRST}],
     "replay": [{"method": {"alpha": 0.5, "nearest_mean": True}, "stream": SPLIT_FIRST}],
@@ -53,9 +58,13 @@ MODULES = sorted({registry.lookup("method", name).target.__module__ for name in 
 
 
 def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """The names of the groups in the state, and in the clients' memories, that a toy run keeps after any stage."""
+    """The names of the groups in the state, and in the clients' memories, that a toy run keeps
+    after any stage.
+    """
     base = replace(experiment(name), plan=SHORT)
-    both = {k: {**base.table(k), **v} if isinstance(v, dict) and v else v for k, v in changes.items()}
+    both = {
+        k: {**base.table(k), **v} if isinstance(v, dict) and v else v for k, v in changes.items()
+    }
     ready = prepare(settle(replace(base, **both)), toys.blobs())
     settings, world, engine = ready.settings, ready.world, ready.engine()
     state = settings.method.setup(world)
@@ -82,7 +91,9 @@ def many(names: set[str]) -> set[str]:
 
 
 def declared_groups(block: str) -> dict[str, str]:
-    """{name: what it is} of the groups that a ``State:`` or ``Memory:`` block declares; a name ``model.N`` is many."""
+    """{name: what it is} of the groups that a ``State:`` or ``Memory:`` block declares; a name
+    ``model.N`` is many.
+    """
     declared = [m for part in block.removesuffix(".").split("; ") if (m := GROUPS.fullmatch(part))]
     return {name: m[2] for m in declared for name in m[1].split(", ")}
 
@@ -101,4 +112,6 @@ def test_what_is_declared_is_kept_and_nothing_else(module: str) -> None:
         (declared,) = blocks.get(label, [""])
         groups = declared_groups(declared)
         assert set(groups) == there, f"{label}: of {module}"
-        assert groups or re.search(r"\bnothing\b.*\.$", declared), f"{label}: of {module} says nothing"
+        assert groups or re.search(r"\bnothing\b.*\.$", declared), (
+            f"{label}: of {module} says nothing"
+        )

@@ -1,4 +1,6 @@
-"""Every method on a table, on series and on texts: it runs under every engine, or one line with its name refuses it."""
+"""Every method on a table, on series and on texts: it runs under every engine, or one line with its
+name refuses it.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 
 
 def two_rounds(name: str, kind: str, engine: str, network: object = None) -> stacking.Rounds:
-    """In float64, with warnings as errors: torch warns where a stack would run client after client."""
+    """In float64, with warnings as errors: torch warns where a stack would run client after
+    client.
+    """
     method = registry.lookup("method", name).build()
     plan: dict[str, object] = {**stacking.PLAN, "epochs": 1, "batch": 16}
     changes: dict[str, object] = {"model": network or NETWORKS[kind], "plan": plan}
     if "etf" in method.requires():
         own = NETWORKS[kind]
-        changes["model"] = toys.on_simplex(str(own["name"]), **{k: v for k, v in own.items() if k != "name"})
+        changes["model"] = toys.on_simplex(
+            str(own["name"]), **{k: v for k, v in own.items() if k != "name"}
+        )
     if method.topology == "peer_to_peer":
         changes["plan"] = {**plan, "validation": 0.0, "patience": 0, "keep": "last"}
     if "public_data" in method.requires():
@@ -52,7 +58,9 @@ def two_rounds(name: str, kind: str, engine: str, network: object = None) -> sta
     if name == "pfnm":  # one of its eighteen settings, and few units to match
         one = {"gamma": (1.0,), "variance": (1.0,), "prior_variance": (1.0,), "passes": 0}
         changes |= {"method": {"name": name, **one}, "topology": {"clients": 3}}
-    ready = in_double(prepare(settle(stacking.experiment(name, engine, **changes)), small_data(kind)))
+    ready = in_double(
+        prepare(settle(stacking.experiment(name, engine, **changes)), small_data(kind))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return stacking.rounds(ready)
@@ -67,7 +75,8 @@ def test_a_method_runs_on_every_kind_or_is_refused(name: str, kind: str) -> None
         assert REFUSED[name, kind] in str(raised.value)
         assert "\n" not in str(raised.value)
         return
-    threads = ["pooled"] if kind == "table" else []  # what a thread does with a client is the serial engine's
+    # what a thread does with a client is the serial engine's
+    threads = ["pooled"] if kind == "table" else []
     assert_engines_agree(name, kind, threads + ([] if name in ON_A_CHAIN_ONLY else ["vectorised"]))
 
 
@@ -104,4 +113,6 @@ def assert_engines_agree(name: str, kind: str, engines: list[str], network: obje
             if engine == "pooled":
                 assert torch.equal(got[key], value), key
             else:
-                torch.testing.assert_close(got[key], value, rtol=0, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}")
+                torch.testing.assert_close(
+                    got[key], value, rtol=0, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}"
+                )

@@ -1,4 +1,6 @@
-"""What holds for every registered method: it runs, learns, and resumes to the same bits after any of its stages."""
+"""What holds for every registered method: it runs, learns, and resumes to the same bits after any
+of its stages.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 def experiment(name: str) -> Experiment:
     method = registry.lookup("method", name).build()
     needs = method.requires()
-    epochs = 4 if method.topology == "peer_to_peer" else 2  # among peers there is one round to learn in
+    # among peers there is one round to learn in
+    epochs = 4 if method.topology == "peer_to_peer" else 2
     model: dict[str, object] = {"plan": {"epochs": epochs, "batch": 20, "lr": 0.2}}
     if "slim" in needs:
         model = {"model": plain.toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}}
@@ -34,18 +37,27 @@ def experiment(name: str) -> Experiment:
     if method.topology == "public_logits":
         model = {
             "clients": {"models": ("mlp", "logistic")},
-            "plan": {"epochs": 2, "batch": 20, "lr": 0.2, "optimiser": "sgd", "teach_server": {"epochs": 16}},
+            "plan": {
+                "epochs": 2,
+                "batch": 20,
+                "lr": 0.2,
+                "optimiser": "sgd",
+                "teach_server": {"epochs": 16},
+            },
         }
     return toys.toy(name, **{**toys.suited(name), "topology": {"clients": 6}, **model})
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def whole(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     """A method's name, and its run by three workers."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDSTILL_WORKERS", "3")
-        patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)  # with threads, however small the networks
+        # with threads, however small the networks
+        patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
         run(replace(experiment(request.param), engine="pooled"), folder, data=toys.blobs())
     return request.param, folder
 
@@ -61,7 +73,9 @@ def test_it_learns_and_refuses_nothing(whole: tuple[str, Path]) -> None:
 def test_by_the_serial_engine_and_resumed_after_any_stage_it_has_the_same_bits(
     whole: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """Stopped after every single stage, and resumed from what the resumed run before had written."""
+    """Stopped after every single stage, and resumed from what the resumed run before had
+    written.
+    """
     name, folder = whole
     serial = replace(experiment(name), engine="serial")
     other, stops = stopped(serial, tmp_path / "run", stages=1), 1
@@ -72,7 +86,11 @@ def test_by_the_serial_engine_and_resumed_after_any_stage_it_has_the_same_bits(
         except Interrupted:
             stops += 1
     assert stops == len(
-        {(e["round"], e["stage"]) for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"}
+        {
+            (e["round"], e["stage"])
+            for e in read_journal(folder / "journal.jsonl")
+            if e["event"] == "client"
+        }
     )
     ours, theirs = bits(other), bits(folder)
     assert ours.pop("config.toml") != theirs.pop("config.toml"), "they name the engine"
@@ -80,14 +98,28 @@ def test_by_the_serial_engine_and_resumed_after_any_stage_it_has_the_same_bits(
 
 
 @needs_flower
-def test_over_flower_and_resumed_it_has_the_same_bits(whole: tuple[str, Path], tmp_path: Path) -> None:
-    """Every message is serialised; the second half runs on new nodes, which find what they remember on their disks."""
+def test_over_flower_and_resumed_it_has_the_same_bits(
+    whole: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Every message is serialised; the second half runs on new nodes, which find what they remember
+    on their disks.
+    """
     name, folder = whole
-    stages = len({(e["round"], e["stage"]) for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"})
+    stages = len(
+        {
+            (e["round"], e["stage"])
+            for e in read_journal(folder / "journal.jsonl")
+            if e["event"] == "client"
+        }
+    )
     over = replace(experiment(name), engine="flower")
     resume(stopped(over, tmp_path / "run", stages=max(1, stages // 2)), data=toys.blobs())
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+    ours, theirs = (
+        without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder)
+    )
     assert ours == theirs
 
 

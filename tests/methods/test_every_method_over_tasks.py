@@ -1,4 +1,6 @@
-"""Every method runs under a stream as it is: new classes in each task, few outputs in training, late clients."""
+"""Every method runs under a stream as it is: new classes in each task, few outputs in training,
+late clients.
+"""
 
 from __future__ import annotations
 

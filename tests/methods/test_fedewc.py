@@ -1,4 +1,6 @@
-"""FedEWC: its Fisher information by hand, its edges, and the penalty without gradient that published codes have."""
+"""FedEWC: its Fisher information by hand, its edges, and the penalty without gradient that
+published codes have.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
 @method("toy_received_ewc")
 @dataclass(frozen=True)
 class Published(FedEWC):
-    """EWC as released codes run it: the penalty is that of the model received, while a copy of it is trained."""
+    """EWC as released codes run it: the penalty is that of the model received, while a copy of it
+    is trained.
+    """
 
     def work(self, stage: Stage) -> ClientWork:
         return super().work(stage) if stage.name != "train" else AtTheReceived(self)
@@ -47,28 +51,53 @@ class AtTheReceived(Anchored):
         ce = ClientWork.terms(self, step, carry)
         if "fisher" not in carry.constants:
             return ce
-        return {**ce, "pull": quadratic(carry["received"], carry["anchor"], carry["fisher"], self.method.weight)}
+        return {
+            **ce,
+            "pull": quadratic(
+                carry["received"], carry["anchor"], carry["fisher"], self.method.weight
+            ),
+        }
 
 
 def model_of(folder: Path, method: Any, **more: Any) -> str:
-    run(toys.toy(method, **{"partition": {"kind": "iid"}, "stream": STREAM, **more}), folder, toys.blobs())
+    run(
+        toys.toy(method, **{"partition": {"kind": "iid"}, "stream": STREAM, **more}),
+        folder,
+        toys.blobs(),
+    )
     return str(bits(folder)["model.safetensors"])
 
 
 def states(method: Any, **more: Any) -> tuple[Any, list[State]]:
     """A run in float64 in this process: the state after each round."""
-    values = {"partition": {"kind": "iid"}, "stream": STREAM, "model": "logistic", "engine": "serial", **more}
+    values = {
+        "partition": {"kind": "iid"},
+        "stream": STREAM,
+        "model": "logistic",
+        "engine": "serial",
+        **more,
+    }
     ready = in_double(prepare(settle(toys.toy(method, **values)), toys.blobs()))
     engine, state, after = ready.engine(), ready.settings.method.setup(ready.world), []
     while state.round <= ready.world.rounds:
         stages = ready.settings.topology(state.round, ready.world)
-        state = run_round(ready.settings.method, state, stages, ready.world, engine, Unwatched(), ready.settings.rules)
+        state = run_round(
+            ready.settings.method,
+            state,
+            stages,
+            ready.world,
+            engine,
+            Unwatched(),
+            ready.settings.rules,
+        )
         after.append(state)
     return ready, after
 
 
 def by_hand(ready: Any, state: State, round: int) -> dict[str, np.ndarray]:
-    """F of a logistic regression over all clients' examples of a task: p_y (p - y)² x², mean over all."""
+    """F of a logistic regression over all clients' examples of a task: p_y (p - y)² x², mean over
+    all.
+    """
     stage = ready.settings.topology(round, ready.world)[-1]
     total: dict[str, Any] = {"head.weight": 0.0, "head.bias": 0.0}
     count, w = 0, {k: v.numpy() for k, v in state.params.items()}
@@ -93,11 +122,15 @@ def test_fisher_information_is_that_of_all_examples_and_adds_up_over_tasks(clien
     first, second = (by_hand(ready, after[r - 1], r) for r in (1, 2))
     for name in first:
         assert (after[0].extra.tensors("fisher")[name] >= 0).all()
-        np.testing.assert_allclose(after[0].extra.tensors("fisher")[name].numpy(), first[name], atol=1e-9)
+        np.testing.assert_allclose(
+            after[0].extra.tensors("fisher")[name].numpy(), first[name], atol=1e-9
+        )
         both = 0.7 * first[name] + second[name]
         np.testing.assert_allclose(after[1].extra.tensors("fisher")[name].numpy(), both, atol=1e-9)
         assert torch.equal(after[1].extra.tensors("anchor")[name], after[1].params[name])
-    assert torch.equal(after[2].extra.tensors("fisher")["head.bias"], after[1].extra.tensors("fisher")["head.bias"])
+    assert torch.equal(
+        after[2].extra.tensors("fisher")["head.bias"], after[1].extra.tensors("fisher")["head.bias"]
+    )
 
 
 def test_no_more_examples_are_looked_at_than_asked_for() -> None:
@@ -106,12 +139,17 @@ def test_no_more_examples_are_looked_at_than_asked_for() -> None:
     stage = ready.settings.topology(1, ready.world)[-1]
     data = ready.sites.view(0, stage).data
     some = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[0]
-    x, y = ready.sites.inputs.plain(data.values[some : some + 1]).flatten().numpy(), int(data.labels[some])
+    x, y = (
+        ready.sites.inputs.plain(data.values[some : some + 1]).flatten().numpy(),
+        int(data.labels[some]),
+    )
     z = after[0].params["head.weight"].numpy() @ x + after[0].params["head.bias"].numpy()
     p, classes = np.zeros(5), list(ready.world.stream.classes(0))
     p[classes] = softmax(z[classes])
     np.testing.assert_allclose(
-        after[0].extra.tensors("fisher")["head.bias"].numpy(), p[y] * (p - np.eye(5)[y]) ** 2, atol=1e-9
+        after[0].extra.tensors("fisher")["head.bias"].numpy(),
+        p[y] * (p - np.eye(5)[y]) ** 2,
+        atol=1e-9,
     )
 
 
@@ -137,17 +175,27 @@ def test_at_the_anchor_there_is_neither_penalty_nor_gradient() -> None:
     assert leaf["w"].grad.tolist() == [0.0, 0.0]
 
 
-def test_the_penalty_of_published_codes_is_finetuning_to_the_bit_and_this_one_is_not(tmp_path: Path) -> None:
-    """Whatever its weight: what is taken at the received model has no gradient at the trained one."""
+def test_the_penalty_of_published_codes_is_finetuning_to_the_bit_and_this_one_is_not(
+    tmp_path: Path,
+) -> None:
+    """Whatever its weight: what is taken at the received model has no gradient at the trained
+    one.
+    """
     plain = model_of(tmp_path / "fedavg", "fedavg")
     assert model_of(tmp_path / "published", {"name": "toy_received_ewc", "weight": 1000.0}) == plain
     assert model_of(tmp_path / "ours", {"name": "fedewc", "weight": 1.0}) != plain
 
 
 def test_a_firm_pull_keeps_the_model_near_the_last_tasks() -> None:
-    """By the measure of its Fisher information, which both runs have alike: their first task is the same."""
+    """By the measure of its Fisher information, which both runs have alike: their first task is the
+    same.
+    """
     more = {"plan": {"epochs": 2, "batch": 10, "lr": 0.01}, "stream": {**STREAM, "head": "all"}}
-    (_, loose), (_, firm) = (states({"name": "fedewc", "weight": weight}, **more) for weight in (1e-9, 300.0))
+    (_, loose), (_, firm) = (
+        states({"name": "fedewc", "weight": weight}, **more) for weight in (1e-9, 300.0)
+    )
     fisher = firm[0].extra.tensors("fisher")
-    free, held = (float(quadratic(run[1].params, run[0].params, fisher, 1.0)) for run in (loose, firm))
+    free, held = (
+        float(quadratic(run[1].params, run[0].params, fisher, 1.0)) for run in (loose, firm)
+    )
     assert held < 0.8 * free

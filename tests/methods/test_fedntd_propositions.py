@@ -1,4 +1,6 @@
-"""What FedNTD's paper proves: propositions 1 to 3 and equation 14, in float64, with the gradients of autograd."""
+"""What FedNTD's paper proves: propositions 1 to 3 and equation 14, in float64, with the gradients
+of autograd.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def even_overall() -> Tensor:
     """Label shares (K, C) of uneven clients whose mean is uniform."""
     draw = torch.Generator().manual_seed(3)
     one = torch.rand(2, CLASSES, generator=draw, dtype=torch.float64) ** 4
-    turns = torch.stack([row.roll(i) for row in one / one.sum(1, keepdim=True) for i in range(CLASSES)])
+    turns = torch.stack(
+        [row.roll(i) for row in one / one.sum(1, keepdim=True) for i in range(CLASSES)]
+    )
     assert turns.shape[0] == CLIENTS
     return turns
 
@@ -34,7 +38,9 @@ def out_local(shares: Tensor) -> Tensor:
 
 
 def diversity(shares: Tensor, beta: float | Tensor) -> Tensor:
-    """Equation 8 where the class gradients are orthonormal and client k's gradient is p^k + beta p~^k."""
+    """Equation 8 where the class gradients are orthonormal and client k's gradient is p^k + beta
+    p~^k.
+    """
     each = shares + beta * out_local(shares)
     return each.square().sum(1).mean() / each.mean(0).square().sum()
 
@@ -47,9 +53,13 @@ def constant(shares: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, 4.0, 9.0, 20.0])
 def test_proposition_1_lambda_of_real_gradients_has_the_closed_form(beta: float) -> None:
-    """A network whose class losses have orthogonal gradients of one length; autograd takes the clients' gradients."""
+    """A network whose class losses have orthogonal gradients of one length; autograd takes the
+    clients' gradients.
+    """
     shares, length = even_overall(), 0.7
-    turn, _ = torch.linalg.qr(torch.randn(CLASSES, CLASSES, generator=torch.Generator().manual_seed(0)).double())
+    turn, _ = torch.linalg.qr(
+        torch.randn(CLASSES, CLASSES, generator=torch.Generator().manual_seed(0)).double()
+    )
     w = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True)
     gradients = []
     for p in shares:
@@ -64,14 +74,20 @@ def test_proposition_1_lambda_of_real_gradients_has_the_closed_form(beta: float)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 2.0, 3.999, 4.0])
-def test_proposition_1_more_beta_lowers_lambda_at_least_as_fast_as_equation_9_says(beta: float) -> None:
+def test_proposition_1_more_beta_lowers_lambda_at_least_as_fast_as_equation_9_says(
+    beta: float,
+) -> None:
     shares = even_overall()
     at = torch.tensor(beta, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(diversity(shares, at), at)
     expected = -constant(shares) * (CLASSES / (1 + at) ** 3 - 1 / (1 + at) ** 2)  # equation 30
     torch.testing.assert_close(slope, expected.detach(), rtol=NEAR, atol=NEAR)
     bound = float(-constant(shares) / (1 + beta) ** 2)
-    assert float(slope) <= bound * (1 - NEAR) if beta < CLASSES / 2 - 1 else float(slope) == pytest.approx(bound)
+    assert (
+        float(slope) <= bound * (1 - NEAR)
+        if beta < CLASSES / 2 - 1
+        else float(slope) == pytest.approx(bound)
+    )
 
 
 def test_proposition_1_the_bound_fails_above_half_the_classes_and_the_slope_turns_below() -> None:
@@ -85,7 +101,9 @@ def test_proposition_1_the_bound_fails_above_half_the_classes_and_the_slope_turn
 
 
 def test_equations_20_and_25_as_they_are_printed() -> None:
-    """Without 1/K under the sum, equation 20 is Lambda / K^2; equation 23 has (1 + beta)^2 where it is over C^2."""
+    """Without 1/K under the sum, equation 20 is Lambda / K^2; equation 23 has (1 + beta)^2 where it
+    is over C^2.
+    """
     shares, beta = even_overall(), 0.8
     each = shares + beta * out_local(shares)
     printed = each.square().sum(1).mean() / each.sum(0).square().sum()
@@ -98,7 +116,9 @@ def test_equations_20_and_25_as_they_are_printed() -> None:
 
 def examples(labels: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    student, teacher = (3 * torch.randn(len(labels), 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    student, teacher = (
+        3 * torch.randn(len(labels), 4, generator=draw, dtype=torch.float64) for _ in range(2)
+    )
     return student, teacher, torch.tensor(labels)
 
 
@@ -110,7 +130,8 @@ def test_proposition_2_the_divergence_is_one_over_in_local_and_one_over_out_loca
     """Equation 14: its left sides by the library's losses, its right sides class by class."""
     student, teacher, y = examples(labels, seed=len(labels))
     log_q, log_p = (
-        np.log(np.exp(z) / np.exp(z).sum(1, keepdims=True)) for z in (student.numpy() / tau, teacher.numpy() / tau)
+        np.log(np.exp(z) / np.exp(z).sum(1, keepdims=True))
+        for z in (student.numpy() / tau, teacher.numpy() / tau)
     )
     entries = np.exp(log_p) * (log_p - log_q)  # -q^g(c) log(q^l(c) / q^g(c))
     p = np.bincount(labels, minlength=4) / len(labels)
@@ -122,7 +143,10 @@ def test_proposition_2_the_divergence_is_one_over_in_local_and_one_over_out_loca
         if not inside.all():
             not_true += (1 - p[c]) / 3 * entries[~inside, c].mean()
             misprinted += p[c] * entries[~inside, c].mean()
-    left = {"true": target_kl(student, teacher, y, tau), "not": nckd_slice(student, teacher, y, tau)}
+    left = {
+        "true": target_kl(student, teacher, y, tau),
+        "not": nckd_slice(student, teacher, y, tau),
+    }
     assert float(left["true"].mean()) / tau**2 == pytest.approx(true, abs=NEAR)
     assert float(left["not"].mean()) / tau**2 / 3 == pytest.approx(not_true, abs=NEAR)
     assert abs(not_true - misprinted) > 1e-3, "its second line prints p for p~"
@@ -145,16 +169,27 @@ def test_proposition_2_the_gradients_of_both_sides_agree() -> None:
 def test_proposition_3_in_the_numbers_that_the_example_prints(
     classes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a mean over any two classes, e_a / 2 + e_b / 2, the uniform one is sqrt(1/2 - 1/C) away."""
+    """From a mean over any two classes, e_a / 2 + e_b / 2, the uniform one is sqrt(1/2 - 1/C)
+    away.
+    """
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(classes)])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     said = capsys.readouterr().out.splitlines()
-    far = {name.strip(): float(value) for name, value in re.findall(r"^  (\D+?)  +([\d.]+) ", "\n".join(said), re.M)}
+    far = {
+        name.strip(): float(value)
+        for name, value in re.findall(r"^  (\D+?)  +([\d.]+) ", "\n".join(said), re.M)
+    }
     uneven = np.arange(1, classes + 1) / (classes * (classes + 1) / 2)
     worst = np.array([0.5, 0.5, *np.zeros(classes - 2)]) - uneven
     assert far["later classes more"] == pytest.approx(np.linalg.norm(worst), abs=5e-4)
     assert far["one class"] == pytest.approx(np.sqrt(1.5), abs=5e-4)
-    assert far["the best, searched from one class"] == pytest.approx(np.sqrt(1 / 2 - 1 / classes), abs=1e-3)
-    assert re.search(rf"searched from one class .* shares {1 / classes:.3f} to {1 / classes:.3f}", said[4])
+    assert far["the best, searched from one class"] == pytest.approx(
+        np.sqrt(1 / 2 - 1 / classes), abs=1e-3
+    )
+    assert re.search(
+        rf"searched from one class .* shares {1 / classes:.3f} to {1 / classes:.3f}", said[4]
+    )
     assert said[1].split()[3:] == [f"{np.sqrt(1 / 2 - 1 / classes):.3f}", *said[4].split()[-4:]]
-    assert (far["all classes alike"], far["the best, searched"]) == (0.667, 0.5), "not where two classes want one model"
+    assert (far["all classes alike"], far["the best, searched"]) == (0.667, 0.5), (
+        "not where two classes want one model"
+    )

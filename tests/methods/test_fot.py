@@ -1,4 +1,6 @@
-"""FOT: what enters layers, which directions are kept of it, and that no change moves answers along these."""
+"""FOT: what enters layers, which directions are kept of it, and that no change moves answers along
+these.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ from fedstill.watch import Unwatched
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
-BAG, ATTENTION = {"name": "bag", "hidden": (4,)}, {"name": "tiny_transformer", "width": 4, "heads": 2, "blocks": 1}
+BAG, ATTENTION = (
+    {"name": "bag", "hidden": (4,)},
+    {"name": "tiny_transformer", "width": 4, "heads": 2, "blocks": 1},
+)
 CNN = contract.spec_for("digits_cnn", (1, 8, 8), 5, {})
 
 
@@ -37,13 +42,23 @@ def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
     engine, state, after = ready.engine(), ready.settings.method.setup(ready.world), []
     while state.round <= ready.world.rounds:
         stages = ready.settings.topology(state.round, ready.world)
-        state = run_round(ready.settings.method, state, stages, ready.world, engine, Unwatched(), ready.settings.rules)
+        state = run_round(
+            ready.settings.method,
+            state,
+            stages,
+            ready.world,
+            engine,
+            Unwatched(),
+            ready.settings.rules,
+        )
         after.append(state)
     return ready, after
 
 
 def test_what_enters_layers_is_what_their_weights_are_multiplied_with() -> None:
-    """A layer's outputs from the weights and the inputs' products: the sum of squares of W a is that of W S W^T."""
+    """A layer's outputs from the weights and the inputs' products: the sum of squares of W a is
+    that of W S W^T.
+    """
     params = contract.initial(CNN, 0)
     x = torch.randn(7, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     m = contract.module(CNN, "frozen").eval()
@@ -52,9 +67,13 @@ def test_what_enters_layers_is_what_their_weights_are_multiplied_with() -> None:
     first = next(k for k in sums if params[k].dim() == 4)
     layer = m.get_submodule(first.removesuffix(".weight"))
     assert isinstance(layer, nn.Conv2d)
-    out = nn.functional.conv2d(x.double(), params[first].double(), None, layer.stride, layer.padding)
+    out = nn.functional.conv2d(
+        x.double(), params[first].double(), None, layer.stride, layer.padding
+    )
     w = params[first].double().flatten(1)
-    torch.testing.assert_close((w @ sums[first] @ w.T).diagonal(), out.square().sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        (w @ sums[first] @ w.T).diagonal(), out.square().sum((0, 2, 3)), rtol=1e-5, atol=1e-5
+    )
     assert not m.get_submodule(first.removesuffix(".weight"))._forward_pre_hooks, "no hook stays"
 
 
@@ -63,7 +82,9 @@ def test_the_directions_are_those_of_the_inputs_outside_of_what_is_kept() -> Non
     draw = np.random.default_rng(0)
     spread = np.diag([5.0, 3.0, 1.0, 0.5, 0.2, 0.1])
     first, then = (draw.normal(size=(6, 40)) * spread.diagonal()[:, None] for _ in range(2))
-    basis = with_directions(torch.zeros(6, 0, dtype=torch.float64), torch.from_numpy(first @ first.T), 0.9)
+    basis = with_directions(
+        torch.zeros(6, 0, dtype=torch.float64), torch.from_numpy(first @ first.T), 0.9
+    )
     for a, u in ((first, np.zeros((6, 0))), (then, basis.numpy())):
         r = a - u @ (u.T @ a)
         left, s, _ = np.linalg.svd(r, full_matrices=False)
@@ -93,9 +114,13 @@ def test_a_change_is_kept_orthogonal_and_answers_along_the_basis_stay() -> None:
     u, _ = torch.linalg.qr(torch.randn(18, 5, generator=draw, dtype=torch.float64))
     after = orthogonal(new, old, u)
     change = (after - old).flatten(1).double()
-    torch.testing.assert_close(change @ u, torch.zeros(4, 5, dtype=torch.float64), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        change @ u, torch.zeros(4, 5, dtype=torch.float64), rtol=0, atol=1e-5
+    )
     inside = u @ torch.randn(5, generator=draw, dtype=torch.float64)
-    torch.testing.assert_close(after.flatten(1).double() @ inside, old.flatten(1).double() @ inside, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        after.flatten(1).double() @ inside, old.flatten(1).double() @ inside, rtol=0, atol=1e-5
+    )
     assert float(change.norm()) > 1
 
 
@@ -135,7 +160,9 @@ def test_networks_that_it_cannot_protect_are_refused() -> None:
     with pytest.raises(IncompatibleMethod, match="has no layer to protect"):
         prepare(settle(toys.toy("fot", model="logistic", stream=STREAM)), toys.blobs())
     wide = {"name": "mlp", "hidden": (5001, 4)}
-    with pytest.raises(IncompatibleMethod, match=r"layer body\.3 has 5001 inputs, and at most 5000 can"):
+    with pytest.raises(
+        IncompatibleMethod, match=r"layer body\.3 has 5001 inputs, and at most 5000 can"
+    ):
         prepare(settle(toys.toy("fot", model=wide, stream=STREAM)), toys.blobs())
 
 
@@ -143,9 +170,15 @@ def test_what_of_the_body_is_not_protected_is_said() -> None:
     ids = torch.randint(1, 9, (60, 6), generator=torch.Generator().manual_seed(0)).int()
     texts = from_tensors("texts", *[(ids, torch.arange(60) % 3)] * 2, vocabulary=9)
     stream = {"kind": "classes", "tasks": 3}
-    for model, free in ((BAG, "body.0.tokens.weight"), (ATTENTION, "body.places, body.tokens.weight")):
+    for model, free in (
+        (BAG, "body.0.tokens.weight"),
+        (ATTENTION, "body.places, body.tokens.weight"),
+    ):
         ready = prepare(settle(toys.toy("fot", model=model, partition="iid", stream=stream)), texts)
-        said = f"only linear layers and convolutions are protected, and {free} of model {model['name']}"
+        said = (
+            f"only linear layers and convolutions are protected, and {free} of model "
+            f"{model['name']}"
+        )
         assert ready.settings.method.caution(ready.world).startswith(said)
     images = prepare(settle(toys.toy("fot", stream=STREAM)), toys.blobs())
     assert images.settings.method.caution(images.world) == ""
@@ -153,5 +186,9 @@ def test_what_of_the_body_is_not_protected_is_said() -> None:
 
 def test_a_share_of_nothing_keeps_no_direction_however_sums_are_rounded() -> None:
     for seed in range(200):
-        inputs = torch.rand(30, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        assert with_directions(torch.zeros(20, 0, dtype=torch.float64), inputs.T @ inputs, 0.0).shape == (20, 0)
+        inputs = torch.rand(
+            30, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        assert with_directions(
+            torch.zeros(20, 0, dtype=torch.float64), inputs.T @ inputs, 0.0
+        ).shape == (20, 0)

@@ -1,4 +1,6 @@
-"""GLFC's clients: the loss as its code has it, written out anew, and what a run of it keeps and sends."""
+"""GLFC's clients: the loss as its code has it, written out anew, and what a run of it keeps and
+sends.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ STREAM = {"kind": "classes", "tasks": 3, "head": "seen"}
 
 @pytest.mark.parametrize("first", [True, False])
 def test_the_loss_by_hand(first: bool) -> None:
-    """Outputs of the classes that have come, new and old; the weights by group of classes, in each batch."""
+    """Outputs of the classes that have come, new and old; the weights by group of classes, in each
+    batch.
+    """
     spec, draw = spec_for("logistic", (1, 4, 4), 5, {}), torch.Generator().manual_seed(0)
     x, y = torch.randn(6, 1, 4, 4, generator=draw), torch.tensor([3, 2, 0, 3, 0, 2])
     new, before = initial(spec, 1), initial(spec, 2)
@@ -34,7 +38,9 @@ def test_the_loss_by_hand(first: bool) -> None:
     carry = Carry(new, {} if first else {"old": before}, constants={"old": old, "on": on})
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
-    terms = OfGLFC(GLFCLocal(), 2).terms(Seen(networks, carry, new, x, y, index, index, None, 0), carry)
+    terms = OfGLFC(GLFCLocal(), 2).terms(
+        Seen(networks, carry, new, x, y, index, index, None, 0), carry
+    )
 
     def logits(params: dict[str, torch.Tensor]) -> np.ndarray:
         w, b = (params[k].double().numpy() for k in ("head.weight", "head.bias"))
@@ -57,10 +63,14 @@ def test_the_loss_by_hand(first: bool) -> None:
         return
     distilled = target.copy()
     distilled[:, :1] = expit(logits(before)[:, :1])
-    np.testing.assert_allclose(terms["old"].detach().numpy(), 0.5 * bce(distilled).mean(1), rtol=1e-4)
+    np.testing.assert_allclose(
+        terms["old"].detach().numpy(), 0.5 * bce(distilled).mean(1), rtol=1e-4
+    )
 
 
-def test_clients_keep_examples_and_get_the_old_model_from_the_second_task_on(tmp_path: Path) -> None:
+def test_clients_keep_examples_and_get_the_old_model_from_the_second_task_on(
+    tmp_path: Path,
+) -> None:
     method = {"name": "glfc_local", "size": 9}
     run(toys.toy(method, partition={"kind": "iid"}, stream=STREAM), tmp_path / "run", toys.blobs())
     events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]

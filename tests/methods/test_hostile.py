@@ -39,14 +39,18 @@ OTHERS = [n for n in NAMES if n not in MEANS and hasattr(built(n), "suspected")]
 
 
 def test_means_and_others_are_both_many() -> None:
-    assert {"fedavg", "fedntd", "scaffold", "feddyn", "feddc", "fedrep", "fedavg_once"} <= set(MEANS)
+    assert {"fedavg", "fedntd", "scaffold", "feddyn", "feddc", "fedrep", "fedavg_once"} <= set(
+        MEANS
+    )
     assert {"fednova", "fedcurv", "feddf", "fedbe", "fedgen", "ccvr", "pfnm"} <= set(OTHERS)
 
 
 def ready(name: str, **method: object):
     changes = toys.suited(name)
     topology = {**changes.pop("topology", {}), "clients": 6}
-    asked = toys.toy({"name": name, **method}, topology=topology, measure=(), **{"rounds": 2, **changes})
+    asked = toys.toy(
+        {"name": name, **method}, topology=topology, measure=(), **{"rounds": 2, **changes}
+    )
     if "slim" in built(name).requires():
         asked = asked.with_values({"model": plain.toy_slim.__name__}, "test")
     return prepare(settle(asked), toys.blobs())
@@ -63,10 +67,17 @@ class Lies:
         if len(came) < 3:
             return came
         up = {
-            g: {k: v * 1e6 if v.is_floating_point() else v for k, v in t.items()} if g in WHOLE else t
+            g: {k: v * 1e6 if v.is_floating_point() else v for k, v in t.items()}
+            if g in WHOLE
+            else t
             for g, t in came[-1].up.items()
         }
-        return [*came[:-1], Reply(came[-1].client, Payload(up), came[-1].examples, {}, came[-1].round, came[-1].stage)]
+        return [
+            *came[:-1],
+            Reply(
+                came[-1].client, Payload(up), came[-1].examples, {}, came[-1].round, came[-1].stage
+            ),
+        ]
 
 
 WHOLE = ("params", "shared", "change")
@@ -83,7 +94,11 @@ def test_one_liar_does_not_carry_any_such_method_away(name: str) -> None:
         if "label_counts" in method.requires():
             state = run_census(state, world, lies.engine, Unwatched(), Rules())
         with suppress(Diverged):
-            sizes[how] = norm(run_round(method, state, stages, world, lies, Unwatched(), Rules(norm_limit=1e9)).params)
+            sizes[how] = norm(
+                run_round(
+                    method, state, stages, world, lies, Unwatched(), Rules(norm_limit=1e9)
+                ).params
+            )
     assert sizes["median"] < 1e3 < 1e4 < sizes["uniform"]
 
 
@@ -94,8 +109,13 @@ def test_a_method_whose_fold_is_no_mean_refuses_at_the_start(name: str) -> None:
 
 
 def test_what_has_no_meaning_is_refused_in_a_line() -> None:
-    with pytest.raises(IncompatibleMethod, match="at least 3 clients side by side, and a stage has 1"):
-        prepare(settle(toys.toy({"name": "fedavg", "aggregation": "median"}, topology="sequential")), toys.blobs())
+    with pytest.raises(
+        IncompatibleMethod, match="at least 3 clients side by side, and a stage has 1"
+    ):
+        prepare(
+            settle(toys.toy({"name": "fedavg", "aggregation": "median"}, topology="sequential")),
+            toys.blobs(),
+        )
     with pytest.raises(ConfigError, match=r"clients\.attackers needs clients.attack"):
         prepare(settle(toys.toy(clients={"attackers": 0.2})), toys.blobs())
     with pytest.raises(ConfigError, match=r"aggregation = 'mode'"):
@@ -118,11 +138,15 @@ def attacked(kind: str, **changes: object):
 @pytest.mark.parametrize(("kind", "factor"), [("sign_flip", -1.0), ("scaled", 10.0)])
 def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: float) -> None:
     """So the mean of five is that of the others and of its own change times the factor."""
-    alone = prepare(settle(toys.toy("fedavg", rounds=1, topology={"clients": 5}, measure=())), toys.blobs())
+    alone = prepare(
+        settle(toys.toy("fedavg", rounds=1, topology={"clients": 5}, measure=())), toys.blobs()
+    )
     stages = alone.settings.topology(1, alone.world)
     start = alone.settings.method.setup(alone.world)
     downs = {c: Payload(params=start.params) for c in stages[0].clients}
-    honest = alone.engine().run(alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed)
+    honest = alone.engine().run(
+        alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed
+    )
     settings = settle(attacked(kind))
     (liar,) = hostile_clients(settings)
     engine = with_hostile(prepare(settings, toys.blobs()).engine(), settings)
@@ -140,7 +164,10 @@ def test_flipped_labels_are_seen_by_the_hostile_client_alone() -> None:
     good = prepare(settle(toys.toy(rounds=1, topology={"clients": 5}, measure=())), toys.blobs())
     stage = settings.topology(1, bad.world)[0]
     for client in range(5):
-        false, true = bad.sites.view(client, stage).data.labels, good.sites.view(client, stage).data.labels
+        false, true = (
+            bad.sites.view(client, stage).data.labels,
+            good.sites.view(client, stage).data.labels,
+        )
         assert torch.equal(false, toys.CLASSES - 1 - true if client == liar else true)
     assert torch.equal(bad.sites.train.labels, good.sites.train.labels)
 
@@ -161,20 +188,30 @@ def test_over_flower_it_is_the_same(how: str, tmp_path: Path) -> None:
     run(asked, tmp_path / "here", data=toys.blobs())
     run(asked.with_values({"engine": "flower"}, "test"), tmp_path / "there", data=toys.blobs())
     here, there = (read_journal(tmp_path / n / "journal.jsonl") for n in ("here", "there"))
-    last = [[e for e in events if e["event"] == "round"][-1]["class_accuracy"] for events in (here, there)]
+    last = [
+        [e for e in events if e["event"] == "round"][-1]["class_accuracy"]
+        for events in (here, there)
+    ]
     assert last[0] == last[1]
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.2])
-def test_who_turns_labels_round_counts_them_so_whether_or_not_some_are_held_out(validation: float) -> None:
+def test_who_turns_labels_round_counts_them_so_whether_or_not_some_are_held_out(
+    validation: float,
+) -> None:
     plan = {"epochs": 1, "validation": validation}
     clients = {"attack": "label_flip", "attackers": 0.5}
-    given = prepare(settle(toys.toy("fedavg", topology={"clients": 6}, plan=plan, clients=clients)), toys.blobs())
+    given = prepare(
+        settle(toys.toy("fedavg", topology={"clients": 6}, plan=plan, clients=clients)),
+        toys.blobs(),
+    )
     stage = given.settings.topology(1, given.world)[0]
     flipped = sorted(given.sites.flipped)
     assert flipped
     for client in range(6):
-        counts = torch.bincount(given.sites.train.labels[given.sites.parts[client]], minlength=toys.CLASSES)
+        counts = torch.bincount(
+            given.sites.train.labels[given.sites.parts[client]], minlength=toys.CLASSES
+        )
         assert (
             given.sites.view(client, stage).counts.tolist()
             == (counts.flip(0) if client in flipped else counts).tolist()

@@ -73,7 +73,9 @@ def test_a_method_at_its_edge_is_another(one: dict[str, object], other: dict[str
 def test_the_first_round_is_another_methods(method: object, like: object) -> None:
     close(ready_for(method), ready_for(like), rounds=1)
     states = [drive(ready_for(m))[0][2].params for m in (method, like)]
-    assert max(float((states[0][k] - states[1][k]).abs().max()) for k in states[0]) > 1e-4, "and the second is not"
+    assert max(float((states[0][k] - states[1][k]).abs().max()) for k in states[0]) > 1e-4, (
+        "and the second is not"
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -84,8 +86,12 @@ def test_fednova_with_equal_steps_and_sizes_is_fedavg(momentum: float) -> None:
     close(ready, ready_for("fedavg", **changes))
 
 
-@pytest.mark.parametrize(("name", "group", "own"), [("scaffold", "control", "control"), ("feddyn", "h", "gradient")])
-def test_the_servers_control_is_the_mean_of_the_clients_when_all_take_part(name: str, group: str, own: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "group", "own"), [("scaffold", "control", "control"), ("feddyn", "h", "gradient")]
+)
+def test_the_servers_control_is_the_mean_of_the_clients_when_all_take_part(
+    name: str, group: str, own: str
+) -> None:
     states, memory = drive(ready_for(name, rounds=3, topology={"clients": 6}, plan={"lr": 0.02}))
     for key, value in states[-1].extra.tensors(group).items():
         mean = torch.stack([memory.load(c).tensors(own)[key] for c in range(6)]).mean(0)
@@ -103,8 +109,12 @@ def test_fedcurvs_pull_has_the_gradient_of_its_quadratics() -> None:
         "fisher": {"w": sum(u["w"] for u in us)},
         "fisher_params": {"w": sum(u["w"] * v["w"] for u, v in zip(us, ws, strict=True))},
     }
-    step = SimpleNamespace(params={"w": w}, y=torch.zeros(1, dtype=torch.int64), logits=lambda: torch.zeros(1, 2))
-    terms = Curved(FedCurv(weight=0.3), Stage(1, 0, "train", (0,))).terms(step, Carry({}, constants={"others": others}))  # type: ignore[arg-type]
+    step = SimpleNamespace(
+        params={"w": w}, y=torch.zeros(1, dtype=torch.int64), logits=lambda: torch.zeros(1, 2)
+    )
+    terms = Curved(FedCurv(weight=0.3), Stage(1, 0, "train", (0,))).terms(
+        step, Carry({}, constants={"others": others})
+    )  # type: ignore[arg-type]
     (slope,) = torch.autograd.grad(terms["pull"], w)
     expected = sum(2 * 0.3 * u["w"] * (w - v["w"]) for u, v in zip(us, ws, strict=True))
     torch.testing.assert_close(slope, expected)
@@ -128,21 +138,30 @@ def test_phi_has_mean_one_and_leaves_single_class_clients_out(source: str, delta
     assert float(phi.mean()) == pytest.approx(1)
     assert torch.equal(phi == 0, gini == 0)
     assert phi[4] < phi[1] < phi[3]
-    assert torch.equal(method.phi(torch.zeros(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64))
-    torch.testing.assert_close(method.phi(torch.full((4,), 0.3, dtype=torch.float64)), torch.ones(4).double())
+    assert torch.equal(
+        method.phi(torch.zeros(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        method.phi(torch.full((4,), 0.3, dtype=torch.float64)), torch.ones(4).double()
+    )
 
 
 def test_a_small_delta_weighs_by_the_gini_index_itself() -> None:
     """log(1 + delta G) is delta G, but for a share of delta G / 2."""
     gini, delta = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), 1e-6
-    torch.testing.assert_close(FedADKD(delta=delta).phi(gini), FedADKD(phi_source="G").phi(gini), rtol=delta, atol=0)
+    torch.testing.assert_close(
+        FedADKD(delta=delta).phi(gini), FedADKD(phi_source="G").phi(gini), rtol=delta, atol=0
+    )
 
 
 @pytest.mark.parametrize("timing", ["stale", "exact"])
 def test_a_federation_of_single_class_clients_is_distilled_with_phi_one(timing: str) -> None:
     ready = ready_for({"name": "fedadkd", "phi_timing": timing}, rounds=3, **ONE_CLASS_EACH)
     assert all(len(set(ready.sites.train.labels[p].tolist())) == 1 for p in ready.sites.parts)
-    close(ready, ready_for({"name": "feddkd", "alpha": 3.0, "tckd": "target"}, rounds=3, **ONE_CLASS_EACH))
+    close(
+        ready,
+        ready_for({"name": "feddkd", "alpha": 3.0, "tckd": "target"}, rounds=3, **ONE_CLASS_EACH),
+    )
     for state in drive(ready)[0]:
         assert all(bool(v.isfinite().all()) for v in state.params.values())
 
@@ -186,11 +205,16 @@ def test_a_round_sends_as_much_as_the_method_says(name: str) -> None:
     size = sum(v.numel() * v.element_size() for v in ready.world.initial(0).values())
     sums = arithmetic(ready)
     (w_down, n_down), (w_up, n_up) = TRAFFIC[name]
-    assert (sums.bytes_down, sums.bytes_up) == (4 * (w_down * size + 8 * n_down), 4 * (w_up * size + 8 * n_up))
+    assert (sums.bytes_down, sums.bytes_up) == (
+        4 * (w_down * size + 8 * n_down),
+        4 * (w_up * size + 8 * n_up),
+    )
 
 
 @pytest.mark.parametrize(
-    "method", [{"name": "fedadkd", "phi_timing": "exact"}, {"name": "fednova", "ccvr": "full"}], ids=str
+    "method",
+    [{"name": "fedadkd", "phi_timing": "exact"}, {"name": "fednova", "ccvr": "full"}],
+    ids=str,
 )
 def test_a_round_can_be_explained_before_the_census(method: dict[str, str]) -> None:
     assert arithmetic(ready_for(method)).bytes_down > 0
@@ -203,7 +227,9 @@ def _sent_later(ready) -> set[str]:
 
 @pytest.mark.parametrize("name", [n for n in registry.names("method") if not n.startswith("toy_")])
 def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(name: str) -> None:
-    model = "toy_slim" if "slim" in registry.lookup("method", name).build().requires() else "logistic"
+    model = (
+        "toy_slim" if "slim" in registry.lookup("method", name).build().requires() else "logistic"
+    )
     ready = ready_for(name, **{"model": model, **toys.suited(name)})
     method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
     sends = set(method.expects(stage.clients[0], stage, ready.world))

@@ -1,4 +1,6 @@
-"""No step of training waits for a number: on a CUDA device that would stop the queue of kernels at every batch."""
+"""No step of training waits for a number: on a CUDA device that would stop the queue of kernels at
+every batch.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,27 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import Examples
 
 aten = torch.ops.aten
-WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.bincount, aten.equal}
+WAITING = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.bincount,
+    aten.equal,
+}
 """Operations whose result the host needs: its value, or how large it is."""
 FROM_PYTHON = {aten.lift_fresh}
 """``torch.tensor`` of Python numbers: on a CUDA device a copy that is waited for."""
 WRAPPED = {("moon", "vectorised"): {"aten.lift_fresh.default"}}
-"""torch's own cosine similarity wraps its smallest length under vmap: a number on the host, that stays there."""
+"""torch's own cosine similarity wraps its smallest length under vmap: a number on the host, that
+stays there.
+"""
 
 
 class Watch(TorchDispatchMode):
-    """Notes operations that would wait for a CUDA device; numbers in ``known`` are the host's own."""
+    """Notes operations that would wait for a CUDA device; numbers in ``known`` are the host's
+    own.
+    """
 
     def __init__(self, known: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -40,7 +53,11 @@ class Watch(TorchDispatchMode):
         self.known = {v.data_ptr() for v in known or []}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self.count += 1
         op = func.overloadpacket

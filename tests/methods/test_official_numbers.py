@@ -1,7 +1,9 @@
-"""Every client's objective against what its authors' code gives for the same tensors: one batch, loss and gradient.
+"""Every client's objective against what its authors' code gives for the same tensors: one batch,
+loss and gradient.
 
-``official_numbers.toml`` has the numbers, and which file of which commit gave them. Here the engine takes one step at
-a learning rate of 1 from the network ``w``, received was ``global``; so the way it goes is the gradient.
+``official_numbers.toml`` has the numbers, and which file of which commit gave them. Here the engine
+takes one step at a learning rate of 1 from the network ``w``, received was ``global``; so the way
+it goes is the gradient.
 """
 
 from __future__ import annotations
@@ -29,17 +31,36 @@ from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.methods.fedgen import POOL
 from fedstill.methods.partly_shared import PartlyShared
 from fedstill.models.contract import trainable_names
-from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Plan, Ran, Reply, Stage, many
+from fedstill.records import (
+    NOTHING,
+    SERVER,
+    Carry,
+    Examples,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    many,
+)
 from fedstill.trees import sub
 from fedstill.work import ClientWork
 
 HERE = Path(__file__).parent
-ENTRIES: list[dict[str, Any]] = tomllib.loads((HERE / "official_numbers.toml").read_text())["number"]
+ENTRIES: list[dict[str, Any]] = tomllib.loads((HERE / "official_numbers.toml").read_text())[
+    "number"
+]
 WITH_NUMBERS = [e for e in ENTRIES if "norm" in e]
 DEEP = {"hidden": (given.HIDDEN, WIDTH)}
 MODELS: dict[str, dict[str, Any]] = {
     "fedetf": {"name": "etf", "of": "mlp", "arguments": DEEP, "projection": CLASSES},
-    "fml": {"name": "pair", "own": "mlp", "own_arguments": DEEP, "shared": "mlp", "shared_arguments": DEEP},
+    "fml": {
+        "name": "pair",
+        "own": "mlp",
+        "own_arguments": DEEP,
+        "shared": "mlp",
+        "shared_arguments": DEEP,
+    },
     "afl": {"name": "logistic"},
 }
 Given = tuple[Payload, Payload]
@@ -50,7 +71,9 @@ Given = tuple[Payload, Payload]
 def table() -> Dataset:
     """Enough for a run to be prepared; what is trained on is given."""
     values, labels = drawn("table", 48, INPUTS).float(), torch.arange(48) % CLASSES
-    return from_tensors("given", (values, labels), (values, labels), classes=[str(c) for c in range(CLASSES)])
+    return from_tensors(
+        "given", (values, labels), (values, labels), classes=[str(c) for c in range(CLASSES)]
+    )
 
 
 def prepared(entry: Mapping[str, Any], **fields: object) -> Prepared:
@@ -58,7 +81,9 @@ def prepared(entry: Mapping[str, Any], **fields: object) -> Prepared:
     changes: dict[str, Any] = {"partition": "iid", "topology": {"clients": 2}, "plan": {}}
     changes |= {"data": {"public": 12} if method == "fedgkd_vote" else {}}
     asked = {"name": method, **entry.get("fields", {}), **fields}
-    return in_double(prepare(settle(toys.toy(asked, model=MODELS.get(method, model), **changes)), table()))
+    return in_double(
+        prepare(settle(toys.toy(asked, model=MODELS.get(method, model), **changes)), table())
+    )
 
 
 def remembered(ready: Prepared) -> Payload:
@@ -90,15 +115,26 @@ def pairs(ready: Prepared) -> Given:
     """What two clients say of their classes; the margin is the server's own doing."""
     method, world = ready.settings.method, ready.world
     has = {0: [1, 0, 1, 0, 1, 0], 1: [0, 1, 1, 1, 0, 1]}
-    up = {k: Payload(means=drawn(f"means {k}", CLASSES, WIDTH), counts=torch.tensor(n)) for k, n in has.items()}
+    up = {
+        k: Payload(means=drawn(f"means {k}", CLASSES, WIDTH), counts=torch.tensor(n))
+        for k, n in has.items()
+    }
     state = method.fold(
-        method.setup(world), [Reply(k, u, 1) for k, u in up.items()], Stage(2, 0, "train", (0, 1)), world
+        method.setup(world),
+        [Reply(k, u, 1) for k, u in up.items()],
+        Stage(2, 0, "train", (0, 1)),
+        world,
     )
-    return method.down(state, SERVER, Stage(2, 1, "prototypes", (SERVER,)), world) or NOTHING, NOTHING
+    return method.down(
+        state, SERVER, Stage(2, 1, "prototypes", (SERVER,)), world
+    ) or NOTHING, NOTHING
 
 
 def heads(ready: Prepared) -> Given:
-    layers = {k: (drawn(f"head {k} weight", CLASSES, WIDTH), drawn(f"head {k} bias", CLASSES)) for k in (0, 1)}
+    layers = {
+        k: (drawn(f"head {k} weight", CLASSES, WIDTH), drawn(f"head {k} bias", CLASSES))
+        for k in (0, 1)
+    }
     named = many("head", {k: {"head.weight": w, "head.bias": b} for k, (w, b) in layers.items()})
     made = ready.settings.method.setup(ready.world).extra["generator"]
     counts = torch.tensor([[3, 1, 4, 2, 2, 6], [1, 3, 4, 6, 2, 2]])
@@ -123,7 +159,10 @@ GIVEN: dict[str, Callable[[Prepared], Given]] = {
     "fedgen": generated,
     "fedgen generate": heads,
     "ditto": lambda ready: (Payload(params=network("global")), remembered(ready)),
-    "metafed": lambda ready: (Payload(params=network("global")), Payload(remembered(ready), ready=1)),
+    "metafed": lambda ready: (
+        Payload(params=network("global")),
+        Payload(remembered(ready), ready=1),
+    ),
 }
 
 
@@ -142,7 +181,8 @@ def with_given(entry: Mapping[str, Any], carry: Carry, y: Tensor) -> Carry:
     if entry.get("stage") == "generate":
         labels = torch.arange(BATCH) % CLASSES
         noise = (drawn("noise", BATCH, 3) + 1) / 2
-        omega = carry["omega"].mean(1, keepdim=True).expand_as(carry["omega"])  # the code's: the batch's mean for all
+        # the code's: the batch's mean for all
+        omega = carry["omega"].mean(1, keepdim=True).expand_as(carry["omega"])
         points = Examples(torch.cat([noise, torch.eye(CLASSES)[labels]], 1), labels)
         return replace(carry, examples=points, constants={**carry.constants, "omega": omega})
     if entry["method"] == "fedgen":
@@ -164,7 +204,9 @@ def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[st
     work = method.work(stage)
     down, memory = received(entry, ready)
     carry = with_given(entry, work.begin(down, memory, view, world), y)
-    start = network("w", shapes_of(carry.params)) | {k: torch.zeros(CLASSES).double() for k in entry.get("zero", ())}
+    start = network("w", shapes_of(carry.params)) | {
+        k: torch.zeros(CLASSES).double() for k in entry.get("zero", ())
+    }
     plan = Plan(epochs=1, batch=BATCH, lr=1.0)
     made = train(work, replace(carry, params=start), plan, stage, view, ready.sites.inputs, seed=7)
     assert made.ran.steps == 1
@@ -175,7 +217,11 @@ def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[st
 def solved_head(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """The layer that a server solves for from what two clients send."""
     ready = prepared(entry)
-    method, world, stage = ready.settings.method, ready.world, ready.settings.topology(1, ready.world)[0]
+    method, world, stage = (
+        ready.settings.method,
+        ready.world,
+        ready.settings.topology(1, ready.world)[0],
+    )
     x, y = (
         torch.cat([given.batch()[0], drawn("more x", 20, INPUTS)]),
         torch.cat([given.batch()[1], torch.arange(20) % 6]),
@@ -184,8 +230,12 @@ def solved_head(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     for client, part in enumerate((slice(0, 14), slice(14, 32))):
         view = replace(ready.sites.view(client, stage), data=Examples(x[part], y[part]))
         work: ClientWork = method.work(stage)
-        carry = work.begin(method.down(method.setup(world), client, stage, world) or NOTHING, NOTHING, view, world)
-        replies.append(Reply(client, work.end({}, carry, Ran(0, 0.0, {}), view, world)[0], len(view.data)))
+        carry = work.begin(
+            method.down(method.setup(world), client, stage, world) or NOTHING, NOTHING, view, world
+        )
+        replies.append(
+            Reply(client, work.end({}, carry, Ran(0, 0.0, {}), view, world)[0], len(view.data))
+        )
     return dict(method.fold(method.setup(world), replies, stage, world).params)
 
 
@@ -201,7 +251,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_authors_code(entry: dict[str
         assert loss == pytest.approx(entry["loss"], rel=NEAR, abs=NEAR)
     if "slope_of" in entry:
         slope = one_step(entry, **entry["slope_of"])[1]
-    assert given.summed_up(slope) == pytest.approx((entry["norm"], entry["along"]), rel=NEAR, abs=NEAR)
+    assert given.summed_up(slope) == pytest.approx(
+        (entry["norm"], entry["along"]), rel=NEAR, abs=NEAR
+    )
 
 
 def row(entry: Mapping[str, Any]) -> str:
@@ -209,7 +261,10 @@ def row(entry: Mapping[str, Any]) -> str:
     read = "-"
     if "norm" in entry:
         at = f"https://github.com/{entry['repository']}/blob/{entry['commit'][:7]}/{entry['file']}"
-        read = f"[{entry['repository']}]({at}), {', '.join(f'`{name}`' for name in entry['ran'].split(', '))}"
+        read = (
+            f"[{entry['repository']}]({at}), "
+            f"{', '.join(f'`{name}`' for name in entry['ran'].split(', '))}"
+        )
     return f"| `{entry['method']}` | {read} | {entry['says']} |"
 
 

@@ -1,4 +1,6 @@
-"""Outputs that take no part in a task's training: no method's objective pushes them, or is large because of them."""
+"""Outputs that take no part in a task's training: no method's objective pushes them, or is large
+because of them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ LARGE = 100.0
 
 @dataclass
 class FirstSteps:
-    """What the first step of each client on its own data was: terms, and the gradients of outputs that are off."""
+    """What the first step of each client on its own data was: terms, and the gradients of outputs
+    that are off.
+    """
 
     terms: list[tuple[str, float]] = field(default_factory=list)
     pushed: list[str] = field(default_factory=list)
@@ -59,22 +63,44 @@ class FirstSteps:
 
 
 NAMES = [n for n in METHODS if "queries" not in lookup("method", n).build().requires()]
-FIELDS: list[tuple[str, dict[str, object]]] = [("fedrs", {"alpha": 0.0}), ("fd", {"average_weights": True})]
+FIELDS: list[tuple[str, dict[str, object]]] = [
+    ("fedrs", {"alpha": 0.0}),
+    ("fd", {"average_weights": True}),
+]
 
 
 @pytest.mark.parametrize(("name", "fields"), [*((n, {}) for n in NAMES), *FIELDS])
 def test_outputs_that_are_off_get_no_gradient_and_make_no_term_large(
     name: str, fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first task they are those of classes still to come, as with ``seen``; then also those of before."""
+    """In the first task they are those of classes still to come, as with ``seen``; then also those
+    of before.
+    """
     first = FirstSteps()
     monkeypatch.setattr(_Training, "step", first.watching(_Training.step))
     base = experiment(name)
     method = {**(base.method if isinstance(base.method, dict) else {"name": base.method}), **fields}
     peers = lookup("method", name).build().topology == "peer_to_peer"
-    stream = {"kind": "classes", "tasks": 2, "order": ORDER, "head": "task", "lag": 0 if peers else 1}
-    what = replace(base, method=method, rounds=2 if peers else 4, query={}, partition={"kind": "iid"}, stream=stream)
-    run(replace(what, plan={"epochs": 1, "batch": 50, "lr": 0.01}, engine="serial"), tmp_path / "run", toys.blobs())
+    stream = {
+        "kind": "classes",
+        "tasks": 2,
+        "order": ORDER,
+        "head": "task",
+        "lag": 0 if peers else 1,
+    }
+    what = replace(
+        base,
+        method=method,
+        rounds=2 if peers else 4,
+        query={},
+        partition={"kind": "iid"},
+        stream=stream,
+    )
+    run(
+        replace(what, plan={"epochs": 1, "batch": 50, "lr": 0.01}, engine="serial"),
+        tmp_path / "run",
+        toys.blobs(),
+    )
     assert first.terms or name == "afl", "which solves its last layer, and trains nothing"
     assert not [(k, v) for k, v in first.terms if not abs(v) < LARGE]
     assert not first.pushed or name in BEFORE | PULLED

@@ -1,4 +1,6 @@
-"""Methods for the time axis: nothing of them before the second task, their formula, and what they do at their edges."""
+"""Methods for the time axis: nothing of them before the second task, their formula, and what they
+do at their edges.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
 
 
 def model_of(folder: Path, method: Any, **more: Any) -> str:
-    run(toys.toy(method, partition={"kind": "iid"}, **{"stream": STREAM, **more}), folder, toys.blobs())
+    run(
+        toys.toy(method, partition={"kind": "iid"}, **{"stream": STREAM, **more}),
+        folder,
+        toys.blobs(),
+    )
     return str(bits(folder)["model.safetensors"])
 
 
@@ -52,18 +58,25 @@ def test_the_terms_of_fedlwf_by_hand() -> None:
     terms = work.terms(Seen(networks, carry, new, x, y, index, index, None, 0), carry)
 
     def logits(params: Any) -> Any:
-        return x.flatten(1).double().numpy() @ params["head.weight"].double().numpy().T + params["head.bias"].numpy()
+        return (
+            x.flatten(1).double().numpy() @ params["head.weight"].double().numpy().T
+            + params["head.bias"].numpy()
+        )
 
     z, was = logits(new), logits(old)
     ce = -log_softmax(z[:, 3:], axis=1)[np.arange(6), y.numpy() - 3]
     q, p = (log_softmax(v[:, [0, 2]] / tau, axis=1) for v in (z, was))
     np.testing.assert_allclose(terms["ce"].detach().numpy(), ce, atol=1e-5)
-    np.testing.assert_allclose(terms["old"].detach().numpy(), 0.5 * tau**2 * (np.exp(p) * (p - q)).sum(1), atol=1e-5)
+    np.testing.assert_allclose(
+        terms["old"].detach().numpy(), 0.5 * tau**2 * (np.exp(p) * (p - q)).sum(1), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("method", "known"), [("fedlwf", "before"), ("glfc_local", "old")])
 def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(method: str, known: str) -> None:
-    """A client that stays has none in its first task, and no teacher; later the old classes are those of its own."""
+    """A client that stays has none in its first task, and no teacher; later the old classes are
+    those of its own.
+    """
     what = toys.toy(method, partition={"kind": "iid"}, stream={**STREAM, "stay": 0.5})
     ready = prepare(settle(what), toys.blobs())
     method_, world = ready.settings.method, ready.world
@@ -75,7 +88,9 @@ def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(method: str, k
             task = world.stream.task(round, client)
             down = method_.down(state, client, stage, world)
             assert down is not None
-            carry = method_.work(stage).begin(down, Payload(), ready.sites.view(client, stage), world)
+            carry = method_.work(stage).begin(
+                down, Payload(), ready.sites.view(client, stage), world
+            )
             assert set(carry.teachers) == ({"old"} if task else set())
             if task:
                 old = carry.constants[known]

@@ -1,4 +1,6 @@
-"""CCVR against a plain implementation: covariances by NumPy over all clients' features, the head by torch's SGD."""
+"""CCVR against a plain implementation: covariances by NumPy over all clients' features, the head by
+torch's SGD.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from fedstill.registry import method
 
 HEAD = ("head.weight", "head.bias")
 CLASSES, WIDTH = toys.CLASSES, 8
-QUICK = {"calibrate": {"epochs": 2, "batch": 16, "lr": 0.05, "lr_decay": 1.0, "momentum": 0.5, "weight_decay": 0.0}}
+QUICK = {
+    "calibrate": {
+        "epochs": 2,
+        "batch": 16,
+        "lr": 0.05,
+        "lr_decay": 1.0,
+        "momentum": 0.5,
+        "weight_decay": 0.0,
+    }
+}
 
 
 @method("toy_ccvr_ntd")
@@ -31,7 +42,9 @@ class CalibratedNTD(CCVR, FedNTD):
     """FedNTD, calibrated in the end."""
 
 
-def plain_gaussians(h: Tensor, y: Tensor, diagonal: bool) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def plain_gaussians(
+    h: Tensor, y: Tensor, diagonal: bool
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     spread = {c: np.cov(h[y == c].numpy().T) for c in range(CLASSES) if int((y == c).sum()) > 1}
     if diagonal:
         spread = {c: np.diag(np.diag(s)) for c, s in spread.items()}
@@ -39,7 +52,10 @@ def plain_gaussians(h: Tensor, y: Tensor, diagonal: bool) -> dict[int, tuple[np.
     for c in sorted(set(y.tolist())):
         s = spread.get(c, sum(spread.values()) / len(spread))
         size = np.trace(s) / WIDTH
-        out[c] = h[y == c].numpy().mean(0), np.linalg.cholesky(s + (1e-6 * size + 1e-12) * np.eye(WIDTH))
+        out[c] = (
+            h[y == c].numpy().mean(0),
+            np.linalg.cholesky(s + (1e-6 * size + 1e-12) * np.eye(WIDTH)),
+        )
     return out
 
 
@@ -74,7 +90,10 @@ def test_ccvr(covariance: str) -> None:
         server = average([fed.fit(server, ce, round, k) for k in fed.cohort(round)])
     states, _ = drive(ready)
     ours = states[-1]
-    check({k: v for k, v in ours.params.items() if k not in HEAD}, {k: v for k, v in server.items() if k not in HEAD})
+    check(
+        {k: v for k, v in ours.params.items() if k not in HEAD},
+        {k: v for k, v in server.items() if k not in HEAD},
+    )
     check(ours.extra.tensors("before"), {k: server[k] for k in HEAD})
     after = calibrated(fed, dict(server), covariance == "diagonal", 20)
     check({k: ours.params[k] for k in HEAD}, after)
@@ -87,14 +106,21 @@ def test_ccvr(covariance: str) -> None:
 
 def test_the_pooled_moments_are_those_of_all_examples_however_they_are_split() -> None:
     draw = torch.Generator().manual_seed(0)
-    h, y = torch.randn(60, WIDTH, generator=draw, dtype=torch.float64).relu(), torch.randint(4, (60,), generator=draw)
+    h, y = (
+        torch.randn(60, WIDTH, generator=draw, dtype=torch.float64).relu(),
+        torch.randint(4, (60,), generator=draw),
+    )
     for covariance in ("full", "diagonal"):
         whole = class_moments(h, y, CLASSES, covariance)
         for parts in (h.split(60), h.split(7), [h[:0], *h.split(31)]):
             labels = y.split([len(p) for p in parts])
-            each = [class_moments(a, b, CLASSES, covariance) for a, b in zip(parts, labels, strict=True)]
+            each = [
+                class_moments(a, b, CLASSES, covariance) for a, b in zip(parts, labels, strict=True)
+            ]
             for g in whole:
-                torch.testing.assert_close(sum(e.tensor(g) for e in each), whole.tensor(g), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    sum(e.tensor(g) for e in each), whole.tensor(g), rtol=1e-12, atol=1e-12
+                )
         means, roots = gaussians(*whole.values())
         for c, (mean, root) in plain_gaussians(h, y, covariance == "diagonal").items():
             np.testing.assert_allclose(means[c], mean, rtol=1e-10)
@@ -103,7 +129,10 @@ def test_the_pooled_moments_are_those_of_all_examples_however_they_are_split() -
 
 def test_a_class_of_one_example_gets_the_mean_of_the_others_covariances() -> None:
     draw = torch.Generator().manual_seed(0)
-    h, y = torch.randn(21, WIDTH, generator=draw, dtype=torch.float64), torch.tensor([0] * 10 + [1] * 10 + [2])
+    h, y = (
+        torch.randn(21, WIDTH, generator=draw, dtype=torch.float64),
+        torch.tensor([0] * 10 + [1] * 10 + [2]),
+    )
     _, roots = gaussians(*class_moments(h, y, 3, "full").values())
     zero, one, two = (root @ root.T for root in roots)
     torch.testing.assert_close(two, (zero + one) / 2, rtol=1e-5, atol=1e-5)
@@ -114,7 +143,9 @@ def test_a_class_of_one_example_gets_the_mean_of_the_others_covariances() -> Non
 
 @pytest.mark.parametrize("how", [{"samples": 0}, {"samples": 50}])
 @pytest.mark.parametrize(("ours", "base"), [("ccvr", "fedavg"), ("toy_ccvr_ntd", "fedntd")])
-def test_the_body_is_that_of_the_method_beneath_and_of_no_samples_all_of_it(ours: str, base: str, how: dict) -> None:
+def test_the_body_is_that_of_the_method_beneath_and_of_no_samples_all_of_it(
+    ours: str, base: str, how: dict
+) -> None:
     (*_, a), (*_, b) = (drive(ready_for(m))[0] for m in ({"name": ours, **how}, base))
     same = {k: torch.equal(a.params[k], v) for k, v in b.params.items()}
     assert all(same[k] for k in same if k not in HEAD)
@@ -124,9 +155,13 @@ def test_the_body_is_that_of_the_method_beneath_and_of_no_samples_all_of_it(ours
 
 def test_what_it_cannot_do_is_one_clear_line() -> None:
     with pytest.raises(IncompatibleMethod, match=r"set topology\.kind = 'parallel'"):
-        prepare(settle(toys.toy("ccvr", topology={"kind": "sequential", "clients": 6})), toys.blobs())
+        prepare(
+            settle(toys.toy("ccvr", topology={"kind": "sequential", "clients": 6})), toys.blobs()
+        )
     with pytest.raises(IncompatibleMethod, match="no linear layer with a bias"):
-        prepare(settle(toys.toy("ccvr", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs())
+        prepare(
+            settle(toys.toy("ccvr", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs()
+        )
     with pytest.raises(BadPayload, match=r"set topology\.last = 'statistics'"):
         drive(ready_for("ccvr", topology={"clients": 6, "last": ""}))
 

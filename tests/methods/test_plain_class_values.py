@@ -1,4 +1,6 @@
-"""FD and FedProto, whose clients agree on values of each class, against a plain implementation of each."""
+"""FD and FedProto, whose clients agree on values of each class, against a plain implementation of
+each.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ def by_class(values: Tensor, y: Tensor) -> dict[int, Tensor]:
     return {c: values[y == c].mean(0) for c in range(CLASSES) if bool((y == c).any())}
 
 
-def drawn(fed: Federation, own: Params, round: int, client: int, targets: dict[int, Tensor], strength: float) -> Params:
+def drawn(
+    fed: Federation,
+    own: Params,
+    round: int,
+    client: int,
+    targets: dict[int, Tensor],
+    strength: float,
+) -> Params:
     """FedProto's local training, one example after another."""
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -46,7 +55,11 @@ def drawn(fed: Federation, own: Params, round: int, client: int, targets: dict[i
 
 @pytest.mark.parametrize("aggregation", ["uniform", "examples"])
 def test_fedproto(aggregation: str) -> None:
-    ready = ready_for({"name": "fedproto", "strength": 0.5, "aggregation": aggregation}, rounds=3, plan={"epochs": 2})
+    ready = ready_for(
+        {"name": "fedproto", "strength": 0.5, "aggregation": aggregation},
+        rounds=3,
+        plan={"epochs": 2},
+    )
     fed = Federation(ready)
     own, prototypes = dict.fromkeys(range(6), fed.start), dict[int, Tensor]()
     for round in (1, 2, 3):
@@ -54,11 +67,20 @@ def test_fedproto(aggregation: str) -> None:
         for k in fed.cohort(round):
             own[k] = drawn(fed, own[k], round, k, prototypes, 0.5)
             x, y = fed.data(k)
-            said[k], counts[k] = by_class(fed.net(own[k]).body(x).detach(), y), torch.bincount(y, minlength=CLASSES)
+            said[k], counts[k] = (
+                by_class(fed.net(own[k]).body(x).detach(), y),
+                torch.bincount(y, minlength=CLASSES),
+            )
         for c in range(CLASSES):
-            weight = {k: int(counts[k][c]) if aggregation == "examples" else 1 for k in said if c in said[k]}
+            weight = {
+                k: int(counts[k][c]) if aggregation == "examples" else 1
+                for k in said
+                if c in said[k]
+            }
             if weight:
-                prototypes[c] = sum(w * said[k][c] for k, w in weight.items()) / sum(weight.values())
+                prototypes[c] = sum(w * said[k][c] for k, w in weight.items()) / sum(
+                    weight.values()
+                )
     states, memory = drive(ready)
     assert states[-1].params == {}
     values, seen = states[-1].extra.tensor("values"), states[-1].extra.tensor("seen")
@@ -77,10 +99,14 @@ def test_fd(weights: bool) -> None:
     for round in (1, 2, 3):
         new = {}
         for k in fed.cohort(round):
-            others = {c: [said[j][c] for j in said if j != k and c in said[j]] for c in range(CLASSES)}
+            others = {
+                c: [said[j][c] for j in said if j != k and c in said[j]] for c in range(CLASSES)
+            }
             targets = {c: sum(v) / len(v) for c, v in others.items() if v}
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, targets: dict[int, Tensor] = targets) -> Tensor:
+            def loss(
+                model: nn.Module, x: Tensor, y: Tensor, targets: dict[int, Tensor] = targets
+            ) -> Tensor:
                 far = [
                     -(targets[c].softmax(0) * (z.log_softmax(0) - targets[c].log_softmax(0))).sum()
                     for z, c in zip(model(x), y.tolist(), strict=True)
@@ -121,7 +147,10 @@ def test_two_clients_get_exactly_each_others_logits_and_one_alone_gets_none() ->
     method, noise = lookup("method", "fd").build(), torch.Generator().manual_seed(0)
     said = [torch.randn(CLASSES, CLASSES, generator=noise).double() for _ in range(2)]
     has = [[3, 1, 0, 2, 0], [0, 5, 0, 1, 1]]
-    said = [s.float().double() * (torch.tensor(n) > 0).unsqueeze(1) for s, n in zip(said, has, strict=True)]
+    said = [
+        s.float().double() * (torch.tensor(n) > 0).unsqueeze(1)
+        for s, n in zip(said, has, strict=True)
+    ]
     both = [Reply(k, Payload(means=said[k], counts=torch.tensor(has[k])), 6) for k in range(2)]
     state = method.fold(method.setup(world), both, None, world)
     for k in range(2):
@@ -134,8 +163,13 @@ def test_two_clients_get_exactly_each_others_logits_and_one_alone_gets_none() ->
 
 def test_a_prototype_is_the_mean_of_those_that_have_the_class_in_whatever_order_they_come() -> None:
     method = lookup("method", "fedproto").build()
-    state = State(params={}).next(values=torch.full((3, 2), 9.0), seen=torch.tensor([0.0, 0.0, 1.0]))
-    replies = [reply(0, [[1, 2], [3, 4], [0, 0]], [5, 1, 0]), reply(1, [[3, 6], [0, 0], [0, 0]], [1, 0, 0])]
+    state = State(params={}).next(
+        values=torch.full((3, 2), 9.0), seen=torch.tensor([0.0, 0.0, 1.0])
+    )
+    replies = [
+        reply(0, [[1, 2], [3, 4], [0, 0]], [5, 1, 0]),
+        reply(1, [[3, 6], [0, 0], [0, 0]], [1, 0, 0]),
+    ]
     for came in (replies, replies[::-1]):
         after = method.fold(state, came, None, None).extra
         assert after.tensor("values").tolist() == [[2.0, 4.0], [3.0, 4.0], [9.0, 9.0]]
@@ -161,7 +195,10 @@ def test_networks_may_differ_but_for_the_number_of_features() -> None:
     with pytest.raises(IncompatibleMethod, match="the same number of features"):
         prepare(settle(other), toys.blobs())
     with pytest.raises(IncompatibleMethod, match="averages weights"):
-        prepare(settle(toys.toy({"name": "fd", "average_weights": True}, clients={"models": nets})), toys.blobs())
+        prepare(
+            settle(toys.toy({"name": "fd", "average_weights": True}, clients={"models": nets})),
+            toys.blobs(),
+        )
 
 
 def test_where_a_client_has_its_own_test_the_nearest_prototype_answers_too() -> None:
@@ -172,10 +209,13 @@ def test_where_a_client_has_its_own_test_the_nearest_prototype_answers_too() -> 
     x, y = fed.data(k)
     h = fed.net(fed.start).body(x).detach()
     means = by_class(h, y)
-    values = torch.stack([means.get(c, torch.zeros(WIDTH, dtype=torch.float64)) for c in range(CLASSES)])
+    values = torch.stack(
+        [means.get(c, torch.zeros(WIDTH, dtype=torch.float64)) for c in range(CLASSES)]
+    )
     seen = torch.tensor([float(c in means) for c in range(CLASSES)])
     right = sum(
-        min(means, key=lambda c: float(((a - means[c]) ** 2).sum())) == int(b) for a, b in zip(h, y, strict=True)
+        min(means, key=lambda c: float(((a - means[c]) ** 2).sum())) == int(b)
+        for a, b in zip(h, y, strict=True)
     )
     carry = Carry(fed.start, constants={"values": values, "seen": seen})
     told = work.report(fed.start, carry, replace(view, test=view.data), ready.world)
@@ -194,7 +234,10 @@ def test_a_run_on_clients_with_own_tests_tells_of_the_nearest_prototype_from_the
 
     data = from_clients("own", [(some(30), some(12)), (some(24), some(9))], kind="table")
     what = Experiment(
-        method="fedproto", model={"name": "mlp", "hidden": (6,)}, rounds=3, plan={"epochs": 5, "lr": 0.05}
+        method="fedproto",
+        model={"name": "mlp", "hidden": (6,)},
+        rounds=3,
+        plan={"epochs": 5, "lr": 0.05},
     )
     run(what, tmp_path / "run", data)
     events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]

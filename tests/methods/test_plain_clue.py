@@ -1,4 +1,6 @@
-"""CLUE's approximation against a plain re-derivation: the helper, what is taken from it, and the vote."""
+"""CLUE's approximation against a plain re-derivation: the helper, what is taken from it, and the
+vote.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from fedstill.experiment.running.runner import run
 from fedstill.keys import generator, seed_for
 
 SINGLE = {"query": {"draw": "single", "fewer_than": 8}}
-NOISE = torch.randn(20, 1, toys.SIDE, toys.SIDE, generator=generator(seed_for(7, 0, 0, -1, "probe"))).double()
+NOISE = torch.randn(
+    20, 1, toys.SIDE, toys.SIDE, generator=generator(seed_for(7, 0, 0, -1, "probe"))
+).double()
 
 
 def clue(**changes: object) -> Prepared:
@@ -37,7 +41,11 @@ class Plain:
 
     def helper(self, client: int) -> int:
         (q,) = self.queries[client]
-        seen = {c: net(NOISE).softmax(1).mean(0)[q].item() for c, net in self.nets.items() if c != client}
+        seen = {
+            c: net(NOISE).softmax(1).mean(0)[q].item()
+            for c, net in self.nets.items()
+            if c != client
+        }
         return max(seen, key=lambda c: seen[c])
 
     def patched(self, client: int) -> nn.Module:
@@ -64,7 +72,10 @@ class Plain:
 def test_helper_patch_and_vote_are_those_of_plain_modules() -> None:
     prepared = clue()
     plain, state = Plain(prepared), drive(prepared)[0][-1]
-    students, predictors = state.extra.many("student"), prepared.settings.method.predictors(state, prepared.world)
+    students, predictors = (
+        state.extra.many("student"),
+        prepared.settings.method.predictors(state, prepared.world),
+    )
     assert set(students) == set(plain.queries)
     assert set(predictors) == {f"client {c}" for c in plain.queries}
     x = torch.randn(9, 1, toys.SIDE, toys.SIDE, generator=generator(1)).double()
@@ -79,27 +90,39 @@ def test_helper_patch_and_vote_are_those_of_plain_modules() -> None:
         torch.testing.assert_close(predictors[f"client {c}"](x).exp(), expected, rtol=0, atol=NEAR)
 
 
-def test_the_journal_says_who_helped_and_each_client_is_measured_by_its_vote(tmp_path: Path) -> None:
+def test_the_journal_says_who_helped_and_each_client_is_measured_by_its_vote(
+    tmp_path: Path,
+) -> None:
     toy = toys.toy({"name": "clue", "share": 0.2}, **toys.suited("clue"))
     run(toy, tmp_path / "run", data=toys.blobs())
     events = read_journal(tmp_path / "run" / "journal.jsonl")
-    told = {e["client"]: e for e in events if e["event"] == "client" and e["name"] == "transfer" and "helper" in e}
+    told = {
+        e["client"]: e
+        for e in events
+        if e["event"] == "client" and e["name"] == "transfer" and "helper" in e
+    }
     last = next(e for e in events if e["event"] == "round")
     assert last["accuracy"] is None, "there is no global model"
     assert set(last["others"]) == {f"client {c}" for c in told}
     assert [a["client"] for a in last["answers"]] == sorted(told)
     for answer in last["answers"]:
         accuracy = last["others"][f"client {answer['client']}"]["class_accuracy"]
-        before = next(e for e in events if e["event"] == "client" and e["client"] == answer["client"])
+        before = next(
+            e for e in events if e["event"] == "client" and e["client"] == answer["client"]
+        )
         (q,) = answer["query"]
         tests = [n for e in events if e["event"] == "start" for n in e["test_counts"]]
-        assert answer["gain"] == pytest.approx(accuracy[q] - before["correct_by_class"][q] / tests[q])
+        assert answer["gain"] == pytest.approx(
+            accuracy[q] - before["correct_by_class"][q] / tests[q]
+        )
         assert told[answer["client"]]["helper"] != answer["client"]
 
 
 def test_nothing_of_a_peer_that_is_the_same_changes_a_client() -> None:
     """Untrained models are all alike: a copy with parts of another is the client's own."""
-    prepared = ready({"name": "clue", "share": 1.0}, **SINGLE, plan={"fit": {"epochs": 0, "validation": 0.0}})
+    prepared = ready(
+        {"name": "clue", "share": 1.0}, **SINGLE, plan={"fit": {"epochs": 0, "validation": 0.0}}
+    )
     state = drive(prepared)[0][-1]
     for c, params in state.extra.many("student").items():
         check(params, state.extra.many("model")[c])
@@ -121,7 +144,10 @@ def test_a_client_without_peers_goes_on_with_its_own_model() -> None:
 
 
 def test_queries_of_several_classes_and_models_that_differ_are_refused_by_name() -> None:
-    with pytest.raises(IncompatibleMethod, match=r"method clue .* for one class, and client \d asks for \d; set query"):
+    with pytest.raises(
+        IncompatibleMethod,
+        match=r"method clue .* for one class, and client \d asks for \d; set query",
+    ):
         ready("clue", query={"draw": "multi", "fewer_than": 8, "least": 2})
     with pytest.raises(IncompatibleMethod, match=r"clue .*clients\.models"):
         ready("clue", clients={"models": ("mlp", "logistic")}, **SINGLE)

@@ -1,4 +1,6 @@
-"""The methods that change directions or the server's step, against a plain implementation of each."""
+"""The methods that change directions or the server's step, against a plain implementation of
+each.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from plain import Federation, Params, Sent, average, ce, check, check_matters, drive, minus, ready_for
+from plain import (
+    Federation,
+    Params,
+    Sent,
+    average,
+    ce,
+    check,
+    check_matters,
+    drive,
+    minus,
+    ready_for,
+)
 from torch import Tensor, nn
 
 from fedstill.records import Payload, Reply
@@ -53,7 +66,9 @@ def nova(fed: Federation, rounds: int, ccvr: str, momentum: float, uniform: bool
 @MOMENTA
 @pytest.mark.parametrize("ccvr", ["off", "repo", "full"])
 def test_fednova(ccvr: str, momentum: float) -> None:
-    ready = ready_for({"name": "fednova", "ccvr": ccvr}, rounds=3, plan={"momentum": momentum, "lr": 0.1})
+    ready = ready_for(
+        {"name": "fednova", "ccvr": ccvr}, rounds=3, plan={"momentum": momentum, "lr": 0.1}
+    )
     fed = Federation(ready)
     assert set(fed.cohort(1)) & set(fed.cohort(2)) & set(fed.cohort(3)), "a client must come back"
     ours = drive(ready)[0][-1].params
@@ -66,7 +81,9 @@ def test_fednova_uniform() -> None:
     check(drive(ready)[0][-1].params, nova(Federation(ready), 2, "off", 0.9, uniform=True))
 
 
-def scaffold(fed: Federation, rounds: int, divide_by: str, momentum: float) -> tuple[Params, Params, dict[int, Params]]:
+def scaffold(
+    fed: Federation, rounds: int, divide_by: str, momentum: float
+) -> tuple[Params, Params, dict[int, Params]]:
     params, c = fed.start, zeros(fed.start)
     own: dict[int, Params] = {}
     for round in range(1, rounds + 1):
@@ -123,7 +140,9 @@ def test_feddyn(aggregation: str) -> None:
         for c in fed.cohort(round):
             g, start = own.get(c, zeros(params)), params
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, g: Params = g, start: Params = start) -> Tensor:
+            def loss(
+                model: nn.Module, x: Tensor, y: Tensor, g: Params = g, start: Params = start
+            ) -> Tensor:
                 now = dict(model.named_parameters())
                 linear = sum((g[k] * now[k]).sum() for k in now)
                 far = sum(((now[k] - start[k]) ** 2).sum() for k in now)
@@ -155,19 +174,27 @@ def test_feddyn(aggregation: str) -> None:
     ids=str,
 )
 def test_buffers_are_averaged_and_counters_stay_integers(method: object) -> None:
-    """Of the sampled clients' running statistics the global ones are the mean, whatever becomes of the weights."""
+    """Of the sampled clients' running statistics the global ones are the mean, whatever becomes of
+    the weights.
+    """
     ready = ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})
     states, _ = drive(ready)
     name = "body.1."
     for before, after in pairwise(states):
         assert after.params[name + "num_batches_tracked"].dtype == torch.int64
-        assert after.params[name + "num_batches_tracked"] > before.params[name + "num_batches_tracked"]
+        assert (
+            after.params[name + "num_batches_tracked"] > before.params[name + "num_batches_tracked"]
+        )
         assert bool((after.params[name + "running_var"] > 0).all())
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "feddyn", "fednova", "scaffold", "fedcurv", "moon", "fedadkd"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fedavgm", "feddyn", "fednova", "scaffold", "fedcurv", "moon", "fedadkd"]
+)
 def test_a_fold_averages_buffers_and_moves_them_no_further(name: str) -> None:
-    """Three folds of the same replies: momentum on a running variance would have made it negative."""
+    """Three folds of the same replies: momentum on a running variance would have made it
+    negative.
+    """
     ready = ready_for(name, model="toy_batchnorm")
     method, world = ready.settings.method, ready.world
     stage = ready.settings.topology(1, world)[0]
@@ -176,7 +203,9 @@ def test_a_fold_averages_buffers_and_moves_them_no_further(name: str) -> None:
     for client, examples, value in ((stage.clients[0], 1, 0.1), (stage.clients[1], 3, 0.4)):
         expected = method.expects(client, stage, world)
         params = {**expected.params, key: torch.full((4,), value).double()}
-        up = Payload({**expected, "params": params, **({"steps": 1.0} if name == "fednova" else {})})
+        up = Payload(
+            {**expected, "params": params, **({"steps": 1.0} if name == "fednova" else {})}
+        )
         replies.append(Reply(client, up, examples))
     for _ in range(3):
         state = method.fold(state, replies, stage, world)

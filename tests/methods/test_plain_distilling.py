@@ -1,4 +1,6 @@
-"""Two rounds of the methods that distil from the global model, against a plain implementation of each."""
+"""Two rounds of the methods that distil from the global model, against a plain implementation of
+each.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def at(z: Tensor, y: Tensor) -> Tensor:
 
 
 def others(z: Tensor, y: Tensor) -> Tensor:
-    return torch.stack([torch.cat([row[:c], row[c + 1 :]]) for row, c in zip(z, y.tolist(), strict=True)])
+    return torch.stack(
+        [torch.cat([row[:c], row[c + 1 :]]) for row, c in zip(z, y.tolist(), strict=True)]
+    )
 
 
 def target(z: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -46,7 +50,9 @@ def removed(z: Tensor, t: Tensor, y: Tensor) -> Tensor:
 def pushed_down(z: Tensor, t: Tensor, y: Tensor) -> Tensor:
     """The published DKD formula: 1000 off the label's logit before the softmax over all classes."""
     down = 1000 * nn.functional.one_hot(y, z.shape[1])
-    return nn.functional.kl_div((z - down).log_softmax(1), (t - down).softmax(1), reduction="none").sum(1)
+    return nn.functional.kl_div(
+        (z - down).log_softmax(1), (t - down).softmax(1), reduction="none"
+    ).sum(1)
 
 
 def zeroed(z: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -81,7 +87,9 @@ def self_distilled(part: str, weight: float, tau: float, b1: float, b2: float):
             entropy = -(certain * certain.log()).sum(1)
             raw = (-entropy).exp() ** b1 * (b2 * -share[y].log()).exp()
             each = (
-                removed(z / tau, t / tau, y) if part == "not_true" else kl((t / tau).softmax(1), (z / tau).softmax(1))
+                removed(z / tau, t / tau, y)
+                if part == "not_true"
+                else kl((t / tau).softmax(1), (z / tau).softmax(1))
             )
             return ce(model, x, y) + weight * (raw / raw.sum() * each).sum()
 
@@ -90,7 +98,9 @@ def self_distilled(part: str, weight: float, tau: float, b1: float, b2: float):
     return loss
 
 
-def run_plainly(fed: Federation, loss, phis=lambda fed, cohort, known: dict.fromkeys(cohort, 1.0)) -> Params:
+def run_plainly(
+    fed: Federation, loss, phis=lambda fed, cohort, known: dict.fromkeys(cohort, 1.0)
+) -> Params:
     params, known = fed.start, {}
     for round in (1, 2):
         cohort = fed.cohort(round)
@@ -123,7 +133,9 @@ def test_feddkd(fields: dict[str, str], first: Term, second: Term) -> None:
 
 def test_feddkd_of_two_groups() -> None:
     """Of six clients the first three have an alpha of their own."""
-    ready = ready_for({"name": "feddkd_groups", "alpha": 0.4, "alpha_first": 2.0, "first": 0.5, "beta": 0.6})
+    ready = ready_for(
+        {"name": "feddkd_groups", "alpha": 0.4, "alpha_first": 2.0, "first": 0.5, "beta": 0.6}
+    )
     ours, fed = drive(ready)[0][-1].params, Federation(ready)
 
     def of_group(fed: Federation, cohort: list[int], known: dict[int, float]) -> dict[int, float]:
@@ -142,7 +154,9 @@ def gini(fed: Federation, client: int) -> float:
 
 
 def phis(timing: str, source: str, delta: float):
-    """phi of a cohort: of what each has said of itself so far (1 at first), or of all from the start."""
+    """phi of a cohort: of what each has said of itself so far (1 at first), or of all from the
+    start.
+    """
 
     def of(fed: Federation, cohort: list[int], known: dict[int, float]) -> dict[int, float]:
         g = {c: gini(fed, c) if timing == "exact" else known.get(c, 1.0) for c in cohort}
@@ -156,8 +170,17 @@ def phis(timing: str, source: str, delta: float):
 @pytest.mark.parametrize("source", ["f", "G"])
 @pytest.mark.parametrize(("tckd", "first"), [("target", target), ("binary", binary)])
 def test_fedadkd(timing: str, source: str, tckd: str, first: Term) -> None:
-    fields = {"alpha": 0.8, "beta": 0.5, "delta": 3.0, "phi_timing": timing, "phi_source": source, "tckd": tckd}
-    ready = ready_for({"name": "fedadkd", **fields}, partition={"kind": "dirichlet", "alpha": 0.3, "min_size": 4})
+    fields = {
+        "alpha": 0.8,
+        "beta": 0.5,
+        "delta": 3.0,
+        "phi_timing": timing,
+        "phi_source": source,
+        "tckd": tckd,
+    }
+    ready = ready_for(
+        {"name": "fedadkd", **fields}, partition={"kind": "dirichlet", "alpha": 0.3, "min_size": 4}
+    )
     ours = drive(ready)[0][-1].params
     fed, loss = Federation(ready), decoupled(first, removed, 0.8, 0.5, 1.0)
     check(ours, run_plainly(fed, loss, phis(timing, source, 3.0)))

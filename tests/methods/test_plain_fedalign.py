@@ -26,7 +26,9 @@ def narrow_stage(model: nn.Module, x: Tensor, norm: str) -> Tensor:
 
 
 def largest(a: Tensor, b: Tensor) -> Tensor:
-    """Ten steps of the power method on TM TM^T of one example, from ones; a (D, h, w) is pooled already."""
+    """Ten steps of the power method on TM TM^T of one example, from ones; a (D, h, w) is pooled
+    already.
+    """
     tm = a.flatten(1) @ b.flatten(1).T / a.flatten(1).shape[1]
     v = torch.ones_like(tm[:, 0])
     for _ in range(10):
@@ -74,7 +76,10 @@ def test_fedalign(norm: str) -> None:
 
 def test_steepness_is_the_largest_singular_value() -> None:
     draw = torch.Generator().manual_seed(0)
-    a, b = torch.rand(3, 6, 4, 4, generator=draw).double(), torch.rand(3, 5, 2, 2, generator=draw).double()
+    a, b = (
+        torch.rand(3, 6, 4, 4, generator=draw).double(),
+        torch.rand(3, 5, 2, 2, generator=draw).double(),
+    )
     for i, s in enumerate(steepness(a, b, 40)):
         pooled = a[i].reshape(6, 2, 2, 2, 2).mean((2, 4)).reshape(6, 4)
         expected = np.linalg.svd((pooled @ b[i].reshape(5, 4).T / 4).numpy(), compute_uv=False)[0]
@@ -104,7 +109,8 @@ def test_a_residual_network_runs_its_last_stage_at_a_quarter(name: str, norm: st
     assert narrow[0].shape[1] * 4 == whole[0].shape[1]
     assert narrow[1].shape[1] * 4 == whole[1].shape[1]
     assert narrow[1].shape[2:] == whole[1].shape[2:]
-    for key in (k for k in params if "running" in k or "tracked" in k):  # the slim pass leaves no trace in them
+    # the slim pass leaves no trace in them
+    for key in (k for k in params if "running" in k or "tracked" in k):
         assert torch.equal(params[key], still[key])
 
 
@@ -121,7 +127,8 @@ def test_at_full_width_the_slim_layers_are_the_layers() -> None:
 @pytest.mark.parametrize("model", ["mlp", "cnn", "toy_batchnorm"])
 def test_a_model_that_cannot_be_slimmed_is_refused_by_name(model: str) -> None:
     with pytest.raises(
-        IncompatibleMethod, match=rf"fedalign needs a model with a slimmable stage, and {model}.*resnet56"
+        IncompatibleMethod,
+        match=rf"fedalign needs a model with a slimmable stage, and {model}.*resnet56",
     ):
         ready_for("fedalign", model=model)
 

@@ -1,4 +1,6 @@
-"""FedBE against a plain implementation: what is drawn, what the ensemble says, and the weights averaged on the way."""
+"""FedBE against a plain implementation: what is drawn, what the ensemble says, and the weights
+averaged on the way.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,23 @@ from fedstill.keys import generator, numpy_generator, seed_for
 from fedstill.methods.fedbe import FedBE
 from fedstill.records import SERVER, Stage
 
-TEACH = {"epochs": 5, "batch": 16, "lr": 0.05, "lr_decay": 1.0, "momentum": 0.9, "weight_decay": 1e-3}
+TEACH = {
+    "epochs": 5,
+    "batch": 16,
+    "lr": 0.05,
+    "lr_decay": 1.0,
+    "momentum": 0.9,
+    "weight_decay": 1e-3,
+}
 PUBLIC = {"data": {"public": toys.PUBLIC}, "plan": {"teach_server": TEACH}}
 
 
-def gaussian(sent: list[Sent], start: Params, round: int, spread: float, uniform: bool) -> list[Params]:
-    """Three models: independent entries around the average, as far apart as the clients' are, times ``spread``."""
+def gaussian(
+    sent: list[Sent], start: Params, round: int, spread: float, uniform: bool
+) -> list[Params]:
+    """Three models: independent entries around the average, as far apart as the clients' are, times
+    ``spread``.
+    """
     weights = np.array([1.0 if uniform else s.examples for s in sent])
     draw = generator(seed_for(7, round, 1, SERVER, "models"))
     drawn = []
@@ -38,16 +51,32 @@ def gaussian(sent: list[Sent], start: Params, round: int, spread: float, uniform
 
 
 def dirichlet(sent: list[Sent], start: Params, round: int, alpha: float) -> list[Params]:
-    shares = numpy_generator(seed_for(7, round, 1, SERVER, "models")).dirichlet([alpha] * len(sent), 3)
-    return [{k: sum(a * s.params[k] for a, s in zip(row, sent, strict=True)) for k in start} for row in shares]
+    shares = numpy_generator(seed_for(7, round, 1, SERVER, "models")).dirichlet(
+        [alpha] * len(sent), 3
+    )
+    return [
+        {k: sum(a * s.params[k] for a, s in zip(row, sent, strict=True)) for k in start}
+        for row in shares
+    ]
 
 
 def distil(
-    fed: Federation, start: Params, goal: Tensor, x: Tensor, round: int, cycle: int, low: float, after: float
+    fed: Federation,
+    start: Params,
+    goal: Tensor,
+    x: Tensor,
+    round: int,
+    cycle: int,
+    low: float,
+    after: float,
 ) -> Params:
-    """SGD whose rate is set before every step; the mean of the weights at the end of every cycle, and at the end."""
+    """SGD whose rate is set before every step; the mean of the weights at the end of every cycle,
+    and at the end.
+    """
     student = fed.net(start)
-    sgd = torch.optim.SGD(student.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-3, foreach=False)
+    sgd = torch.optim.SGD(
+        student.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-3, foreach=False
+    )
     order, kept, step = generator(seed_for(7, round, 1, SERVER, "order")), [], 0
     total = TEACH["epochs"] * math.ceil(len(x) / TEACH["batch"])
     first = int(after * total)
@@ -78,7 +107,11 @@ def distil(
 def test_fedbe(fields: dict[str, object], cycle: int, low: float, after: float) -> None:
     method = {"name": "fedbe", "samples": 3, "cycle": cycle, "low": low, "after": after, **fields}
     ready = ready_for(method, **PUBLIC)
-    fed, tau, uniform = Federation(ready), float(fields.get("temperature", 1.0)), "aggregation" in fields
+    fed, tau, uniform = (
+        Federation(ready),
+        float(fields.get("temperature", 1.0)),
+        "aggregation" in fields,
+    )
     assert ready.sites.public is not None
     x, params = fed.inputs(ready.sites.public.values), fed.start
     for round in (1, 2):
@@ -115,11 +148,17 @@ def test_the_ensemble_is_the_clients_the_average_and_what_was_drawn() -> None:
     models = made.down(state, SERVER, teach, world).many("model")
     assert len(models) == 4 + 1 + 5
     assert models[world.clients] == state.params
-    assert len({float(m["head.weight"].sum()) for m in models.values()}) == 10, "no two are the same"
+    assert len({float(m["head.weight"].sum()) for m in models.values()}) == 10, (
+        "no two are the same"
+    )
     again = made.down(state, SERVER, teach, world).many("model")
     assert all(torch.equal(models[i][k], again[i][k]) for i in models for k in models[i])
-    other = made.down(state, SERVER, Stage(2, 1, teach.name, (SERVER,), "public"), world).many("model")
-    assert not torch.equal(other[world.clients + 1]["head.weight"], again[world.clients + 1]["head.weight"])
+    other = made.down(state, SERVER, Stage(2, 1, teach.name, (SERVER,), "public"), world).many(
+        "model"
+    )
+    assert not torch.equal(
+        other[world.clients + 1]["head.weight"], again[world.clients + 1]["head.weight"]
+    )
 
 
 def test_what_is_drawn_has_the_mean_and_the_spread_of_the_clients_models() -> None:
@@ -128,9 +167,15 @@ def test_what_is_drawn_has_the_mean_and_the_spread_of_the_clients_models() -> No
     entries = torch.stack([m["head.weight"] for m in made.drawn(state, teach, world)])
     sizes = state.extra.tensor("sizes").double()
     clients = torch.stack([m["head.weight"] for m in state.extra.many("model").values()])
-    wide = ((sizes / sizes.sum()).view(-1, 1, 1) * (clients - state.params["head.weight"]).square()).sum(0).sqrt()
+    wide = (
+        ((sizes / sizes.sum()).view(-1, 1, 1) * (clients - state.params["head.weight"]).square())
+        .sum(0)
+        .sqrt()
+    )
     torch.testing.assert_close(entries.std(0), 0.5 * wide, rtol=0.06, atol=0)
-    assert float(((entries.mean(0) - state.params["head.weight"]) / wide).abs().max()) < 0.5 * 5 / math.sqrt(4000)
+    assert float(
+        ((entries.mean(0) - state.params["head.weight"]) / wide).abs().max()
+    ) < 0.5 * 5 / math.sqrt(4000)
 
 
 @pytest.mark.parametrize(("alpha", "sides"), [(1e-3, "a client's own"), (1e6, "the plain mean")])
@@ -141,14 +186,20 @@ def test_at_its_edges_the_dirichlet_distribution_gives_the_clients_or_their_plai
     made, state, teach, world = after_training(method)
     assert isinstance(made, FedBE)
     clients = list(state.extra.many("model").values())
-    near = clients if alpha < 1 else [{k: sum(c[k] for c in clients) / len(clients) for k in clients[0]}]
+    near = (
+        clients
+        if alpha < 1
+        else [{k: sum(c[k] for c in clients) / len(clients) for k in clients[0]}]
+    )
     for model in made.drawn(state, teach, world):
         gaps = [max(float((model[k] - m[k]).abs().max()) for k in model) for m in near]
         assert min(gaps) < 5e-3, f"not {sides}"
 
 
 def test_one_client_leaves_nothing_to_learn() -> None:
-    """One model's spread is 0: all members agree, and the server's stage leaves the model where it is."""
+    """One model's spread is 0: all members agree, and the server's stage leaves the model where it
+    is.
+    """
     changes = {"topology": {"clients": 6, "sampled": 1}, "data": {"public": toys.PUBLIC}}
     still = {"teach_server": {**TEACH, "weight_decay": 0.0}}
     one = drive(ready_for("fedbe", plan=still, **changes))[0][-1].params
@@ -160,7 +211,10 @@ def test_one_client_leaves_nothing_to_learn() -> None:
 def test_without_a_step_the_average_stays() -> None:
     plan = {"teach_server": {**TEACH, "epochs": 0}}
     ready = ready_for("fedbe", data={"public": toys.PUBLIC}, plan=plan)
-    check(drive(ready)[0][-1].params, drive(ready_for("fedavg", data={"public": toys.PUBLIC}))[0][-1].params)
+    check(
+        drive(ready)[0][-1].params,
+        drive(ready_for("fedavg", data={"public": toys.PUBLIC}))[0][-1].params,
+    )
 
 
 def test_drawn_models_have_the_buffers_of_the_average() -> None:
@@ -168,13 +222,18 @@ def test_drawn_models_have_the_buffers_of_the_average() -> None:
     made, world = ready.settings.method, ready.world
     assert isinstance(made, FedBE)
     states, _ = drive(ready)
-    assert all(bool(v.isfinite().all()) for v in states[-1].params.values() if v.is_floating_point())
+    assert all(
+        bool(v.isfinite().all()) for v in states[-1].params.values() if v.is_floating_point()
+    )
     names = [k for k in states[-1].params if "running" in k]
     assert names
     train, teach = ready.settings.topology(1, world)
     state = made.setup(world)
     replies = ready.engine().run(
-        made.work(train), train, {c: made.down(state, c, train, world) for c in train.clients}, world.seed
+        made.work(train),
+        train,
+        {c: made.down(state, c, train, world) for c in train.clients},
+        world.seed,
     )
     state = made.fold(state, replies, train, world)
     for model in made.drawn(state, teach, world):

@@ -23,7 +23,9 @@ def zeros(like: Params) -> Params:
 @pytest.mark.parametrize("aggregation", ["uniform", "examples"])
 def test_three_rounds_are_those_of_a_plain_implementation(aggregation: str) -> None:
     alpha, rate = 0.3, 0.1
-    ready = ready_for({"name": "feddc", "alpha": alpha, "aggregation": aggregation}, rounds=3, plan=PLAIN)
+    ready = ready_for(
+        {"name": "feddc", "alpha": alpha, "aggregation": aggregation}, rounds=3, plan=PLAIN
+    )
     fed = Federation(ready)
     sizes = [len(fed.data(c)[1]) for c in range(6)]
     v = [6 * n / sum(sizes) for n in sizes]
@@ -33,7 +35,9 @@ def test_three_rounds_are_those_of_a_plain_implementation(aggregation: str) -> N
         sent, change = [], zeros(w)
         for c in fed.cohort(round):
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, c: int = c, w: Params = w, g: Params = g) -> Tensor:
+            def loss(
+                model: nn.Module, x: Tensor, y: Tensor, c: int = c, w: Params = w, g: Params = g
+            ) -> Tensor:
                 now = dict(model.named_parameters())
                 far = sum(((now[k] - (w[k] - drifts[c][k])) ** 2).sum() for k in now)
                 slope = sum((now[k] * (g[k] / v[c] - gradients[c][k])).sum() for k in now)
@@ -65,7 +69,11 @@ class WithoutGradients(FedDC):
     """FedDC that never learns a direction: g and all g_k stay 0."""
 
     def fold(self, state: State, replies: list, stage: object, world: World) -> State:  # type: ignore[override]
-        return super().fold(state, replies, stage, world).next(gradient=state.extra.tensors("gradient"))  # type: ignore[arg-type]
+        return (
+            super()
+            .fold(state, replies, stage, world)
+            .next(gradient=state.extra.tensors("gradient"))
+        )  # type: ignore[arg-type]
 
     def work(self, stage: object) -> object:  # type: ignore[override]
         return forgetful(super().work(stage))  # type: ignore[arg-type]
@@ -87,7 +95,10 @@ def test_without_gradients_it_is_feddyn() -> None:
     ready = ready_for({"name": "feddc", "alpha": 0.3}, rounds=3, **EVEN)
     assert {len(p) for p in ready.sites.parts} == {50}
     alone = replace(ready, settings=replace(ready.settings, method=WithoutGradients(alpha=0.3)))
-    ours, dyn = drive(alone)[0], drive(ready_for({"name": "feddyn", "alpha": 0.3}, rounds=3, **EVEN))[0]
+    ours, dyn = (
+        drive(alone)[0],
+        drive(ready_for({"name": "feddyn", "alpha": 0.3}, rounds=3, **EVEN))[0],
+    )
     check(ours[-1].params, dyn[-1].params)
     h = {k: -0.3 * d for k, d in ours[-1].extra.tensors("drift").items()}
     check(h, dyn[-1].extra.tensors("h"))
@@ -97,9 +108,13 @@ def test_without_gradients_it_is_feddyn() -> None:
 
 def test_the_first_round_is_fedprox_and_a_step_along_the_mean_drift() -> None:
     ready = ready_for({"name": "feddc", "alpha": 0.3}, rounds=1, **EVEN)
-    prox = drive(ready_for({"name": "fedprox", "mu": 0.3, "aggregation": "uniform"}, rounds=1, **EVEN))[0][-1].params
+    prox = drive(
+        ready_for({"name": "fedprox", "mu": 0.3, "aggregation": "uniform"}, rounds=1, **EVEN)
+    )[0][-1].params
     start, sampled = ready.world.initial(0), 4
-    check(drive(ready)[0][-1].params, {k: v + sampled / 6 * (v - start[k]) for k, v in prox.items()})
+    check(
+        drive(ready)[0][-1].params, {k: v + sampled / 6 * (v - start[k]) for k, v in prox.items()}
+    )
 
 
 def test_the_servers_gradient_is_the_mean_of_the_clients_when_all_take_part() -> None:

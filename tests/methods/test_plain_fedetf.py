@@ -45,9 +45,14 @@ def test_equal_counts_are_plain_cross_entropy() -> None:
     z = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.arange(6) % CLASSES
     shift = torch.full((CLASSES,), 7.0, dtype=torch.float64).log()
-    torch.testing.assert_close(adjusted_cross_entropy(z, y, shift=shift), cross_entropy(z, y), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        adjusted_cross_entropy(z, y, shift=shift), cross_entropy(z, y), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_another_head_is_refused_and_the_refusal_says_what_to_set() -> None:
-    with pytest.raises(IncompatibleMethod, match=r"a simplex as its head, .*: set model\.name = 'etf', and model\.of"):
+    with pytest.raises(
+        IncompatibleMethod,
+        match=r"a simplex as its head, .*: set model\.name = 'etf', and model\.of",
+    ):
         prepare(settle(toys.toy("fedetf")), toys.blobs())

@@ -22,7 +22,14 @@ from fedstill.trees import same_bits
 
 CLASSES, NOISE = toys.CLASSES, 3
 SMALL = {"name": "fedgen", "noise": NOISE, "hidden": 6, "samples": 40}
-SERVERS = {"epochs": 2, "batch": 16, "lr": 0.01, "lr_decay": 1.0, "weight_decay": 0.01, "momentum": 0.0}
+SERVERS = {
+    "epochs": 2,
+    "batch": 16,
+    "lr": 0.01,
+    "lr_decay": 1.0,
+    "weight_decay": 0.01,
+    "momentum": 0.0,
+}
 
 
 def drawn(seed: int, round: int, client: int) -> torch.Generator:
@@ -35,9 +42,13 @@ def noise_for(labels: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def new_generator(ready: Prepared) -> nn.Sequential:
-    start = contract.initial(ready.settings.method.spec(ready.world), seed_for(7, 0, 0, SERVER, "generate"))
+    start = contract.initial(
+        ready.settings.method.spec(ready.world), seed_for(7, 0, 0, SERVER, "generate")
+    )
     made = nn.Sequential(nn.Linear(NOISE + CLASSES, 6), nn.ReLU(), nn.Linear(6, 8)).double()
-    made.load_state_dict({k.replace("body.1", "0").replace("head", "2"): v for k, v in start.items()})
+    made.load_state_dict(
+        {k.replace("body.1", "0").replace("head", "2"): v for k, v in start.items()}
+    )
     return made
 
 
@@ -77,7 +88,9 @@ def iterations(size: int, round: int, client: int) -> Iterator[Tensor]:
             yield index + epoch
 
 
-def objective(made: nn.Sequential, fed: Federation, round: int, k: int, weight: float, match: float) -> Loss:
+def objective(
+    made: nn.Sequential, fed: Federation, round: int, k: int, weight: float, match: float
+) -> Loss:
     """A client's loss, one batch after another."""
     draw, labels = drawn(7, round, k), torch.arange(CLASSES).repeat_interleave(POOL)
     with torch.no_grad():
@@ -107,21 +120,27 @@ def test_fedgen(weight: float, match: float) -> None:
     for round in (1, 2, 3):
         sent = []
         for k in fed.cohort(round):
-            loss = objective(made, fed, round, k, 0.8 ** (round - 1) * weight, 0.8 ** (round - 1) * match)
+            loss = objective(
+                made, fed, round, k, 0.8 ** (round - 1) * weight, 0.8 ** (round - 1) * match
+            )
             sent.append(fed.fit(server, ce if round == 1 else loss, round, k))
         server = average(sent)
         fit(made, {s.client: s.params for s in sent}, fed, round)
     states, _ = drive(ready)
     check(states[-1].params, server)
     check_matters(states[-1].params, ready, 3)
-    ours = {k.replace("body.1", "0").replace("head", "2"): v for k, v in states[-1].extra.tensors("generator").items()}
+    ours = {
+        k.replace("body.1", "0").replace("head", "2"): v
+        for k, v in states[-1].extra.tensors("generator").items()
+    }
     check(ours, {k: v.detach() for k, v in made.state_dict().items()})
     assert set(states[-1].extra) == {"labels", "generator"}
 
 
 def test_without_both_weights_it_is_federated_averaging_to_the_bit() -> None:
     ours, theirs = (
-        drive(ready_for(m, rounds=3))[0][-1].params for m in ({**SMALL, "weight": 0.0, "match": 0.0}, "fedavg")
+        drive(ready_for(m, rounds=3))[0][-1].params
+        for m in ({**SMALL, "weight": 0.0, "match": 0.0}, "fedavg")
     )
     assert same_bits(ours, theirs)
 
@@ -143,12 +162,22 @@ def test_the_generator_learns_and_leaves_heads_and_absent_classes_alone() -> Non
     made = ready.settings.method.setup(ready.world).extra["generator"]
     head = {k: v for k, v in ready.world.initial(0).items() if k.startswith("head.")}
     counts = torch.tensor([[3, 0, 1, 4, 2]])
-    carry = work.begin(Payload({"generator": made, "head.0": head, "counts": counts}), Payload(), view, ready.world)
+    carry = work.begin(
+        Payload({"generator": made, "head.0": head, "counts": counts}), Payload(), view, ready.world
+    )
     assert set(carry.examples.labels.tolist()) == {0, 2, 3, 4}
-    torch.testing.assert_close(carry["omega"].sum(0), torch.tensor([1.0, 0, 1, 1, 1], dtype=torch.float64))
+    torch.testing.assert_close(
+        carry["omega"].sum(0), torch.tensor([1.0, 0, 1, 1, 1], dtype=torch.float64)
+    )
     losses = [
         train(
-            work, carry, Plan(epochs=e, batch=32, optimiser="adam", lr=0.01), stage, view, ready.sites.inputs, 7
+            work,
+            carry,
+            Plan(epochs=e, batch=32, optimiser="adam", lr=0.01),
+            stage,
+            view,
+            ready.sites.inputs,
+            7,
         ).losses
         for e in (1, 5, 20)
     ]
@@ -157,7 +186,9 @@ def test_the_generator_learns_and_leaves_heads_and_absent_classes_alone() -> Non
 
 
 def test_the_servers_stage_changes_no_parameter_of_the_model() -> None:
-    (*_, ours), (*_, theirs) = (drive(ready_for(SMALL, rounds=1, plan={"generate": {"epochs": e}}))[0] for e in (0, 3))
+    (*_, ours), (*_, theirs) = (
+        drive(ready_for(SMALL, rounds=1, plan={"generate": {"epochs": e}}))[0] for e in (0, 3)
+    )
     assert same_bits(ours.params, theirs.params)
     assert not same_bits(ours.extra.tensors("generator"), theirs.extra.tensors("generator"))
 

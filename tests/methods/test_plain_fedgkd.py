@@ -16,7 +16,9 @@ from fedstill.experiment.running.runner import run
 PUBLIC = {"data": {"public": toys.PUBLIC}}
 
 
-def divergence(model: nn.Module, teachers: list[nn.Module], votes: list[float], x: Tensor, tau: float) -> Tensor:
+def divergence(
+    model: nn.Module, teachers: list[nn.Module], votes: list[float], x: Tensor, tau: float
+) -> Tensor:
     far = torch.zeros((), dtype=torch.float64)
     for teacher, vote in zip(teachers, votes, strict=True):
         p = (teacher(x).detach() / tau).softmax(1)
@@ -24,7 +26,9 @@ def divergence(model: nn.Module, teachers: list[nn.Module], votes: list[float], 
     return far
 
 
-def plain_run(fed: Federation, rounds: int, models: int, weight: float, tau: float, vote: float = 0.0) -> list[Params]:
+def plain_run(
+    fed: Federation, rounds: int, models: int, weight: float, tau: float, vote: float = 0.0
+) -> list[Params]:
     """The server's models; with ``vote``, its temperature, each teacher speaks for itself."""
     made = [fed.start]
     for round in range(1, rounds + 1):
@@ -42,7 +46,9 @@ def plain_run(fed: Federation, rounds: int, models: int, weight: float, tau: flo
         else:
             votes, teachers = [], []
 
-        def loss(m: nn.Module, x: Tensor, y: Tensor, teachers: list = teachers, votes: list = votes) -> Tensor:
+        def loss(
+            m: nn.Module, x: Tensor, y: Tensor, teachers: list = teachers, votes: list = votes
+        ) -> Tensor:
             return ce(m, x, y) + weight * divergence(m, teachers, votes, x, tau)
 
         made.append(average([fed.fit(made[-1], loss, round, c) for c in fed.cohort(round)]))
@@ -59,7 +65,9 @@ def public_labels(fed: Federation) -> Tensor:
 
 @pytest.mark.parametrize("models", [1, 2, 5])
 def test_fedgkd(models: int) -> None:
-    ready = ready_for({"name": "fedgkd", "models": models, "weight": 0.7, "temperature": 2.0}, rounds=4)
+    ready = ready_for(
+        {"name": "fedgkd", "models": models, "weight": 0.7, "temperature": 2.0}, rounds=4
+    )
     made = plain_run(Federation(ready), 4, models, 0.7, 2.0)
     states, _ = drive(ready)
     for state, params in zip(states, made, strict=True):
@@ -70,7 +78,13 @@ def test_fedgkd(models: int) -> None:
 
 @pytest.mark.parametrize("models", [2, 5])
 def test_fedgkd_vote(models: int) -> None:
-    fields = {"name": "fedgkd_vote", "models": models, "weight": 0.7, "temperature": 2.0, "vote_temperature": 0.3}
+    fields = {
+        "name": "fedgkd_vote",
+        "models": models,
+        "weight": 0.7,
+        "temperature": 2.0,
+        "vote_temperature": 0.3,
+    }
     ready = ready_for(fields, rounds=4, **PUBLIC)
     made = plain_run(Federation(ready), 4, models, 0.7, 2.0, vote=0.3)
     states, _ = drive(ready)
@@ -91,7 +105,9 @@ def test_fedgkd_vote(models: int) -> None:
     ],
     ids=str,
 )
-def test_at_its_edge_it_is_another_method_to_the_bit(one: object, other: object, changes: dict[str, object]) -> None:
+def test_at_its_edge_it_is_another_method_to_the_bit(
+    one: object, other: object, changes: dict[str, object]
+) -> None:
     ours, theirs = (drive(ready_for(m, rounds=3, **changes))[0][-1].params for m in (one, other))
     assert all(torch.equal(ours[k], v) for k, v in theirs.items())
 
@@ -100,15 +116,28 @@ def test_models_with_equal_losses_have_equal_votes() -> None:
     ready = ready_for({"name": "fedgkd_vote", "models": 3}, rounds=4, **PUBLIC)
     method, state = ready.settings.method, drive(ready)[0][3]
     equal = state.next(groups={f"loss.{r}": 1.7 for r in (2, 3, 4)})
-    assert method.open(equal, [], ready.world).extra.tensor("votes").tolist() == pytest.approx([1 / 3] * 3)
+    assert method.open(equal, [], ready.world).extra.tensor("votes").tolist() == pytest.approx(
+        [1 / 3] * 3
+    )
 
 
 def test_the_state_forgets_models_beyond_the_window() -> None:
     ready = ready_for({"name": "fedgkd", "models": 3}, rounds=6)
-    assert [sorted(s.extra.many("past")) for s in drive(ready)[0]] == [[], [], [2], [2, 3], [3, 4], [4, 5], [5, 6]]
+    assert [sorted(s.extra.many("past")) for s in drive(ready)[0]] == [
+        [],
+        [],
+        [2],
+        [2, 3],
+        [3, 4],
+        [4, 5],
+        [5, 6],
+    ]
 
 
 def test_public_data_without_labels_cannot_vote() -> None:
     bare = {"data": {"public": toys.PUBLIC, "public_labels": False}}
-    with pytest.raises(IncompatibleMethod, match=r"stage 'weigh' of method fedgkd_vote reads .* set \[data\] public"):
+    with pytest.raises(
+        IncompatibleMethod,
+        match=r"stage 'weigh' of method fedgkd_vote reads .* set \[data\] public",
+    ):
         run(toys.toy("fedgkd_vote", **bare), None, data=toys.blobs())

@@ -66,7 +66,9 @@ class Looked(Branched):
     """Looks at the first step of a client, where it is still the global model."""
 
     def terms(self, step, carry):  # type: ignore[no-untyped-def]
-        received = {k: v.requires_grad_(v.is_floating_point()) for k, v in carry.teachers["global"].items()}
+        received = {
+            k: v.requires_grad_(v.is_floating_point()) for k, v in carry.teachers["global"].items()
+        }
         hybrids = [step.through("global", level) for level in step.levels()]
         first = next(k for k in step.params if k.endswith("weight"))
         for h in hybrids:
@@ -88,7 +90,15 @@ def test_at_the_global_model_every_branch_says_what_it_says(model: object) -> No
     view, start = ready.sites.view(0, stage), dict(ready.world.initial(0))
     teacher = {k: v.clone() for k, v in start.items()}
     plan = Plan(steps=1, epochs=0, batch=8, norm="frozen")
-    train(Looked(FedMLB()), Carry(start, teachers={"global": teacher}), plan, stage, view, ready.sites.inputs, 7)
+    train(
+        Looked(FedMLB()),
+        Carry(start, teachers={"global": teacher}),
+        plan,
+        stage,
+        view,
+        ready.sites.inputs,
+        7,
+    )
     assert levels(contract.module(view.model))
 
 

@@ -33,23 +33,40 @@ def wrong(model: nn.Module, received: nn.Module, x: Tensor, y: Tensor) -> Tensor
 
 
 def two_passes(
-    fed: Federation, start: Params, round: int, client: int, first: First, rho: float, adaptive: bool, part: str = ""
+    fed: Federation,
+    start: Params,
+    round: int,
+    client: int,
+    first: First,
+    rho: float,
+    adaptive: bool,
+    part: str = "",
 ):
-    """One client: up the first objective, the gradient of the cross-entropy there, back, and a step."""
+    """One client: up the first objective, the gradient of the cross-entropy there, back, and a
+    step.
+    """
     model, received, (x, y) = fed.net(start), fed.net(start), fed.data(client)
     sgd = torch.optim.SGD(
-        model.parameters(), lr=fed.lr(round), momentum=PLAN["momentum"], weight_decay=PLAN["weight_decay"]
+        model.parameters(),
+        lr=fed.lr(round),
+        momentum=PLAN["momentum"],
+        weight_decay=PLAN["weight_decay"],
     )
     order = generator(seed_for(7, round, 0, client, "order"))
     for _ in range(fed.epochs):
         for index in torch.randperm(len(y), generator=order).split(PLAN["batch"]):
             named = dict(model.named_parameters())
-            up = torch.autograd.grad(first(model, received, x[index], y[index]), list(named.values()))
+            up = torch.autograd.grad(
+                first(model, received, x[index], y[index]), list(named.values())
+            )
             length = sum((g**2).sum() for g in up) ** 0.5 + 1e-12
             before = {k: p.detach().clone() for k, p in named.items()}
             with torch.no_grad():
                 for (name, p), g in zip(named.items(), up, strict=True):
-                    left = any(not torch.equal(p, start[k]) for k, p in before.items()) or first is wrong
+                    left = (
+                        any(not torch.equal(p, start[k]) for k, p in before.items())
+                        or first is wrong
+                    )
                     if name.startswith(part) and left:
                         p += rho * (moved(p - start[name]) if adaptive else 1) * g / length
             sgd.zero_grad()
@@ -62,7 +79,9 @@ def two_passes(
 
 
 def moved(change: Tensor) -> Tensor:
-    """How far each entry has moved, in units of its column's, or of a whole bias's; zero where nothing has."""
+    """How far each entry has moved, in units of its column's, or of a whole bias's; zero where
+    nothing has.
+    """
     far = (change**2).sum(0, keepdim=True) ** 0.5
     return torch.where(far > 0, change.abs() / torch.where(far > 0, far, 1), 0)
 
@@ -85,9 +104,14 @@ def test_two_rounds_are_those_of_two_passes_written_out(
     fed = Federation(ready)
     server = fed.start
     for round in (1, 2):
-        sent = {c: two_passes(fed, server, round, c, first, rho, adaptive, part) for c in fed.cohort(round)}
+        sent = {
+            c: two_passes(fed, server, round, c, first, rho, adaptive, part)
+            for c in fed.cohort(round)
+        }
         sizes = {c: len(fed.data(c)[1]) for c in sent}
-        server = {k: sum(n * sent[c][k] for c, n in sizes.items()) / sum(sizes.values()) for k in server}
+        server = {
+            k: sum(n * sent[c][k] for c, n in sizes.items()) / sum(sizes.values()) for k in server
+        }
     ours = drive(ready)[0][-1].params
     check(ours, server)
     check_matters(ours, ready)
@@ -95,7 +119,9 @@ def test_two_rounds_are_those_of_two_passes_written_out(
 
 @pytest.mark.parametrize("name", ["fedsam", "fedsol"])
 def test_at_rho_0_it_is_federated_averaging_to_the_bit(name: str) -> None:
-    ours, theirs = (drive(ready_for(m))[0][-1].params for m in ({"name": name, "rho": 0.0}, "fedavg"))
+    ours, theirs = (
+        drive(ready_for(m))[0][-1].params for m in ({"name": name, "rho": 0.0}, "fedavg")
+    )
     assert same_bits(ours, theirs)
 
 
@@ -104,7 +130,8 @@ def test_the_first_step_of_a_client_is_fedavgs(scale: str) -> None:
     """There the divergence from the model received is zero, in float32 but for rounding."""
     once = experiment({"name": "fedsol", "scale": scale}, rounds=1, plan={"steps": 1, "epochs": 0})
     ours, theirs = (
-        drive(prepare(settle(e), toys.blobs()))[0][-1].params for e in (once, replace(once, method="fedavg"))
+        drive(prepare(settle(e), toys.blobs()))[0][-1].params
+        for e in (once, replace(once, method="fedavg"))
     )
     assert same_bits(ours, theirs)
 
@@ -118,7 +145,10 @@ def test_the_point_is_as_far_away_as_rho_says() -> None:
     start = {k: v.double() for k, v in Federation(ready_for("fedavg")).start.items()}
     draw = torch.Generator().manual_seed(0)
     now, grads = (
-        {k: v + scale * torch.randn(v.shape, generator=draw, dtype=v.dtype) for k, v in start.items()}
+        {
+            k: v + scale * torch.randn(v.shape, generator=draw, dtype=v.dtype)
+            for k, v in start.items()
+        }
         for scale in (0.1, 1.0)
     )
     for rho in (0.3, 2.0):

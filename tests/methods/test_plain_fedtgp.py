@@ -20,7 +20,14 @@ from fedstill.registry import lookup
 from fedstill.trees import same_bits
 
 CLASSES, WIDTH = toys.CLASSES, 8
-SERVERS = {"epochs": 4, "batch": 3, "lr": 0.05, "lr_decay": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+SERVERS = {
+    "epochs": 4,
+    "batch": 3,
+    "lr": 0.05,
+    "lr_decay": 1.0,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+}
 
 
 class Table(nn.Module):
@@ -28,8 +35,13 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.out = nn.Linear(CLASSES, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
-        start = contract.initial(table_of(torch.zeros(CLASSES, WIDTH)), seed_for(7, 0, 0, SERVER, "prototypes"))
+        self.embedding, self.out = (
+            nn.Linear(CLASSES, WIDTH).double(),
+            nn.Linear(WIDTH, WIDTH).double(),
+        )
+        start = contract.initial(
+            table_of(torch.zeros(CLASSES, WIDTH)), seed_for(7, 0, 0, SERVER, "prototypes")
+        )
         self.load_state_dict(
             {
                 **{f"embedding.{k}": start[f"body.1.{k}"] for k in ("weight", "bias")},
@@ -56,7 +68,9 @@ def fit(table: Table, said: dict[int, dict[int, Tensor]], round: int, largest: f
             prototypes, losses = table(), []
             for i in index.tolist():
                 u, c = pairs[i]
-                far = torch.stack([(u - p).norm() + margin * (j == c) for j, p in enumerate(prototypes)])
+                far = torch.stack(
+                    [(u - p).norm() + margin * (j == c) for j, p in enumerate(prototypes)]
+                )
                 losses.append(-(-far).log_softmax(0)[c])
             torch.stack(losses).mean().backward()
             sgd.step()
@@ -67,16 +81,26 @@ def test_fedtgp(largest: float) -> None:
     method = {"name": "fedtgp", "strength": 0.5, "largest_margin": largest}
     ready = ready_for(method, rounds=3, plan={"prototypes": SERVERS})
     fed, table = Federation(ready), Table()
-    own, seen, prototypes = dict.fromkeys(range(6), fed.start), set[int](), torch.zeros(CLASSES, WIDTH)
+    own, seen, prototypes = (
+        dict.fromkeys(range(6), fed.start),
+        set[int](),
+        torch.zeros(CLASSES, WIDTH),
+    )
     for round in (1, 2, 3):
         said = {}
         for k in fed.cohort(round):
 
             def loss(
-                m: nn.Module, x: Tensor, y: Tensor, p: Tensor = prototypes, known: frozenset[int] = frozenset(seen)
+                m: nn.Module,
+                x: Tensor,
+                y: Tensor,
+                p: Tensor = prototypes,
+                known: frozenset[int] = frozenset(seen),
             ) -> Tensor:
                 pairs = [(a, c) for a, c in zip(x.split(1), y.tolist(), strict=True) if c in known]
-                return ce(m, x, y) + 0.5 * sum(((m.body(a) - p[c]) ** 2).mean() for a, c in pairs) / len(y)
+                return ce(m, x, y) + 0.5 * sum(
+                    ((m.body(a) - p[c]) ** 2).mean() for a, c in pairs
+                ) / len(y)
 
             own[k] = fed.fit(own[k], loss, round, k).params
             x, y = fed.data(k)
@@ -97,7 +121,9 @@ def test_fedtgp(largest: float) -> None:
 
 def test_without_weight_clients_train_alone_to_the_bit() -> None:
     same = {"rounds": 3, "topology": {"clients": 6}, "plan": {"epochs": 1}}
-    zero = drive(ready_for({"name": "fedtgp", "strength": 0.0}, **{**same, "topology": {"clients": 6}}))[1]
+    zero = drive(
+        ready_for({"name": "fedtgp", "strength": 0.0}, **{**same, "topology": {"clients": 6}})
+    )[1]
     alone = drive(ready_for({"name": "lg_fedavg", "layers": 0}, **same))[1]
     assert all(same_bits(zero.load(k).params, alone.load(k).params) for k in range(6))
 
@@ -126,10 +152,14 @@ def test_without_a_margin_and_with_one_pair_a_class_the_loss_falls_in_every_epoc
     losses = []
     for epochs in range(1, 6):
         plan = Plan(epochs=epochs, batch=10, lr=0.01)
-        losses.append(train(Apart(), carry, plan, stage, view, ready.sites.inputs, 7).losses["apart"])
+        losses.append(
+            train(Apart(), carry, plan, stage, view, ready.sites.inputs, 7).losses["apart"]
+        )
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]
-    distances = torch.cdist(carry.examples.values.double(), all_prototypes(carry["spec"], table).double())
+    distances = torch.cdist(
+        carry.examples.values.double(), all_prototypes(carry["spec"], table).double()
+    )
     first = nn.functional.cross_entropy(-distances, carry.examples.labels)
     assert losses[0] == pytest.approx(float(first), rel=1e-5)
 
@@ -140,7 +170,9 @@ def test_the_margin_is_the_widest_gap_to_the_next_class_up_to_its_bound() -> Non
     means = torch.zeros(CLASSES, WIDTH, dtype=torch.float64)
     means[:3, 0] = torch.tensor([0.0, 3.0, 10.0])
     state, counts = method.setup(ready.world), torch.tensor([1, 1, 1, 0, 0])
-    sent = method.fold(state, [Reply(0, Payload(means=means, counts=counts), 3)], stage, ready.world)
+    sent = method.fold(
+        state, [Reply(0, Payload(means=means, counts=counts), 3)], stage, ready.world
+    )
     assert method.margin(sent) == pytest.approx(7.0)
     assert lookup("method", "fedtgp").build(largest_margin=5.0).margin(sent) == 5.0
     single = [Reply(0, Payload(means=means, counts=torch.tensor([1, 0, 0, 0, 0])), 3)]

@@ -32,7 +32,9 @@ def split(params: Params, name: str) -> Params:
     return {k.removeprefix(name + "."): v for k, v in params.items() if k.startswith(name + ".")}
 
 
-def mutual(fed: Federation, start: Params, round: int, client: int, alpha: float, beta: float) -> Params:
+def mutual(
+    fed: Federation, start: Params, round: int, client: int, alpha: float, beta: float
+) -> Params:
     """Both networks step on every batch, each with an optimiser of its own."""
     model, (x, y) = fed.net(start), fed.data(client)
     how = {"lr": fed.lr(round), "momentum": PLAN["momentum"], "weight_decay": PLAN["weight_decay"]}
@@ -52,18 +54,27 @@ def mutual(fed: Federation, start: Params, round: int, client: int, alpha: float
     return {k: v.detach().clone() for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("alpha", "beta", "aggregation"), [(0.5, 0.5, "uniform"), (0.9, 0.2, "examples")])
-def test_rounds_are_those_of_two_networks_written_out(alpha: float, beta: float, aggregation: str) -> None:
+@pytest.mark.parametrize(
+    ("alpha", "beta", "aggregation"), [(0.5, 0.5, "uniform"), (0.9, 0.2, "examples")]
+)
+def test_rounds_are_those_of_two_networks_written_out(
+    alpha: float, beta: float, aggregation: str
+) -> None:
     method = {"name": "fml", "alpha": alpha, "beta": beta, "aggregation": aggregation}
     ready = ready_for(method, rounds=3, model=PAIR)
     fed = Federation(ready)
     server, own = fed.start, dict.fromkeys(range(6), fed.start)
     for round in (1, 2, 3):
         shared = {k: v for k, v in server.items() if k.startswith("shared.")}
-        weights = {c: len(fed.data(c)[1]) if aggregation == "examples" else 1 for c in fed.cohort(round)}
+        weights = {
+            c: len(fed.data(c)[1]) if aggregation == "examples" else 1 for c in fed.cohort(round)
+        }
         own |= {c: mutual(fed, {**own[c], **shared}, round, c, alpha, beta) for c in weights}
         total = sum(weights.values())
-        server = {**server, **{k: sum(w * own[c][k] for c, w in weights.items()) / total for k in shared}}
+        server = {
+            **server,
+            **{k: sum(w * own[c][k] for c, w in weights.items()) / total for k in shared},
+        }
     states, memory = drive(ready)
     check(states[-1].params, server)
     for c in range(6):
@@ -80,7 +91,12 @@ def test_where_both_learn_from_labels_alone_they_are_fedavg_and_local_training_t
         ("shared", {"name": "fedavg", "aggregation": "uniform"}),
         ("own", {"name": "lg_fedavg", "layers": 0}),
     ):
-        other = ready_for(method, rounds=3, model={"name": PAIR[name], **PAIR[f"{name}_arguments"]}, topology=sampled)
+        other = ready_for(
+            method,
+            rounds=3,
+            model={"name": PAIR[name], **PAIR[f"{name}_arguments"]},
+            topology=sampled,
+        )
         other.world._initial[other.world.model(0)] = split(dict(start), name)
         theirs, kept = drive(other)
         if name == "shared":
@@ -107,12 +123,16 @@ class Same:
 
 def test_neither_distillation_reaches_the_other_and_equal_networks_have_none() -> None:
     draw = torch.Generator().manual_seed(0)
-    own, shared = (torch.randn(6, 5, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
+    own, shared = (
+        torch.randn(6, 5, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2)
+    )
     y = torch.arange(6) % 5
     work = Mutual(FML(), "train", 0.5, 0.5)
     terms = work.terms(Same(own, shared, y), Carry({}))  # type: ignore[arg-type]
     for name, other in (("own", shared), ("own_kd", shared), ("shared", own), ("shared_kd", own)):
-        (grad,) = torch.autograd.grad(terms[name].sum(), [other], allow_unused=True, retain_graph=True)
+        (grad,) = torch.autograd.grad(
+            terms[name].sum(), [other], allow_unused=True, retain_graph=True
+        )
         assert grad is None
     equal = work.terms(Same(own, own, y), Carry({}))  # type: ignore[arg-type]
     assert float(equal["own_kd"].detach().abs().max()) < 1e-12
@@ -122,33 +142,66 @@ def test_neither_distillation_reaches_the_other_and_equal_networks_have_none() -
 def test_clients_may_have_other_networks_of_their_own(tmp_path: Path) -> None:
     """What a client measures, and what is loaded, is its own network."""
     models = (toys.two_networks("mlp", hidden=(6,)), toys.two_networks("logistic"))
-    changes = {"topology": {"clients": 4}, "model": PAIR, "clients": {"models": models}, "measure_every": 1}
+    changes = {
+        "topology": {"clients": 4},
+        "model": PAIR,
+        "clients": {"models": models},
+        "measure_every": 1,
+    }
     run(toys.toy("fml", **changes), tmp_path / "run", toys.blobs())
-    told = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client" and e["round"] == 3]
+    told = [
+        e
+        for e in read_journal(tmp_path / "run/journal.jsonl")
+        if e["event"] == "client" and e["round"] == 3
+    ]
     test = toys.blobs().test
     for event, name in zip(told, ("mlp", "logistic") * 2, strict=True):
         loaded = fedstill.load_model(tmp_path / "run", client=event["client"]).eval()
         assert loaded.about["network"].startswith(name)
         with torch.no_grad():
             right = loaded(test.values).argmax(1) == test.labels
-        assert torch.bincount(test.labels[right], minlength=toys.CLASSES).tolist() == event["correct_by_class"]
+        assert (
+            torch.bincount(test.labels[right], minlength=toys.CLASSES).tolist()
+            == event["correct_by_class"]
+        )
 
 
 def test_the_shared_network_is_one_for_all() -> None:
-    other = {"name": "pair", "own": "logistic", "shared": "mlp", "shared_arguments": {"hidden": (3,)}}
-    with pytest.raises(IncompatibleMethod, match=r"all share one network; set the same model\.shared"):
-        run(toys.toy("fml", model=PAIR, clients={"models": (PAIR, other)}, topology={"clients": 4}), None, toys.blobs())
-    with pytest.raises(IncompatibleMethod, match=r"set model\.name = 'pair', and model\.own and model\.shared"):
+    other = {
+        "name": "pair",
+        "own": "logistic",
+        "shared": "mlp",
+        "shared_arguments": {"hidden": (3,)},
+    }
+    with pytest.raises(
+        IncompatibleMethod, match=r"all share one network; set the same model\.shared"
+    ):
+        run(
+            toys.toy("fml", model=PAIR, clients={"models": (PAIR, other)}, topology={"clients": 4}),
+            None,
+            toys.blobs(),
+        )
+    with pytest.raises(
+        IncompatibleMethod, match=r"set model\.name = 'pair', and model\.own and model\.shared"
+    ):
         run(toys.toy("fml"), None, toys.blobs())
 
 
 def test_a_pair_gives_what_its_shared_network_gives() -> None:
     fields = {k: v for k, v in PAIR.items() if k != "name"}
     spec = contract.spec_for("pair", (1, 4, 4), 5, fields)
-    params, x = contract.initial(spec, 0), torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    params, x = (
+        contract.initial(spec, 0),
+        torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
+    )
     shared = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
-    assert torch.equal(contract.predictor(spec, params)(x), contract.predictor(shared, split(params, "shared"))(x))
+    assert torch.equal(
+        contract.predictor(spec, params)(x), contract.predictor(shared, split(params, "shared"))(x)
+    )
     own, weights = own_of(spec, params)
     assert own == contract.spec_for(str(PAIR["own"]), (1, 4, 4), 5, PAIR["own_arguments"])
     assert same_bits(weights, split(params, "own"))
-    assert torch.equal(contract.run_part(contract.module(spec), "own", params, x), contract.predictor(own, weights)(x))
+    assert torch.equal(
+        contract.run_part(contract.module(spec), "own", params, x),
+        contract.predictor(own, weights)(x),
+    )

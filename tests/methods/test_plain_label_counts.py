@@ -20,31 +20,45 @@ def others_of(row: Tensor, label: int) -> Tensor:
     return torch.cat([row[:label], row[label + 1 :]])
 
 
-def calibrated(model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
+def calibrated(
+    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
+) -> Tensor:
     margins = torch.tensor([0.7 / n**0.25 if n else 70.0 for n in counts], dtype=torch.float64)
     z = model(x) - margins
-    return -torch.stack([row[c] - row.exp().sum().log() for row, c in zip(z, y.tolist(), strict=True)]).mean()
+    return -torch.stack(
+        [row[c] - row.exp().sum().log() for row, c in zip(z, y.tolist(), strict=True)]
+    ).mean()
 
 
-def calibrated_as_printed(model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
+def calibrated_as_printed(
+    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
+) -> Tensor:
     margins = torch.tensor([0.7 / n**0.25 if n else 70.0 for n in counts], dtype=torch.float64)
     z = model(x) - margins
-    each = [row[c] - others_of(row, c).exp().sum().log() for row, c in zip(z, y.tolist(), strict=True)]
+    each = [
+        row[c] - others_of(row, c).exp().sum().log() for row, c in zip(z, y.tolist(), strict=True)
+    ]
     return -torch.stack(each).mean()
 
 
-def restricted(model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
+def restricted(
+    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
+) -> Tensor:
     scale = torch.tensor([1.0 if n else 0.4 for n in counts], dtype=torch.float64)
     return nn.functional.nll_loss((model(x) * scale).log_softmax(1), y)
 
 
-def restricted_by_share(model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
+def restricted_by_share(
+    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
+) -> Tensor:
     scale = torch.tensor([0.6 * n / max(counts) + 0.4 for n in counts], dtype=torch.float64)
     return nn.functional.nll_loss((model(x) * scale).log_softmax(1), y)
 
 
 def masked(tau: float, beta: float, uniform: bool) -> Objective:
-    def loss(model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
+    def loss(
+        model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
+    ) -> Tensor:
         z, t, terms = model(x), teacher(x).detach(), []
         small = [c for c, n in enumerate(counts) if n <= sum(counts) / len(counts)]
         for student, guide, label in zip(z / tau, t / tau, y.tolist(), strict=True):
@@ -52,7 +66,9 @@ def masked(tau: float, beta: float, uniform: bool) -> Objective:
             rest = others_of(student, label).exp().sum().log()
             total = sum(guide[c].exp() for c in kept)
             share = {c: 1 / len(kept) if uniform else float(guide[c].exp() / total) for c in kept}
-            divergence = [p * (torch.tensor(p).log() - (student[c] - rest)) for c, p in share.items()]
+            divergence = [
+                p * (torch.tensor(p).log() - (student[c] - rest)) for c, p in share.items()
+            ]
             terms.append(sum(divergence, torch.zeros((), dtype=torch.float64)))
         return ce(model, x, y) + beta * tau**2 * torch.stack(terms).mean()
 
@@ -61,18 +77,29 @@ def masked(tau: float, beta: float, uniform: bool) -> Objective:
 
 PLAIN: dict[str, tuple[dict[str, object], Objective]] = {
     "fedlc": ({"name": "fedlc", "margin": 0.7}, calibrated),
-    "fedlc printed": ({"name": "fedlc", "margin": 0.7, "denominator": "others"}, calibrated_as_printed),
+    "fedlc printed": (
+        {"name": "fedlc", "margin": 0.7, "denominator": "others"},
+        calibrated_as_printed,
+    ),
     "fedrs": ({"name": "fedrs", "alpha": 0.4}, restricted),
     "fedrs by share": ({"name": "fedrs", "alpha": 0.4, "scaling": "share"}, restricted_by_share),
-    "fedlmd": ({"name": "fedlmd", "beta": 0.8, "temperature": 2.0}, masked(2.0, 0.8, uniform=False)),
-    "fedlmd_tf": ({"name": "fedlmd_tf", "beta": 0.8, "temperature": 2.0}, masked(2.0, 0.8, uniform=True)),
+    "fedlmd": (
+        {"name": "fedlmd", "beta": 0.8, "temperature": 2.0},
+        masked(2.0, 0.8, uniform=False),
+    ),
+    "fedlmd_tf": (
+        {"name": "fedlmd_tf", "beta": 0.8, "temperature": 2.0},
+        masked(2.0, 0.8, uniform=True),
+    ),
 }
 UNEVEN = {"partition": {"kind": "sharding", "shards": 2}, "topology": {"clients": 5, "sampled": 4}}
 
 
 @pytest.mark.parametrize("split", [{}, UNEVEN], ids=["dirichlet", "missing classes"])
 @pytest.mark.parametrize("name", PLAIN)
-def test_two_rounds_are_those_of_a_plain_implementation(name: str, split: dict[str, object]) -> None:
+def test_two_rounds_are_those_of_a_plain_implementation(
+    name: str, split: dict[str, object]
+) -> None:
     fields, objective = PLAIN[name]
     ready = ready_for(fields, plan={"lr": 0.05}, **split)
     fed = Federation(ready)
@@ -81,9 +108,14 @@ def test_two_rounds_are_those_of_a_plain_implementation(name: str, split: dict[s
     for round in (1, 2):
         sent = []
         for c in fed.cohort(round):
-            teacher, counts = fed.net(params).eval(), fed.data(c)[1].bincount(minlength=toys.CLASSES).tolist()
+            teacher, counts = (
+                fed.net(params).eval(),
+                fed.data(c)[1].bincount(minlength=toys.CLASSES).tolist(),
+            )
 
-            def loss(m: nn.Module, x: Tensor, y: Tensor, t: nn.Module = teacher, n: list[int] = counts) -> Tensor:
+            def loss(
+                m: nn.Module, x: Tensor, y: Tensor, t: nn.Module = teacher, n: list[int] = counts
+            ) -> Tensor:
                 return objective(m, t, x, y, n)
 
             sent.append(fed.fit(params, loss, round, c))
@@ -109,7 +141,9 @@ EVEN = {"partition": "iid"}
     ],
     ids=str,
 )
-def test_at_its_edge_it_is_another_method_to_the_bit(one: object, other: str, changes: dict[str, object]) -> None:
+def test_at_its_edge_it_is_another_method_to_the_bit(
+    one: object, other: str, changes: dict[str, object]
+) -> None:
     ours, theirs = (drive(ready_for(m, **changes))[0][-1].params for m in (one, other))
     assert all(torch.equal(ours[k], v) for k, v in theirs.items())
 
@@ -127,7 +161,9 @@ def test_at_its_edge_it_is_another_method_to_the_bit(one: object, other: str, ch
     ],
     ids=str,
 )
-def test_of_clients_with_equal_counts_it_is_a_method_without_them(one: object, other: object, same_bits: bool) -> None:
+def test_of_clients_with_equal_counts_it_is_a_method_without_them(
+    one: object, other: object, same_bits: bool
+) -> None:
     alike = {"topology": {"clients": 1}}  # one client has 60 examples of each class
     ours, theirs = (drive(ready_for(m, **alike))[0][-1].params for m in (one, other))
     check(ours, theirs)
@@ -153,8 +189,12 @@ class Batch:
         return self.z
 
 
-def test_fedlc_leaves_classes_without_examples_alone_and_a_single_class_has_nothing_to_lose() -> None:
-    z = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def test_fedlc_leaves_classes_without_examples_alone_and_a_single_class_has_nothing_to_lose() -> (
+    None
+):
+    z = torch.randn(
+        4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     work, carry = begun({"name": "fedlc"}, [7, 3, 0, 0, 9])
     loss = work.terms(Batch(z, torch.tensor([0, 1, 4, 4])), carry)["calibrated"]
     (slope,) = torch.autograd.grad(loss.sum(), z)
@@ -165,7 +205,9 @@ def test_fedlc_leaves_classes_without_examples_alone_and_a_single_class_has_noth
 
 
 def test_fedrs_takes_alpha_of_the_gradient_of_a_missing_class() -> None:
-    z = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    z = torch.randn(
+        4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     y, scale = torch.tensor([0, 1, 4, 4]), torch.tensor([1, 1, 0.3, 0.3, 1]).double()
     work, carry = begun({"name": "fedrs", "alpha": 0.3}, [7, 3, 0, 0, 9])
     (slope,) = torch.autograd.grad(work.terms(Batch(z, y), carry)["restricted"].sum(), z)

@@ -1,4 +1,6 @@
-"""PFNM against a plain re-derivation: one hidden layer, matched by loops; of several settings the best is taken."""
+"""PFNM against a plain re-derivation: one hidden layer, matched by loops; of several settings the
+best is taken.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,17 @@ def local(prepared: Prepared) -> list[Params]:
 
 def counts_of(prepared: Prepared) -> np.ndarray:
     fed = Federation(prepared)
-    return np.array([np.bincount(fed.data(c)[1].numpy(), minlength=toys.CLASSES) for c in range(6)], dtype=float)
+    return np.array(
+        [np.bincount(fed.data(c)[1].numpy(), minlength=toys.CLASSES) for c in range(6)], dtype=float
+    )
 
 
-def matched(models: list[Params], counts: np.ndarray, gamma: float, s2: float, s0: float, passes: int = 5) -> Params:
-    """A unit is what comes in, bias, what goes out: that to a class is as precise as the client's share of it."""
+def matched(
+    models: list[Params], counts: np.ndarray, gamma: float, s2: float, s0: float, passes: int = 5
+) -> Params:
+    """A unit is what comes in, bias, what goes out: that to a class is as precise as the client's
+    share of it.
+    """
     share, n = counts / counts.sum(0), len(models)
     flat = [{k: v.double().numpy() for k, v in m.items()} for m in models]
     vectors = [np.c_[m["body.1.weight"], m["body.1.bias"], m["head.weight"].T] for m in flat]
@@ -50,7 +58,12 @@ def matched(models: list[Params], counts: np.ndarray, gamma: float, s2: float, s
 
     def worth(j: int, row: int, group: list[tuple[int, int]]) -> float:
         total, weight = known(group)
-        return float(((precise[j] * vectors[j][row] + total) ** 2 / (precise[j] + weight) - total**2 / weight).sum())
+        return float(
+            (
+                (precise[j] * vectors[j][row] + total) ** 2 / (precise[j] + weight)
+                - total**2 / weight
+            ).sum()
+        )
 
     def join(j: int) -> None:
         size = len(vectors[j])
@@ -59,7 +72,9 @@ def matched(models: list[Params], counts: np.ndarray, gamma: float, s2: float, s
             for g, group in enumerate(groups):
                 scores[row, g] = worth(j, row, group) + math.log(len(group) / (n - len(group)))
             for k in range(size):
-                scores[row, len(groups) + k] = worth(j, row, []) - 2 * math.log(k + 1) + 2 * math.log(gamma / n)
+                scores[row, len(groups) + k] = (
+                    worth(j, row, []) - 2 * math.log(k + 1) + 2 * math.log(gamma / n)
+                )
         fresh = len(groups)
         if not groups:
             groups.extend([(j, row)] for row in range(size))
@@ -78,7 +93,9 @@ def matched(models: list[Params], counts: np.ndarray, gamma: float, s2: float, s
             groups[:] = [left for g in groups if (left := [m for m in g if m[0] != j])]
             join(int(j))
     units = np.array([np.divide(*known(g)) for g in groups])
-    head = (0.1 / s0 + sum(share[j] / s2 * flat[j]["head.bias"] for j in range(n))) / (1 / s0 + share.sum(0) / s2)
+    head = (0.1 / s0 + sum(share[j] / s2 * flat[j]["head.bias"] for j in range(n))) / (
+        1 / s0 + share.sum(0) / s2
+    )
     found = {
         "body.1.weight": units[:, :16],
         "body.1.bias": units[:, 16],
@@ -100,13 +117,18 @@ def test_the_model_is_that_of_loops(gamma: float) -> None:
 
 
 def test_of_several_settings_the_best_on_the_clients_data_is_taken() -> None:
-    prepared = ready({"name": "pfnm", "gamma": [1.0, 50.0], "variance": [1.0, 0.1], "prior_variance": [1.0]})
+    prepared = ready(
+        {"name": "pfnm", "gamma": [1.0, 50.0], "variance": [1.0, 0.1], "prior_variance": [1.0]}
+    )
     models, counts, fed = local(prepared), counts_of(prepared), Federation(prepared)
     grid = [matched(models, counts, gamma, s2, 1.0) for gamma in (1.0, 50.0) for s2 in (1.0, 0.1)]
     x, y = (torch.cat(parts) for parts in zip(*(fed.data(c) for c in range(6)), strict=True))
     right = []
     for m in grid:
-        z = torch.relu(x.flatten(1) @ m["body.1.weight"].T + m["body.1.bias"]) @ m["head.weight"].T + m["head.bias"]
+        z = (
+            torch.relu(x.flatten(1) @ m["body.1.weight"].T + m["body.1.bias"]) @ m["head.weight"].T
+            + m["head.bias"]
+        )
         right.append(int((z.argmax(1) == y).sum()))
     assert len(set(right)) > 1
     state = drive(prepared)[0][-1]
@@ -121,7 +143,11 @@ def test_other_networks_keep_their_widths(changes: dict[str, object]) -> None:
 
 
 def test_a_wider_model_is_measured_and_can_be_saved(tmp_path) -> None:
-    result = run(toys.toy({**ONE, "gamma": [50.0]}, **toys.suited("pfnm")), tmp_path / "run", data=toys.blobs())
+    result = run(
+        toys.toy({**ONE, "gamma": [50.0]}, **toys.suited("pfnm")),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
     assert len(result.model["body.1.bias"]) > 8
     assert 0.4 < result.accuracy <= 1
     prepared = ready({**ONE, "gamma": [50.0]})
@@ -132,7 +158,9 @@ def test_a_wider_model_is_measured_and_can_be_saved(tmp_path) -> None:
     spec, params = read_model(tmp_path / "model")
     assert spec == state.model
     x = torch.randn(3, 1, toys.SIDE, toys.SIDE)
-    assert torch.equal(contract.predictor(spec, params)(x), contract.predictor(state.model, made)(x))
+    assert torch.equal(
+        contract.predictor(spec, params)(x), contract.predictor(state.model, made)(x)
+    )
 
 
 def test_models_that_differ_or_cannot_be_matched_are_refused_by_name() -> None:
@@ -149,6 +177,8 @@ def test_candidates_out_of_range_are_refused_by_name(field: str) -> None:
             ready({"name": "pfnm", field: value})
     with pytest.raises(ConfigError, match=rf"PFNM\.{field} = 0\.0: input should be greater than 0"):
         PFNM(**{field: (1.0, 0.0)})
-    with pytest.raises(ConfigError, match=rf"PFNM\.{field} = \[\]: tuple should have at least 1 item"):
+    with pytest.raises(
+        ConfigError, match=rf"PFNM\.{field} = \[\]: tuple should have at least 1 item"
+    ):
         PFNM(**{field: ()})
     check_ranges(PFNM())

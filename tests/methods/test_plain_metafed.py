@@ -32,10 +32,21 @@ class Ring(Federation):
         own, other = order[held:].sort().values, order[:held].sort().values
         return (x[own], y[own]), (x[other], y[other])
 
-    def visit(self, start: Params, loss: Callable[..., Tensor], round: int, stage: int, client: int, epochs: int):
+    def visit(
+        self,
+        start: Params,
+        loss: Callable[..., Tensor],
+        round: int,
+        stage: int,
+        client: int,
+        epochs: int,
+    ):
         model, ((x, y), _) = self.net(start), self.halves(client)
         sgd = torch.optim.SGD(
-            model.parameters(), lr=self.lr(round), momentum=PLAN["momentum"], weight_decay=PLAN["weight_decay"]
+            model.parameters(),
+            lr=self.lr(round),
+            momentum=PLAN["momentum"],
+            weight_decay=PLAN["weight_decay"],
         )
         order = generator(seed_for(7, round, stage, client, "order"))
         for _ in range(epochs):
@@ -53,7 +64,13 @@ class Ring(Federation):
 @pytest.mark.parametrize(("above", "below"), [(0.5, 0.5), (0.0, 0.9), (1.1, 0.5)])
 def test_two_rounds_are_those_of_a_ring_written_out(above: float, below: float) -> None:
     method = {"name": "metafed", "keeps_above": above, "listens_below": below, "strength": 0.7}
-    plan = {**HELD, "warm_up": {"epochs": 1}, "train": {"epochs": 2}, "personalise": {"epochs": 1}, "lr": 0.05}
+    plan = {
+        **HELD,
+        "warm_up": {"epochs": 1},
+        "train": {"epochs": 2},
+        "personalise": {"epochs": 1},
+        "lr": 0.05,
+    }
     ready = ready_for(method, topology=RING, plan=plan)
     fed = Ring(ready, sampled=4)
     fed.lr = lambda round: 0.05 * 0.9 ** (round - 1)  # type: ignore[method-assign]
@@ -69,7 +86,10 @@ def test_two_rounds_are_those_of_a_ring_written_out(above: float, below: float) 
             teacher = fed.net(before)
 
             def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-                return ce(model, x, y) + weight * ((model.body(x) - teacher.body(x).detach()) ** 2).mean()
+                return (
+                    ce(model, x, y)
+                    + weight * ((model.body(x) - teacher.body(x).detach()) ** 2).mean()
+                )
 
             own[client] = fed.visit(own[client], loss, round, stage, client, epochs)
         flag[client] = flag[client] or fed.right(own[client], client) > above
@@ -92,8 +112,12 @@ def test_two_rounds_are_those_of_a_ring_written_out(above: float, below: float) 
 
 def test_where_no_client_keeps_its_model_it_is_fedseq_in_fixed_order_to_the_bit() -> None:
     plan = {**HELD, "warm_up": {"epochs": 0}, "personalise": {"epochs": 0}}
-    ready = ready_for({"name": "metafed", "keeps_above": 1.1}, topology={**RING, "first": ""}, plan=plan)
-    other = ready_for("fedseq", topology={"kind": "sequential", "order": "fixed", **RING}, plan=HELD)
+    ready = ready_for(
+        {"name": "metafed", "keeps_above": 1.1}, topology={**RING, "first": ""}, plan=plan
+    )
+    other = ready_for(
+        "fedseq", topology={"kind": "sequential", "order": "fixed", **RING}, plan=HELD
+    )
     ours, theirs = (drive(r)[0][-1].params for r in (ready, other))
     assert same_bits(ours, theirs)
 
@@ -104,9 +128,15 @@ def test_where_all_do_and_lambda_is_0_clients_train_alone() -> None:
     plan = {**HELD, "shuffle": False, "lr_decay": 1.0}
     ends = {"warm_up": {"epochs": 2}, "personalise": {"epochs": 2}}
     ours = drive(
-        ready_for({"name": "metafed", "keeps_above": 0.0, "strength": 0.0}, topology=RING, plan={**plan, **ends})
+        ready_for(
+            {"name": "metafed", "keeps_above": 0.0, "strength": 0.0},
+            topology=RING,
+            plan={**plan, **ends},
+        )
     )[1]
-    theirs = drive(ready_for({"name": "lg_fedavg", "layers": 0}, rounds=4, topology=alone, plan=plan))[1]
+    theirs = drive(
+        ready_for({"name": "lg_fedavg", "layers": 0}, rounds=4, topology=alone, plan=plan)
+    )[1]
     ready = [c for c in range(4) if ours.load(c).number("ready")]
     assert ready
     for c in ready:
@@ -115,14 +145,29 @@ def test_where_all_do_and_lambda_is_0_clients_train_alone() -> None:
 
 @pytest.mark.parametrize(
     ("own", "other", "times"),
-    [(0.5, 0.7, 1.0), (0.6, 0.6, 0.1), (0.5, 0.9, 1.0), (0.9, 0.6, 10**-2.5), (0.5, 0.4, 0.0), (0.4, 0.45, 10**-0.75)],
+    [
+        (0.5, 0.7, 1.0),
+        (0.6, 0.6, 0.1),
+        (0.5, 0.9, 1.0),
+        (0.9, 0.6, 10**-2.5),
+        (0.5, 0.4, 0.0),
+        (0.4, 0.45, 10**-0.75),
+    ],
 )
-def test_how_much_a_client_listens_in_the_last_stage(own: float, other: float, times: float) -> None:
+def test_how_much_a_client_listens_in_the_last_stage(
+    own: float, other: float, times: float
+) -> None:
     assert InRing(MetaFed(), "personalise").listens(own, other) == pytest.approx(times)
 
 
 def test_normalisation_can_stay_each_clients_own() -> None:
-    plan = {**HELD, "lr": 0.02, "train": {"epochs": 0}, "warm_up": {"epochs": 1}, "personalise": {"epochs": 0}}
+    plan = {
+        **HELD,
+        "lr": 0.02,
+        "train": {"epochs": 0},
+        "warm_up": {"epochs": 1},
+        "personalise": {"epochs": 0},
+    }
     for shared in (True, False):
         method = {"name": "metafed", "keeps_above": 1.1, "share_norms": shared}
         ready = ready_for(method, rounds=1, topology=RING, model="toy_batchnorm", plan=plan)

@@ -1,4 +1,6 @@
-"""The one-shot family against plain re-derivations: early stopping, naive KD, QKT's two phases, its light form."""
+"""The one-shot family against plain re-derivations: early stopping, naive KD, QKT's two phases, its
+light form.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,31 @@ def ready(method: object, **changes: object) -> Prepared:
 
 
 class Plain:
-    """The family with torch.optim.Adam, deep copies and no engine; ``mean``: over teachers, else their sum."""
+    """The family with torch.optim.Adam, deep copies and no engine; ``mean``: over teachers, else
+    their sum.
+    """
 
     def __init__(self, prepared: Prepared, mean: bool = False) -> None:
         self.fed, self.ready, self.mean = Federation(prepared), prepared, mean
         self.queries = prepared.world.queries
         self.local = {c: self.fit(c) for c in range(6)}
 
-    def train(self, net: nn.Module, client: int, stage: int, loss: Loss, epochs: int, rows: Tensor, only: str = ""):
+    def train(
+        self,
+        net: nn.Module,
+        client: int,
+        stage: int,
+        loss: Loss,
+        epochs: int,
+        rows: Tensor,
+        only: str = "",
+    ):
         """Epochs of Adam; yields after each."""
         x, y = (v[rows] for v in self.fed.data(client))
         leaves = [p for k, p in net.named_parameters() if k.startswith(only)]
-        adam = torch.optim.Adam(leaves, lr=PLAN["lr"], weight_decay=PLAN["weight_decay"], foreach=False)
+        adam = torch.optim.Adam(
+            leaves, lr=PLAN["lr"], weight_decay=PLAN["weight_decay"], foreach=False
+        )
         draw = generator(seed_for(7, 1, stage, client, "order"))
         for _ in range(epochs):
             for index in torch.randperm(len(y), generator=draw).split(PLAN["batch"]):
@@ -59,10 +74,15 @@ class Plain:
     def fit(self, client: int) -> nn.Module:
         n = len(self.fed.data(client)[1])
         order = torch.randperm(n, generator=generator(seed_for(7, 0, 0, client, "validation")))
-        held, rows = order[: max(1, round(0.2 * n))].sort().values, order[max(1, round(0.2 * n)) :].sort().values
+        held, rows = (
+            order[: max(1, round(0.2 * n))].sort().values,
+            order[max(1, round(0.2 * n)) :].sort().values,
+        )
         x, y = (v[held] for v in self.fed.data(client))
         best, kept, stale = -1.0, None, 0
-        for net in self.train(self.fed.net(self.fed.start), client, 0, lambda z, x, y: ce(z, y), 6, rows):
+        for net in self.train(
+            self.fed.net(self.fed.start), client, 0, lambda z, x, y: ce(z, y), 6, rows
+        ):
             score = (net(x).argmax(1) == y).double().mean().item()
             if score > best:
                 best, kept, stale = score, copy.deepcopy(net), 0
@@ -75,15 +95,21 @@ class Plain:
     def all_of(self, client: int) -> Tensor:
         return torch.arange(len(self.fed.data(client)[1]))
 
-    def last(self, net: nn.Module, client: int, stage: int, loss: Loss, only: str = "") -> nn.Module:
-        return list(self.train(copy.deepcopy(net), client, stage, loss, 3, self.all_of(client), only))[-1]
+    def last(
+        self, net: nn.Module, client: int, stage: int, loss: Loss, only: str = ""
+    ) -> nn.Module:
+        return list(
+            self.train(copy.deepcopy(net), client, stage, loss, 3, self.all_of(client), only)
+        )[-1]
 
     def naive(self, client: int) -> Loss:
         def loss(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
             total, peers = ce(z, y), self.peers(client).values()
             for t in peers:
                 p = t(x).detach().softmax(1)
-                total = total + self.each(len(peers)) * (p * (p.log() - z.log_softmax(1))).sum(1).mean()
+                total = (
+                    total + self.each(len(peers)) * (p * (p.log() - z.log_softmax(1))).sum(1).mean()
+                )
             return total
 
         return loss
@@ -96,19 +122,27 @@ class Plain:
         return {c: m for c, m in self.local.items() if c != client}
 
     def chosen(self, client: int) -> list[int]:
-        noise = torch.randn(20, 1, toys.SIDE, toys.SIDE, generator=generator(seed_for(7, 0, 0, -1, "probe"))).double()
+        noise = torch.randn(
+            20, 1, toys.SIDE, toys.SIDE, generator=generator(seed_for(7, 0, 0, -1, "probe"))
+        ).double()
         seen = {c: t(noise).softmax(1).mean(0).tolist() for c, t in self.peers(client).items()}
         return [c for c, p in seen.items() if max(p[q] for q in self.queries[client]) >= THRESHOLD]
 
     def masked(self, client: int) -> Loss:
         own, chosen = set(self.fed.data(client)[1].tolist()), self.chosen(client)
-        mask = torch.tensor([1.5 if c in self.queries[client] else float(c in own) for c in range(toys.CLASSES)])
+        mask = torch.tensor(
+            [1.5 if c in self.queries[client] else float(c in own) for c in range(toys.CLASSES)]
+        )
 
         def loss(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
             total = ce(z, y)
             for c in chosen:
                 p = self.local[c](x).detach().softmax(1)
-                total = total + self.each(len(chosen)) * (mask * p * (p.log() - z.log_softmax(1))).sum(1).mean()
+                total = (
+                    total
+                    + self.each(len(chosen))
+                    * (mask * p * (p.log() - z.log_softmax(1))).sum(1).mean()
+                )
             return total
 
         return loss
@@ -159,23 +193,35 @@ def test_qkt_filters_masks_replaces_the_head_and_refines_it(over: str) -> None:
         phase1 = plain.last(plain.local[c], c, 1, plain.masked(c))
         expected = plain.refined(phase1, c, 2, plain.local[c]).state_dict()
         check(params, expected)
-        way = norm(minus({k: v for k, v in expected.items() if "head" in k}, plain.local[c].state_dict()))
+        way = norm(
+            minus({k: v for k, v in expected.items() if "head" in k}, plain.local[c].state_dict())
+        )
         assert way > 0.01
 
 
 @SUM_AND_MEAN
 @pytest.mark.parametrize("first", ["sum", "mean", "same"])
 def test_qkt_light_is_naive_kd_and_then_the_heads_refinement(over: str, first: str) -> None:
-    fields = {"name": "qkt_light", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over, "phase1_over": first}
+    fields = {
+        "name": "qkt_light",
+        "alpha": 0.7,
+        "threshold": THRESHOLD,
+        "over_teachers": over,
+        "phase1_over": first,
+    }
     prepared = ready(fields)
-    plain, phase1 = (Plain(prepared, which == "mean") for which in (over, over if first == "same" else first))
+    plain, phase1 = (
+        Plain(prepared, which == "mean") for which in (over, over if first == "same" else first)
+    )
     for c, params in ends(prepared)[1].items():
         transferred = phase1.last(phase1.local[c], c, 1, phase1.naive(c))
         check(params, plain.refined(transferred, c, 2, plain.local[c]).state_dict())
 
 
 def test_phase_one_of_qkt_light_is_the_mean_by_default() -> None:
-    by_default, mean = (ends(ready({"name": "qkt_light", **own}))[1] for own in ({}, {"phase1_over": "mean"}))
+    by_default, mean = (
+        ends(ready({"name": "qkt_light", **own}))[1] for own in ({}, {"phase1_over": "mean"})
+    )
     for c, params in by_default.items():
         check(params, mean[c])
 
@@ -200,7 +246,9 @@ def test_a_server_does_phase_one_without_labels(over: str) -> None:
     sizes = [len(part) for part in prepared.sites.parts]
     net = copy.deepcopy(plain.local[max(range(6), key=lambda c: sizes[c])])
     x = plain.fed.inputs(prepared.sites.public.values)
-    adam = torch.optim.Adam(net.parameters(), lr=PLAN["lr"], weight_decay=PLAN["weight_decay"], foreach=False)
+    adam = torch.optim.Adam(
+        net.parameters(), lr=PLAN["lr"], weight_decay=PLAN["weight_decay"], foreach=False
+    )
     draw = generator(seed_for(7, 1, 1, -1, "order"))
     for _ in range(3):
         for index in torch.randperm(40, generator=draw).split(10):
@@ -219,7 +267,8 @@ def test_one_mean_and_the_ensemble_are_those_of_the_local_models() -> None:
     plain = Plain(prepared)
     total = [round(len(p) - max(1, round(0.2 * len(p)))) for p in prepared.sites.parts]
     expected = {
-        k: sum(n * plain.local[c].state_dict()[k] for c, n in enumerate(total)) / sum(total) for k in plain.fed.start
+        k: sum(n * plain.local[c].state_dict()[k] for c, n in enumerate(total)) / sum(total)
+        for k in plain.fed.start
     }
     check(drive(prepared)[0][-1].params, expected)
     state = drive(ready("ensemble"))[0][-1]
@@ -248,8 +297,16 @@ def test_of_one_teacher_the_sum_is_the_mean_to_the_bit(name: str) -> None:
 def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(
     importance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under Adam with weight decay; and they are the ones with the largest gradients of the client's own data."""
-    given = {"name": "qkt", "frozen": 0.3, "importance": importance, "alpha": 0.7, "threshold": THRESHOLD}
+    """Under Adam with weight decay; and they are the ones with the largest gradients of the
+    client's own data.
+    """
+    given = {
+        "name": "qkt",
+        "frozen": 0.3,
+        "importance": importance,
+        "alpha": 0.7,
+        "threshold": THRESHOLD,
+    }
     prepared, told, report = ready(given), {}, PartlyRefined.report
 
     def noted(self, params, carry, view, world):
@@ -266,7 +323,11 @@ def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(
         for index in torch.randperm(len(y), generator=generator(0)).split(10):
             net.zero_grad()
             z = net(x[index])
-            (plain.masked(c)(z, x[index], y[index]) if importance == "objective" else ce(z, y[index])).backward()
+            (
+                plain.masked(c)(z, x[index], y[index])
+                if importance == "objective"
+                else ce(z, y[index])
+            ).backward()
             grads.append(torch.cat([net.head.weight.grad.flatten(), net.head.bias.grad]))
         g = torch.stack(grads)
         scores = g.abs().mean(0) if importance == "mean" else g.square().mean(0).sqrt()
@@ -282,7 +343,10 @@ def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(
 
 def test_phase_two_moves_the_head_alone_and_leaves_running_statistics() -> None:
     prepared = ready("qkt", model="toy_batchnorm", plan={**PLAN, "refine": {"epochs": 1}})
-    one, two = ends(ready({"name": "qkt", "phases": 1}, model="toy_batchnorm", plan=PLAN))[1], ends(prepared)[1]
+    one, two = (
+        ends(ready({"name": "qkt", "phases": 1}, model="toy_batchnorm", plan=PLAN))[1],
+        ends(prepared)[1],
+    )
     assert "body.1.running_mean" in one[next(iter(one))]
     for c in one:
         assert all(torch.equal(one[c][k], two[c][k]) for k in one[c] if not k.startswith("head."))
@@ -302,13 +366,25 @@ def test_teachers_may_be_of_other_architectures() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"name": "qkt", "teachers": "all", "classes": "all", "phases": 1, "over_teachers": "mean"}, "naive_kd"),
+        (
+            {
+                "name": "qkt",
+                "teachers": "all",
+                "classes": "all",
+                "phases": 1,
+                "over_teachers": "mean",
+            },
+            "naive_kd",
+        ),
         (
             {"name": "qkt", "teachers": "all", "classes": "all", "phases": 1},
             {"name": "naive_kd", "over_teachers": "sum"},
         ),
         ({"name": "qkt", "threshold": 0.0}, {"name": "qkt", "teachers": "all"}),
-        ({"name": "qkt", "head": "phase1", "alpha": 0.0}, {"name": "qkt", "head": "phase1", "threshold": 1.0}),
+        (
+            {"name": "qkt", "head": "phase1", "alpha": 0.0},
+            {"name": "qkt", "head": "phase1", "threshold": 1.0},
+        ),
         (
             {"name": "qkt_light", "classes": "all", "teachers": "all", "phase1_over": "same"},
             {"name": "qkt", "classes": "all", "teachers": "all"},
@@ -324,9 +400,13 @@ def test_at_its_edge_it_is_another(one: object, other: object) -> None:
 
 
 def test_the_volunteer_is_the_student_with_most_examples() -> None:
-    prepared = ready("qkt_light_volunteer", topology={"clients": 6, "students": (1, 4)}, query={"draw": "single"})
+    prepared = ready(
+        "qkt_light_volunteer", topology={"clients": 6, "students": (1, 4)}, query={"draw": "single"}
+    )
     sizes = [len(part) for part in prepared.sites.parts]
     others = [c for c in range(6) if c not in (1, 4)]
-    assert max(sizes[c] for c in others) > max(sizes[1], sizes[4]), "a client that is no student has more"
+    assert max(sizes[c] for c in others) > max(sizes[1], sizes[4]), (
+        "a client that is no student has more"
+    )
     _, students = ends(prepared)
     assert set(students) == {1, 4}

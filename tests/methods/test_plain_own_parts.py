@@ -1,4 +1,6 @@
-"""FedROD and FedDBE, whose clients keep what was added to the network, against a plain implementation of each."""
+"""FedROD and FedDBE, whose clients keep what was added to the network, against a plain
+implementation of each.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ HEAD, BODY = ("head.weight", "head.bias"), ("body.1.weight", "body.1.bias")
 OWN = ("own.weight", "own.bias")
 
 
-def by_hand(fed: Federation, start: Params, round: int, client: int, stage: int, loss, names: tuple[str, ...]):
+def by_hand(
+    fed: Federation,
+    start: Params,
+    round: int,
+    client: int,
+    stage: int,
+    loss,
+    names: tuple[str, ...],
+):
     """SGD with momentum on named tensors; ``loss`` is a function of them, of inputs and labels."""
     w = {k: v.detach().clone().requires_grad_(k in names) for k, v in start.items()}
     (x, y), speed = fed.data(client), {k: torch.zeros_like(v) for k, v in start.items()}
@@ -76,7 +86,10 @@ def test_fedrod(gamma: float) -> None:
 
             sent[c] = by_hand(fed, {**server, **own[c]}, round, c, 0, loss, (*BODY, *HEAD, *OWN))
             own[c] = {k: sent[c][k] for k in OWN}
-        mean = {k: sum(m * sent[c][k] for c, m in sizes.items()) / sum(sizes.values()) for k in (*BODY, *HEAD)}
+        mean = {
+            k: sum(m * sent[c][k] for c, m in sizes.items()) / sum(sizes.values())
+            for k in (*BODY, *HEAD)
+        }
         server = {**server, **mean}
     states, memory = drive(ready)
     check(states[-1].params, server)
@@ -97,7 +110,9 @@ class Balanced(FedAvg):
 class OnlyBalanced(Calibrated):
     def begin(self, down, memory, view, world):  # type: ignore[no-untyped-def]
         shift = view.counts.clamp(min=1).double().log()
-        return Carry(down.params, constants={"shift": shift.to(next(iter(down.params.values())).dtype)})
+        return Carry(
+            down.params, constants={"shift": shift.to(next(iter(down.params.values())).dtype)}
+        )
 
     def terms(self, step, carry):  # type: ignore[no-untyped-def]
         return {"balanced": cross_entropy(step.logits() + carry["shift"], step.y)}
@@ -112,21 +127,31 @@ def test_of_equal_counts_or_without_gamma_the_generic_model_is_fedavgs() -> None
     theirs = drive(ready_for("fedavg"))[0][-1].params
     ours = drive(ready_for({"name": "fedrod", "gamma": 0.0}))[0][-1].params
     check(only(ours, theirs), theirs)
-    z, y = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).double(), torch.arange(7) % 5
+    z, y = (
+        torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).double(),
+        torch.arange(7) % 5,
+    )
     torch.testing.assert_close(soft(z + torch.tensor(3.0).log(), y), soft(z, y))
 
 
 def test_what_a_client_measures_and_what_is_loaded_is_the_sum_of_both_heads(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(toys.toy("fedrod", topology={"clients": 6}, measure_every=1), folder, toys.blobs())
-    told = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "client" and e["round"] == 3]
+    told = [
+        e
+        for e in read_journal(folder / "journal.jsonl")
+        if e["event"] == "client" and e["round"] == 3
+    ]
     assert [e["client"] for e in told] == list(range(6))
     test = toys.blobs().test
     for event in told:
         loaded = fedstill.load_model(folder, client=event["client"]).eval()
         with torch.no_grad():
             right = loaded(test.values).argmax(1) == test.labels
-        assert torch.bincount(test.labels[right], minlength=toys.CLASSES).tolist() == event["correct_by_class"]
+        assert (
+            torch.bincount(test.labels[right], minlength=toys.CLASSES).tolist()
+            == event["correct_by_class"]
+        )
 
 
 def test_the_answer_is_the_sum_of_both_heads_logits() -> None:
@@ -136,9 +161,13 @@ def test_the_answer_is_the_sum_of_both_heads_logits() -> None:
     own = memory.load(client).params
     x = Federation(ready).data(client)[0]
     h = features(own, x)
-    both = (h @ own["head.weight"].T + own["head.bias"]) + (h @ own["own.weight"].T + own["own.bias"])
+    both = (h @ own["head.weight"].T + own["head.bias"]) + (
+        h @ own["own.weight"].T + own["own.bias"]
+    )
     answer = ready.settings.method.work(stage).answer(own, ready.world.model(client))
-    torch.testing.assert_close(contract.predictor(ready.world.model(client), answer)(x), both, rtol=NEAR, atol=NEAR)
+    torch.testing.assert_close(
+        contract.predictor(ready.world.model(client), answer)(x), both, rtol=NEAR, atol=NEAR
+    )
     assert list(ready.settings.method.predictors(states[-1], ready.world)) == ["global"]
 
 
@@ -164,16 +193,24 @@ def test_feddbe(kappa: float) -> None:
     for round in (1, 2, 3):
         cohort, stage = fed.cohort(round), 1 if round == 1 else 0
         names = (*BODY, *HEAD, "body.shift")
-        sent = {c: by_hand(fed, {**server, "body.shift": own[c]}, round, c, stage, drawn, names) for c in cohort}
+        sent = {
+            c: by_hand(fed, {**server, "body.shift": own[c]}, round, c, stage, drawn, names)
+            for c in cohort
+        }
         own |= {c: w["body.shift"] for c, w in sent.items()}
         total = sum(sizes[c] for c in cohort)
-        server = {**server, **{k: sum(sizes[c] * sent[c][k] for c in cohort) / total for k in (*BODY, *HEAD)}}
+        server = {
+            **server,
+            **{k: sum(sizes[c] * sent[c][k] for c in cohort) / total for k in (*BODY, *HEAD)},
+        }
     states, memory = drive(ready)
     torch.testing.assert_close(states[-1].extra.tensor("consensus"), g, rtol=NEAR, atol=NEAR)
     check(states[-1].params, server)
     for c in range(6):
         kept = memory.load(c)
-        torch.testing.assert_close(kept.params["body.shift"] if kept else own[c], own[c], rtol=NEAR, atol=NEAR)
+        torch.testing.assert_close(
+            kept.params["body.shift"] if kept else own[c], own[c], rtol=NEAR, atol=NEAR
+        )
         assert bool(kept) == any(c in fed.cohort(r) for r in (1, 2, 3))
 
 

@@ -1,4 +1,6 @@
-"""The methods whose clients keep a part of their model, or a whole one, against a plain implementation of each."""
+"""The methods whose clients keep a part of their model, or a whole one, against a plain
+implementation of each.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def train(
     model, (x, y) = fed.net(start), fed.data(client)
     trained = [p for k, p in model.named_parameters() if k in names]
     sgd = torch.optim.SGD(
-        trained, lr=fed.lr(round), momentum=PLAN["momentum"], weight_decay=PLAN["weight_decay"], foreach=False
+        trained,
+        lr=fed.lr(round),
+        momentum=PLAN["momentum"],
+        weight_decay=PLAN["weight_decay"],
+        foreach=False,
     )
     order = generator(seed_for(7, round, stage, client, "order"))
     for _ in range(epochs):
@@ -53,7 +59,10 @@ def test_lg_fedavg(layers: int, names: tuple[str, ...]) -> None:
     fed = Federation(ready)
     server, own = fed.start, dict.fromkeys(range(6), fed.start)
     for round in (1, 2, 3):
-        sent = {c: train(fed, {**own[c], **{k: server[k] for k in names}}, round, c) for c in fed.cohort(round)}
+        sent = {
+            c: train(fed, {**own[c], **{k: server[k] for k in names}}, round, c)
+            for c in fed.cohort(round)
+        }
         own |= sent
         server = {**server, **mean_of(list(sent.values()), names)}
     states, memory = drive(ready)
@@ -67,7 +76,10 @@ def test_lg_fedavg(layers: int, names: tuple[str, ...]) -> None:
 
 def test_with_all_layers_shared_it_is_federated_averaging_to_the_bit() -> None:
     fedavg = {"name": "fedavg", "aggregation": "uniform"}
-    ours, theirs = (drive(ready_for(m, rounds=3))[0][-1].params for m in ({"name": "lg_fedavg", "layers": 9}, fedavg))
+    ours, theirs = (
+        drive(ready_for(m, rounds=3))[0][-1].params
+        for m in ({"name": "lg_fedavg", "layers": 9}, fedavg)
+    )
     assert all(torch.equal(ours[k], v) for k, v in theirs.items())
 
 
@@ -95,7 +107,9 @@ def test_fedbabu() -> None:
         server = {**server, **mean_of(sent, BODY)}
     states, memory = drive(ready)
     check(states[-1].params, server)
-    assert all(torch.equal(states[-1].params[k], v) for k, v in ready.world.initial(0).items() if k in HEAD)
+    assert all(
+        torch.equal(states[-1].params[k], v) for k, v in ready.world.initial(0).items() if k in HEAD
+    )
     for c in range(6):
         check(memory.load(c).params, train(fed, server, 2, c, stage=1, epochs=1))
 
@@ -110,7 +124,9 @@ def test_a_fine_tuning_of_no_epochs_leaves_each_client_the_global_model() -> Non
 def test_statistics_of_normalisation_travel_with_their_layer(method: str) -> None:
     ready = ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})
     sent = set(
-        ready.settings.method.expects(0, ready.settings.topology(1, ready.world)[0], ready.world).tensors("shared")
+        ready.settings.method.expects(
+            0, ready.settings.topology(1, ready.world)[0], ready.world
+        ).tensors("shared")
     )
     assert ("body.1.running_var" in sent) == (method == "fedbabu")
     states, _ = drive(ready)
@@ -125,7 +141,9 @@ def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -
     downs = {c: method.down(state, c, stage, ready.world) for c in stage.clients}
     big = {k: 1000 * v + 1000 for k, v in downs[stage.clients[0]].tensors("shared").items()}
     reply = Reply(stage.clients[0], Payload(shared=big), 5, {}, stage.round, stage.index)
-    _, (refusal,) = screen(lambda c: method.expects(c, stage, ready.world), stage, downs, [reply], Rules())  # type: ignore[arg-type]
+    _, (refusal,) = screen(
+        lambda c: method.expects(c, stage, ready.world), stage, downs, [reply], Rules()
+    )  # type: ignore[arg-type]
     assert "its shared parameters' norm" in refusal.reason
     assert refusal.diverged
 
@@ -152,7 +170,9 @@ def test_fedrep() -> None:
 
 
 ORDERED = {"shuffle": False}
-"""The order of examples is drawn for each stage of a round; in data order two methods can be compared to the bit."""
+"""The order of examples is drawn for each stage of a round; in data order two methods can be
+compared to the bit.
+"""
 
 
 def test_without_epochs_of_the_head_fedrep_trains_as_fedbabu() -> None:
@@ -164,17 +184,27 @@ def test_without_epochs_of_the_head_fedrep_trains_as_fedbabu() -> None:
 
 
 def test_fedreps_head_is_trained_under_the_received_statistics() -> None:
-    ready = ready_for("fedrep", model="toy_batchnorm", rounds=1, plan={"lr": 0.02, "train": {"epochs": 0}})
+    ready = ready_for(
+        "fedrep", model="toy_batchnorm", rounds=1, plan={"lr": 0.02, "train": {"epochs": 0}}
+    )
     states, memory = drive(ready)
     start, client = ready.world.initial(0), ready.settings.topology(1, ready.world)[0].clients[0]
-    assert all(torch.equal(states[-1].params[k], v) for k, v in start.items() if v.is_floating_point() is False)
-    assert torch.equal(memory.load(client).params["body.1.running_mean"], start["body.1.running_mean"])
+    assert all(
+        torch.equal(states[-1].params[k], v)
+        for k, v in start.items()
+        if v.is_floating_point() is False
+    )
+    assert torch.equal(
+        memory.load(client).params["body.1.running_mean"], start["body.1.running_mean"]
+    )
     assert not torch.equal(memory.load(client).params["head.weight"], start["head.weight"])
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.5])
 def test_ditto(strength: float) -> None:
-    ready = ready_for({"name": "ditto", "strength": strength}, rounds=3, plan={"personal": {"epochs": 1}})
+    ready = ready_for(
+        {"name": "ditto", "strength": strength}, rounds=3, plan={"personal": {"epochs": 1}}
+    )
     fed = Federation(ready)
     server, own = fed.start, dict.fromkeys(range(6), fed.start)
     for round in (1, 2, 3):
@@ -187,7 +217,9 @@ def test_ditto(strength: float) -> None:
 
             own[c] = train(fed, own[c], round, c, stage=0, epochs=1, loss=loss)
             sent[c] = train(fed, server, round, c, stage=1)
-        server = {k: sum(n * sent[c][k] for c, n in sizes.items()) / sum(sizes.values()) for k in server}
+        server = {
+            k: sum(n * sent[c][k] for c, n in sizes.items()) / sum(sizes.values()) for k in server
+        }
     states, memory = drive(ready)
     check(states[-1].params, server)
     for c in range(6):

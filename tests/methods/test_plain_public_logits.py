@@ -1,6 +1,8 @@
-"""Two rounds of the methods that exchange logits on public images, against the same written out plainly.
+"""Two rounds of the methods that exchange logits on public images, against the same written out
+plainly.
 
-Four networks that differ learn together; of the library only draws are used (order of examples, held-out data, subset).
+Four networks that differ learn together; of the library only draws are used (order of examples,
+held-out data, subset).
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Plainly:
 
     def __post_init__(self) -> None:
         everyone = (SERVER, *CLIENTS)
-        self.models = {c: {k: v.clone() for k, v in self.ready.world.initial(c).items()} for c in everyone}
+        self.models = {
+            c: {k: v.clone() for k, v in self.ready.world.initial(c).items()} for c in everyone
+        }
         public = self.ready.sites.public
         self.public, self.public_labels = normal(self.ready, public.values), public.labels
 
@@ -56,19 +60,39 @@ class Plainly:
 
     def own(self, client: int) -> tuple[Tensor, Tensor]:
         part, train = self.ready.sites.parts[client], self.ready.sites.train
-        order = torch.randperm(len(part), generator=generator(seed_for(7, 0, 0, client, "validation")))
+        order = torch.randperm(
+            len(part), generator=generator(seed_for(7, 0, 0, client, "validation"))
+        )
         held = set(order[: round(self.held * len(part))].tolist())
         kept = part[[i for i in range(len(part)) if i not in held]]
         return normal(self.ready, train.values[kept]), train.labels[kept]
 
-    def fit(self, client: int, round: int, stage: int, x: Tensor, y: Tensor, loss: Loss, public: bool = False) -> None:
-        model, lr = self.net(client).train(), self.ready.settings.plans["local"].lr * PLAN["lr_decay"] ** (round - 1)
+    def fit(
+        self,
+        client: int,
+        round: int,
+        stage: int,
+        x: Tensor,
+        y: Tensor,
+        loss: Loss,
+        public: bool = False,
+    ) -> None:
+        model, lr = (
+            self.net(client).train(),
+            self.ready.settings.plans["local"].lr * PLAN["lr_decay"] ** (round - 1),
+        )
         kind = torch.optim.Adam if self.adam else torch.optim.SGD
         more = {} if self.adam else {"momentum": self.ready.settings.plans["local"].momentum}
-        steps = kind(model.parameters(), lr=lr, weight_decay=PLAN["weight_decay"], foreach=False, **more)
+        steps = kind(
+            model.parameters(), lr=lr, weight_decay=PLAN["weight_decay"], foreach=False, **more
+        )
         draw = generator(seed_for(7, round, stage, client, "order"))
         for _ in range(int(PLAN["epochs"])):
-            order = torch.arange(len(y)) if public and not self.shuffled else torch.randperm(len(y), generator=draw)
+            order = (
+                torch.arange(len(y))
+                if public and not self.shuffled
+                else torch.randperm(len(y), generator=draw)
+            )
             for index in order.split(self.ready.settings.plans["local"].batch):
                 steps.zero_grad()
                 loss(model(x[index]), y[index]).backward()
@@ -99,7 +123,9 @@ def scored(z: Tensor) -> Tensor:
 def kl_at(tau: float, change: Callable[[Tensor], Tensor]) -> Loss:
     def value(z: Tensor, target: Tensor) -> Tensor:
         student = (change(z) / tau).log_softmax(1)
-        return tau**2 * nn.functional.kl_div(student, (target / tau).softmax(1), reduction="batchmean")
+        return tau**2 * nn.functional.kl_div(
+            student, (target / tau).softmax(1), reduction="batchmean"
+        )
 
     return value
 
@@ -112,7 +138,10 @@ def temperatures(ready: Prepared, kind: str, absent: bool, decay: float) -> list
     p = np.array([[(train[i.numpy()] == c).mean() for c in range(toys.CLASSES)] for i in parts])
     g = np.maximum(p.mean(0), 0.01)
     g = g / g.sum()
-    s = [min(1.0, sum(abs(a / b - 1) for a, b in zip(q, g, strict=True) if a > 0 or absent) / len(g)) for q in p]
+    s = [
+        min(1.0, sum(abs(a / b - 1) for a, b in zip(q, g, strict=True) if a > 0 or absent) / len(g))
+        for q in p
+    ]
     raw = [0.99 - 0.98 * v if kind == "linear" else 0.99 * np.exp(-decay * v) for v in s]
     return [float(np.clip(t, 0.01, 0.99)) for t in raw]
 
@@ -130,7 +159,8 @@ def temperatures(ready: Prepared, kind: str, absent: bool, decay: float) -> list
 def test_hiper(name: str, kind: str, change: Callable[[Tensor], Tensor], absent: bool) -> None:
     method = {"name": name, "temperature": 2.0, "decay": 1.5, "count_absent": absent}
     split = {"kind": "dirichlet", "alpha": 0.5, "min_size": 4}
-    ready = federation(method, partition=split, plan={"lr": 0.005, "momentum": 0.0, "batch": 8})  # 8 does not divide 50
+    # 8 does not divide 50
+    ready = federation(method, partition=split, plan={"lr": 0.005, "momentum": 0.0, "batch": 8})
     fed, taus = Plainly(ready, held=0.2, shuffled=False), temperatures(ready, kind, absent, 1.5)
     assert kind == "off" or len(set(taus)) == 4
     for round in (1, 2):
@@ -138,7 +168,15 @@ def test_hiper(name: str, kind: str, change: Callable[[Tensor], Tensor], absent:
             fed.fit(c, round, 0, *fed.own(c), lambda z, y, c=c: ce(z / taus[c], y))
         target = sum(change(fed.says(c)) for c in CLIENTS) / 4
         for c in (SERVER, *CLIENTS):
-            fed.fit(c, round, 1 if c == SERVER else 2, fed.public, target, kl_at(2.0, change), public=True)
+            fed.fit(
+                c,
+                round,
+                1 if c == SERVER else 2,
+                fed.public,
+                target,
+                kl_at(2.0, change),
+                public=True,
+            )
     fed.compare()
 
 
@@ -147,7 +185,10 @@ def test_hiper_over_a_floor() -> None:
     split = {"kind": "dirichlet", "alpha": 0.5, "min_size": 4}
     method = {"name": "hiper_fedkd", "temperature": 2.0, "decay": 1.5, "floor": 0.2}
     ready = federation(method, partition=split, plan={"lr": 0.005, "momentum": 0.0, "batch": 8})
-    fed, taus = Plainly(ready, held=0.2, shuffled=False), temperatures(ready, "exponential", False, 1.5)
+    fed, taus = (
+        Plainly(ready, held=0.2, shuffled=False),
+        temperatures(ready, "exponential", False, 1.5),
+    )
     for round in (1, 2):
         for c in CLIENTS:
 
@@ -157,22 +198,40 @@ def test_hiper_over_a_floor() -> None:
             fed.fit(c, round, 0, *fed.own(c), loss)
         target = sum(scored(fed.says(c)) for c in CLIENTS) / 4
         for c in (SERVER, *CLIENTS):
-            fed.fit(c, round, 1 if c == SERVER else 2, fed.public, target, kl_at(2.0, scored), public=True)
+            fed.fit(
+                c,
+                round,
+                1 if c == SERVER else 2,
+                fed.public,
+                target,
+                kl_at(2.0, scored),
+                public=True,
+            )
     fed.compare()
 
 
 @pytest.mark.parametrize("aggregation", ["era", "mean"])
 @pytest.mark.parametrize("subset", [0, 20])
 def test_dsfl(aggregation: str, subset: int) -> None:
-    ready = federation({"name": "dsfl", "aggregation": aggregation, "temperature": 0.2, "subset": subset})
+    ready = federation(
+        {"name": "dsfl", "aggregation": aggregation, "temperature": 0.2, "subset": subset}
+    )
     fed = Plainly(ready)
     for round in (1, 2):
         draw = generator(seed_for(7, round, 0, SERVER, "public subset"))
-        some = torch.randperm(toys.PUBLIC, generator=draw)[:subset].sort().values if subset else torch.arange(50)
+        some = (
+            torch.randperm(toys.PUBLIC, generator=draw)[:subset].sort().values
+            if subset
+            else torch.arange(50)
+        )
         for c in CLIENTS:
             fed.fit(c, round, 0, *fed.own(c), ce)
         mean = sum(fed.says(c)[some].softmax(1) for c in CLIENTS) / 4
-        sharp = (mean / 0.2).exp() / (mean / 0.2).exp().sum(1, keepdim=True) if aggregation == "era" else mean
+        sharp = (
+            (mean / 0.2).exp() / (mean / 0.2).exp().sum(1, keepdim=True)
+            if aggregation == "era"
+            else mean
+        )
         for c in (SERVER, *CLIENTS):
             loss = lambda z, p: -(p * z.log_softmax(1)).sum(1).mean()  # noqa: E731
             fed.fit(c, round, 1 if c == SERVER else 2, fed.public[some], sharp, loss)

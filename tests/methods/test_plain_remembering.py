@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain import PLAN, Federation, Params, average, ce, check, check_matters, drive, experiment, ready_for
+from plain import (
+    PLAN,
+    Federation,
+    Params,
+    average,
+    ce,
+    check,
+    check_matters,
+    drive,
+    experiment,
+    ready_for,
+)
 from torch import Tensor, nn
 
 import toys
@@ -22,7 +33,9 @@ SAMPLES, LAMBDA = 15, 0.4
 
 
 def fisher(fed: Federation, params: Params, client: int) -> Params:
-    """Mean over batches of the squared gradient of the batch's mean, until more than SAMPLES examples were seen."""
+    """Mean over batches of the squared gradient of the batch's mean, until more than SAMPLES
+    examples were seen.
+    """
     model, (x, y) = fed.net(params), fed.data(client)
     total, batches, seen = {k: torch.zeros_like(v) for k, v in params.items()}, 0, 0
     for index in torch.randperm(len(y), generator=generator(0)).split(PLAN["batch"]):
@@ -38,7 +51,9 @@ def fisher(fed: Federation, params: Params, client: int) -> Params:
 
 @pytest.mark.parametrize("scope", ["all_seen", "last_round"])
 def test_fedcurv(scope: str) -> None:
-    ready = ready_for({"name": "fedcurv", "scope": scope, "samples": SAMPLES, "weight": LAMBDA}, rounds=3)
+    ready = ready_for(
+        {"name": "fedcurv", "scope": scope, "samples": SAMPLES, "weight": LAMBDA}, rounds=3
+    )
     fed = Federation(ready)
     cohorts = [set(fed.cohort(r)) for r in (1, 2, 3)]
     assert cohorts[0] & cohorts[1] & cohorts[2], "a client must come back"
@@ -62,14 +77,22 @@ def test_fedcurv(scope: str) -> None:
     states, memory = drive(ready)
     check(states[-1].params, params)
     check_matters(states[-1].params, ready, rounds=3)
-    for group, of in (("fisher", lambda u, w, k: u[k]), ("fisher_params", lambda u, w, k: u[k] * w[k])):
-        check(states[-1].extra.tensors(group), {k: sum(of(u, w, k) for u, w in kept.values()) for k in params})
+    for group, of in (
+        ("fisher", lambda u, w, k: u[k]),
+        ("fisher_params", lambda u, w, k: u[k] * w[k]),
+    ):
+        check(
+            states[-1].extra.tensors(group),
+            {k: sum(of(u, w, k) for u, w in kept.values()) for k in params},
+        )
     for c, (u, _) in kept.items():
         check(memory.load(c).tensors("fisher"), u)
 
 
 def test_fedcurvs_information_is_that_of_augmented_images() -> None:
-    """A mirrored image is drawn for every other one, from the run's seed, the stage and the client."""
+    """A mirrored image is drawn for every other one, from the run's seed, the stage and the
+    client.
+    """
     ready = ready_for({"name": "fedcurv", "samples": SAMPLES}, data={"augment": ("flip",)})
     fed, params = Federation(ready), Federation(ready).start
     stage = ready.settings.topology(2, ready.world)[0]
@@ -94,7 +117,9 @@ def test_fedcurvs_information_is_that_of_augmented_images() -> None:
     assert max(float((found[k] - plain[k]).abs().max()) for k in plain) > 100 * pixels
 
 
-@pytest.mark.parametrize("model", [{"name": "mlp", "hidden": (8,)}, {"name": "mlp", "hidden": (8,), "projection": 6}])
+@pytest.mark.parametrize(
+    "model", [{"name": "mlp", "hidden": (8,)}, {"name": "mlp", "hidden": (8,), "projection": 6}]
+)
 def test_moon(model: dict[str, object]) -> None:
     mu, temperature = 2.0, 0.4
     ready = ready_for({"name": "moon", "mu": mu, "temperature": temperature}, rounds=3, model=model)
@@ -105,7 +130,9 @@ def test_moon(model: dict[str, object]) -> None:
         for c in fed.cohort(round):
             near, far = fed.net(params).eval(), fed.net(previous.get(c, fed.start)).eval()
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, near: nn.Module = near, far: nn.Module = far) -> Tensor:
+            def loss(
+                model: nn.Module, x: Tensor, y: Tensor, near: nn.Module = near, far: nn.Module = far
+            ) -> Tensor:
                 h, g, p = (m.get_submodule("body")(x) for m in (model, near, far))
                 length = [v.norm(dim=1).clamp(min=1e-8) for v in (h, g.detach(), p.detach())]
                 to = [
@@ -151,7 +178,9 @@ def test_feddf(tau: float) -> None:
     states, memory = drive(ready)
     check(states[-1].params, params)
     check_matters(states[-1].params, ready)
-    assert not states[-1].extra.many("model"), "clients' models are dropped after the server's stage"
+    assert not states[-1].extra.many("model"), (
+        "clients' models are dropped after the server's stage"
+    )
     assert not any(memory.load(c) for c in range(6))
 
 

@@ -37,7 +37,10 @@ def ridge_head(
     weight = np.linalg.solve(
         centred.T @ (w * centred) + ridge * np.eye(h.shape[1]), centred.T @ (w * (targets - mean_t))
     )
-    return {"head.weight": torch.from_numpy(weight.T.copy()), "head.bias": torch.from_numpy(mean_t - mean_h @ weight)}
+    return {
+        "head.weight": torch.from_numpy(weight.T.copy()),
+        "head.bias": torch.from_numpy(mean_t - mean_h @ weight),
+    }
 
 
 @pytest.mark.parametrize(("ridge", "balanced"), [(1.0, False), (100.0, False), (1.0, True)])
@@ -45,13 +48,17 @@ def test_afl(ridge: float, balanced: bool) -> None:
     ready = ready_for({"name": "afl", "ridge": ridge, "balanced": balanced}, rounds=1, **ALL)
     states, _ = drive(ready)
     start = ready.world.initial(0)
-    check({k: states[-1].params[k] for k in HEAD}, ridge_head(ready, start, range(6), ridge, balanced))
+    check(
+        {k: states[-1].params[k] for k in HEAD}, ridge_head(ready, start, range(6), ridge, balanced)
+    )
     assert all(torch.equal(states[-1].params[k], v) for k, v in start.items() if k not in HEAD)
 
 
 def test_any_two_splits_of_the_same_data_give_one_layer() -> None:
     one, other = (
-        drive(ready_for("afl", rounds=1, topology={"clients": n}, partition=partition))[0][-1].params
+        drive(ready_for("afl", rounds=1, topology={"clients": n}, partition=partition))[0][
+            -1
+        ].params
         for n, partition in ((6, {"kind": "dirichlet", "alpha": 0.1, "min_size": 4}), (3, "iid"))
     )
     check(one, other)
@@ -84,10 +91,15 @@ def test_tasks_one_after_another_give_the_layer_of_all_at_once(past: str) -> Non
 
 
 @pytest.mark.parametrize("who", [{}, {"past": "kept"}, {"join": 0.5, "past": "gone"}])
-def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examples(who: dict[str, object]) -> None:
-    """The head at the end is that of all examples told of, balanced at once, with the penalty of that many."""
+def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examples(
+    who: dict[str, object],
+) -> None:
+    """The head at the end is that of all examples told of, balanced at once, with the penalty of
+    that many.
+    """
     blobs, afl = toys.blobs(), {"name": "afl", "balanced": True}
-    keep = (torch.arange(300) // 5) % (1 + blobs.train.labels) == 0  # 60 examples of class 0, 12 of class 4
+    # 60 examples of class 0, 12 of class 4
+    keep = (torch.arange(300) // 5) % (1 + blobs.train.labels) == 0
     data = replace(blobs, train=blobs.train.take(keep.nonzero().flatten()))
     stream = {"kind": "classes", "tasks": 2, "order": [[0, 4], [1, 2, 3]], **who}
     values = {"partition": "iid", **ALL}
@@ -96,7 +108,9 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
     tasks = ready.sites.tasks
     assert tasks is not None
     told = [
-        part[tasks.of_task(part, t)] for c, part in enumerate(ready.sites.parts) for t in tasks.stream.been_in(c, 2)
+        part[tasks.of_task(part, t)]
+        for c, part in enumerate(ready.sites.parts)
+        for t in tasks.stream.been_in(c, 2)
     ]
     whole = replace(data, train=data.train.take(torch.cat(told)))
     once, _ = drive(in_double(prepare(settle(experiment(afl, rounds=1, **values)), whole)))
@@ -104,11 +118,20 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
 
 
 @pytest.mark.parametrize(
-    "stream", [{"kind": "drift"}, {"kind": "domains", "transform": "invert"}, {"kind": "classes", "stay": 0.5}]
+    "stream",
+    [
+        {"kind": "drift"},
+        {"kind": "domains", "transform": "invert"},
+        {"kind": "classes", "stay": 0.5},
+    ],
 )
-def test_balanced_classes_of_several_tasks_are_refused_where_data_go(stream: dict[str, object]) -> None:
+def test_balanced_classes_of_several_tasks_are_refused_where_data_go(
+    stream: dict[str, object],
+) -> None:
     afl = {"name": "afl", "balanced": True}
-    with pytest.raises(IncompatibleMethod, match=r"set method\.balanced = false, or give each class to one task"):
+    with pytest.raises(
+        IncompatibleMethod, match=r"set method\.balanced = false, or give each class to one task"
+    ):
         ready_for(afl, **ALL, stream={"tasks": 2, **stream})
     ready_for(afl, **ALL, stream={"tasks": 2, "past": "kept", **stream})
 
@@ -116,7 +139,9 @@ def test_balanced_classes_of_several_tasks_are_refused_where_data_go(stream: dic
 def test_the_papers_law_of_merging_two_solved_layers_is_a_sum() -> None:
     draw = torch.Generator().manual_seed(0)
     x = [torch.randn(40, 6, generator=draw, dtype=torch.float64) for _ in range(2)]
-    y = [torch.eye(3, dtype=torch.float64)[torch.randint(3, (40,), generator=draw)] for _ in range(2)]
+    y = [
+        torch.eye(3, dtype=torch.float64)[torch.randint(3, (40,), generator=draw)] for _ in range(2)
+    ]
     c = [a.T @ a + torch.eye(6, dtype=torch.float64) for a in x]
     w = [torch.linalg.solve(k, a.T @ b) for k, a, b in zip(c, x, y, strict=True)]
     eye, inv = torch.eye(6, dtype=torch.float64), torch.linalg.inv
@@ -137,7 +162,9 @@ def test_more_features_than_examples_have_a_solution_for_every_penalty_and_none_
     nothing = feature_sums(h[:0], y[:0], 3)
     assert not any(v.any() for v in nothing.values())
     more = {g: nothing.tensor(g) + sums.tensor(g) for g in sums}
-    assert all(torch.equal(v, more[g]) for g, v in sums.items()), "a client without examples adds nothing"
+    assert all(torch.equal(v, more[g]) for g, v in sums.items()), (
+        "a client without examples adds nothing"
+    )
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddc"])
@@ -157,7 +184,11 @@ def test_what_clients_remember_is_as_before() -> None:
 
 
 def test_a_run_that_ends_with_it_says_so_and_learns(tmp_path: Path) -> None:
-    toy = toys.toy("fedavg", topology={"clients": 6, "sampled": 4, "last": "ridge"}, plan={"epochs": 1, "lr": 0.05})
+    toy = toys.toy(
+        "fedavg",
+        topology={"clients": 6, "sampled": 4, "last": "ridge"},
+        plan={"epochs": 1, "lr": 0.05},
+    )
     result = run(toy, tmp_path / "run", toys.blobs())
     assert result.history[-1]["accuracy"] > 0.5
     assert "[plan.ridge]" in (tmp_path / "run/config.toml").read_text()
@@ -174,7 +205,9 @@ def test_a_run_that_ends_with_it_says_so_and_learns(tmp_path: Path) -> None:
         ({"model": {"name": "sphere_mlp", "hidden": (8,)}}, "is no linear layer with a bias"),
     ],
 )
-def test_where_there_is_no_layer_to_solve_for_it_is_refused(changes: dict[str, object], says: str) -> None:
+def test_where_there_is_no_layer_to_solve_for_it_is_refused(
+    changes: dict[str, object], says: str
+) -> None:
     toy = toys.toy(**{"method": "fedavg", **changes, "topology": {"clients": 6, "last": "ridge"}})
     with pytest.raises(IncompatibleMethod, match=says):
         prepare(settle(toy), toys.blobs())

@@ -1,4 +1,6 @@
-"""Two rounds of the sequential family, and of other objectives on a chain, against a plain implementation of each."""
+"""Two rounds of the sequential family, and of other objectives on a chain, against a plain
+implementation of each.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,20 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from plain import Federation, Loss, Params, Sent, average, ce, check, check_matters, drive, minus, norm, ready_for
+from plain import (
+    Federation,
+    Loss,
+    Params,
+    Sent,
+    average,
+    ce,
+    check,
+    check_matters,
+    drive,
+    minus,
+    norm,
+    ready_for,
+)
 from test_plain_distilling import at, binary, decoupled, gini, kl, removed
 from torch import Tensor, nn
 
@@ -25,7 +40,9 @@ Objective = Callable[[Federation, Teachers, int], Loss]
 Choose = Callable[[Federation, list[int], int], list[int]]
 
 
-def plainly(fed: Federation, objective: Objective, choose: Choose, chain: bool = True, rounds: int = 2) -> Params:
+def plainly(
+    fed: Federation, objective: Objective, choose: Choose, chain: bool = True, rounds: int = 2
+) -> Params:
     """Teachers are the last round's models, as each client left them."""
     params, last = fed.start, {}
     for round in range(1, rounds + 1):
@@ -34,7 +51,9 @@ def plainly(fed: Federation, objective: Objective, choose: Choose, chain: bool =
         sent: list[Sent] = []
         for link, client in enumerate(fed.chain(round) if chain else fed.cohort(round)):
             stage = link if chain else 0
-            sent.append(fed.fit(params, objective(fed, teachers, client), round, client, stage=stage))
+            sent.append(
+                fed.fit(params, objective(fed, teachers, client), round, client, stage=stage)
+            )
             params = sent[-1].params if chain else params
         params = params if chain else average(sent)
         last = {s.client: s.params for s in sent}
@@ -73,14 +92,18 @@ def at_random(k: int) -> Choose:
     return choose
 
 
-def weights(fed: Federation, teachers: Sequence[int], client: int, s: float = 1e-4) -> tuple[list[float], list[float]]:
+def weights(
+    fed: Federation, teachers: Sequence[int], client: int, s: float = 1e-4
+) -> tuple[list[float], list[float]]:
     smooth = lambda p: (p + s) / (1 + len(p) * s)  # noqa: E731
     d = [divergence(smooth(fed.shares(t)), smooth(fed.shares(client))) for t in teachers]
     near = [1 / (x + 1e-4) for x in d]
     return [x / sum(d) for x in d], [x / sum(near) for x in near]
 
 
-def sfedkd(gamma: float, beta: float, tau: float, scale: float, g_on: bool, h_on: bool, s: float = 1e-4) -> Objective:
+def sfedkd(
+    gamma: float, beta: float, tau: float, scale: float, g_on: bool, h_on: bool, s: float = 1e-4
+) -> Objective:
     def objective(fed: Federation, teachers: Teachers, client: int) -> Loss:
         if not teachers:
             return ce
@@ -117,7 +140,9 @@ SFEDKD = {"name": "sfedkd", "k": 2, "gamma": 0.7, "beta": 1.3, "temperature": 2.
 )
 @pytest.mark.parametrize("chain", [True, False])
 def test_sfedkd(fields: dict[str, object], expected: Objective, chain: bool) -> None:
-    ready = ready_for({**SFEDKD, **fields}, topology=CHAIN if chain else SIDE_BY_SIDE, partition=SKEWED)
+    ready = ready_for(
+        {**SFEDKD, **fields}, topology=CHAIN if chain else SIDE_BY_SIDE, partition=SKEWED
+    )
     fed = Federation(ready)
     ours = drive(ready)[0][-1].params
     check(ours, plainly(fed, expected, greedy(2), chain))
@@ -139,7 +164,10 @@ def check_differs(ours: Params, other: Params) -> None:
 def test_the_choice_of_teachers(fields: dict[str, object], choose: Choose) -> None:
     ready = ready_for({**SFEDKD, **fields}, partition=SKEWED, rounds=3)
     fed = Federation(ready)
-    check(drive(ready)[0][-1].params, plainly(fed, sfedkd(0.7, 1.3, 2.0, 4.0, True, True), choose, rounds=3))
+    check(
+        drive(ready)[0][-1].params,
+        plainly(fed, sfedkd(0.7, 1.3, 2.0, 4.0, True, True), choose, rounds=3),
+    )
 
 
 def full(z: Tensor, t: Tensor) -> Tensor:
@@ -195,8 +223,13 @@ def confident(logits: list[Tensor], y: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("chain", [True, False])
-def test_several_teachers(fields: dict[str, object], expected: Objective, k: int, chain: bool) -> None:
-    ready = ready_for({"weight": 0.8, "temperature": 3.0, "k": k, **fields}, topology=CHAIN if chain else SIDE_BY_SIDE)
+def test_several_teachers(
+    fields: dict[str, object], expected: Objective, k: int, chain: bool
+) -> None:
+    ready = ready_for(
+        {"weight": 0.8, "temperature": 3.0, "k": k, **fields},
+        topology=CHAIN if chain else SIDE_BY_SIDE,
+    )
     ours = drive(ready)[0][-1].params
     check(ours, plainly(Federation(ready), expected, greedy(k), chain))
     check_differs(ours, plainly(Federation(ready), lambda *_: ce, greedy(k), chain))
@@ -211,7 +244,9 @@ def test_fedseq(name: str) -> None:
 
 
 class Consolidation:
-    """The code's own bookkeeping: a queue of omegas, a shadow that is folded when a cycle is full."""
+    """The code's own bookkeeping: a queue of omegas, a shadow that is folded when a cycle is
+    full.
+    """
 
     def __init__(self, mode: str, a: float, cycle: int) -> None:
         self.mode, self.a, self.cycle = mode, a, cycle
@@ -253,36 +288,50 @@ def test_cwc(fields: dict[str, object]) -> None:
             def loss(model: nn.Module, x: Tensor, y: Tensor, penalty=penalty) -> Tensor:
                 return ce(model, x, y) + penalty(dict(model.named_parameters()))
 
-            def watch(before: Params, grads: Params, after: Params, path: Params = path, penalty=penalty) -> None:
+            def watch(
+                before: Params, grads: Params, after: Params, path: Params = path, penalty=penalty
+            ) -> None:
                 if fields.get("lseg"):
                     at_before = {k: v.clone().requires_grad_() for k, v in before.items()}
-                    extra = torch.autograd.grad(penalty(at_before), list(at_before.values()), allow_unused=True)
+                    extra = torch.autograd.grad(
+                        penalty(at_before), list(at_before.values()), allow_unused=True
+                    )
                     grads = {k: grads[k] - e for k, e in zip(at_before, extra, strict=True)}
                 for k in path:
                     path[k] += -grads[k] * (after[k] - before[k])
 
             params = fed.fit(params, loss, round, client, stage=link, watch=watch).params
             found = {k: path[k] / ((params[k] - start[k]) ** 2 + 0.02) for k in path}
-            store.add({k: v.clamp(min=0) for k, v in found.items()} if fields.get("clamp") else found)
+            store.add(
+                {k: v.clamp(min=0) for k, v in found.items()} if fields.get("clamp") else found
+            )
     states = drive(ready)[0]
     check(states[-1].params, params)
     check_differs(params, plainly(fed, lambda *_: ce, greedy(0), rounds=3))
     if values.get("memory", "ema") == "ema":  # the library decays when the next round opens
         theirs = store.total(params)
-        ours = {k: float(values["decay"]) * v for k, v in states[-1].extra.tensors("importance").items()}  # type: ignore[arg-type]
+        ours = {
+            k: float(values["decay"]) * v for k, v in states[-1].extra.tensors("importance").items()
+        }  # type: ignore[arg-type]
         for k in theirs:
             torch.testing.assert_close(ours[k], theirs[k], rtol=NEAR, atol=NEAR)
 
 
-def on_a_chain(ready: Prepared, loss: Callable[[nn.Module, Federation, int, float], Loss], phis=None) -> Params:
-    """Every objective that distils from the model received: on a chain, from the model handed over."""
+def on_a_chain(
+    ready: Prepared, loss: Callable[[nn.Module, Federation, int, float], Loss], phis=None
+) -> Params:
+    """Every objective that distils from the model received: on a chain, from the model handed
+    over.
+    """
     fed = Federation(ready)
     params, known = fed.start, {}
     for round in (1, 2):
         order = fed.chain(round)
         phi = phis(fed, order, known) if phis else dict.fromkeys(order, 1.0)
         for link, c in enumerate(order):
-            params = fed.fit(params, loss(fed.net(params).eval(), fed, c, phi[c]), round, c, stage=link).params
+            params = fed.fit(
+                params, loss(fed.net(params).eval(), fed, c, phi[c]), round, c, stage=link
+            ).params
         known |= {c: gini(fed, c) for c in order}
     return params
 
@@ -334,7 +383,10 @@ def test_scaffold_on_a_chain() -> None:
         for link, client in enumerate(fed.chain(round)):
             mine = own.get(client, {k: torch.zeros_like(v) for k, v in c.items()})
             done = fed.fit(params, ce, round, client, minus(c, mine), stage=link)
-            own[client] = {k: mine[k] - c[k] + (params[k] - done.params[k]) / (fed.lr(round) * done.reach) for k in c}
+            own[client] = {
+                k: mine[k] - c[k] + (params[k] - done.params[k]) / (fed.lr(round) * done.reach)
+                for k in c
+            }
             c = {k: c[k] + (own[client][k] - mine[k]) / 6 for k in c}
             params = done.params
     states, _ = drive(ready)

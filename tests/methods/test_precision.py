@@ -1,4 +1,6 @@
-"""Precision: where it acts and where it must not, equal bits in the engines, and refusals by name."""
+"""Precision: where it acts and where it must not, equal bits in the engines, and refusals by
+name.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def rounded(v: Tensor) -> bool:
 
 
 def assert_near(one: Tensors, other: Tensors, start: Tensors) -> None:
-    """A number of bfloat16 is right to a 256th: the way that models went from where they began is to a tenth."""
+    """A number of bfloat16 is right to a 256th: the way that models went from where they began is
+    to a tenth.
+    """
     apart, way = (trees.norm(trees.sub(one, b)) for b in (other, start))
     assert apart < way / 10
 
@@ -68,7 +72,9 @@ def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
     for kind in ("fp32", "bf16"):
         seen: list[tuple[bool, ...]] = []
         carry = Carry(start, teachers={"t": start})
-        params[kind] = train(Watched(seen), carry, Plan(epochs=2, lr=0.1), stage, view, inputs, 7, kind).params
+        params[kind] = train(
+            Watched(seen), carry, Plan(epochs=2, lr=0.1), stage, view, inputs, 7, kind
+        ).params
         assert seen
         assert set(seen) == {(kind == "bf16",) * 4}
     for value in params["bf16"].values():
@@ -89,7 +95,10 @@ def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
         run(experiment, folders[engine, kind], data=toys.blobs())
     model = {k: (f / "model.safetensors").read_bytes() for k, f in folders.items()}
     assert model["serial", "bf16"] == model["pooled", "bf16"] != model["pooled", "fp32"]
-    serial, pooled = (without_times(read_journal(folders[e, "bf16"] / "journal.jsonl")) for e in ("serial", "pooled"))
+    serial, pooled = (
+        without_times(read_journal(folders[e, "bf16"] / "journal.jsonl"))
+        for e in ("serial", "pooled")
+    )
     assert serial == pooled
 
 
@@ -143,8 +152,14 @@ assert all(one.fp32_precision != "tf32" for one in said)
 """
 
 
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has the older switches only")
-@pytest.mark.parametrize("user", ["", *(f"torch.backends.{part}fp32_precision = 'tf32'" for part in ("", "cudnn."))])
+@pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="this torch has the older switches only"
+)
+@pytest.mark.parametrize(
+    "user", ["", *(f"torch.backends.{part}fp32_precision = 'tf32'" for part in ("", "cudnn."))]
+)
 def test_so_where_torchs_newer_switches_said_something_else(user: str) -> None:
-    """In a process of its own: torch refuses to read its older switches once the newer ones differ."""
+    """In a process of its own: torch refuses to read its older switches once the newer ones
+    differ.
+    """
     subprocess.run([sys.executable, "-c", NEWER.format(user=user)], check=True)

@@ -1,4 +1,6 @@
-"""What holds of methods that exchange logits: labels unread, the notebook's temperatures, the odd client left out."""
+"""What holds of methods that exchange logits: labels unread, the notebook's temperatures, the odd
+client left out.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ HIPER = [n for n in NAMES if n.startswith("hiper_")]
 
 
 def federation(name: object, **changes: object) -> Prepared:
-    return ready_for(name, **{"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, **changes})
+    return ready_for(
+        name, **{"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, **changes}
+    )
 
 
 def relabelled(ready: Prepared, labels: Tensor) -> Prepared:
@@ -56,7 +60,9 @@ def finals(ready: Prepared) -> dict[str, Tensor]:
 def test_labels_of_public_data_are_never_read_but_in_fedmds_pretraining(name: str) -> None:
     for first in ("pretrain", "") if name == "fedmd" else ("",):
         topology = {"clients": 4, "first": first} if first or name == "fedmd" else {"clients": 4}
-        ready = federation(name, **{**toys.suited(name), "topology": topology, "plan": {"epochs": 1}})
+        ready = federation(
+            name, **{**toys.suited(name), "topology": topology, "plan": {"epochs": 1}}
+        )
         there, labels = finals(ready), ready.sites.public.labels
         shuffled = finals(relabelled(ready, labels.flip(0)))
         same = all(torch.equal(there[k], shuffled[k]) for k in there)
@@ -85,12 +91,16 @@ def test_a_client_whose_labels_nobody_knows_trains_like_the_others_and_counts_fo
     state, method = State(params={}).next(labels=counts), HiPerFedKD()
     without = State(params={}).next(labels=counts[:2])
     assert method.temperature_of(state, 2) == method.high
-    assert [method.temperature_of(state, c) for c in (0, 1)] == [method.temperature_of(without, c) for c in (0, 1)]
+    assert [method.temperature_of(state, c) for c in (0, 1)] == [
+        method.temperature_of(without, c) for c in (0, 1)
+    ]
 
 
 def test_a_client_without_examples_has_nothing_to_say() -> None:
     ready = federation("hiper_fedkd")
-    empty = replace(ready, sites=replace(ready.sites, parts=[*ready.sites.parts[:3], ready.sites.parts[3][:0]]))
+    empty = replace(
+        ready, sites=replace(ready.sites, parts=[*ready.sites.parts[:3], ready.sites.parts[3][:0]])
+    )
     stage = empty.settings.topology(1, empty.world)[0]
     state = empty.settings.method.setup(empty.world)
     downs = {c: empty.settings.method.down(state, c, stage, empty.world) for c in stage.clients}
@@ -119,7 +129,9 @@ def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
 
     ready = federation("fedmd")
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
-    with pytest.raises(IncompatibleMethod, match=r"'pretrain' of method fedmd reads .* topology.first"):
+    with pytest.raises(
+        IncompatibleMethod, match=r"'pretrain' of method fedmd reads .* topology.first"
+    ):
         _check_public_labels(blind.settings, blind.sites, {"pretrain"})
     _check_public_labels(blind.settings, blind.sites, {"local"})
 
@@ -138,7 +150,9 @@ class Failing(HiPerFedKD):
     who: tuple[int, ...] = (0,)
 
     def work(self, stage):
-        return FailingWork(super().work(stage), self.who if (stage.round, stage.name) == (1, self.where) else ())
+        return FailingWork(
+            super().work(stage), self.who if (stage.round, stage.name) == (1, self.where) else ()
+        )
 
 
 class FailingWork(ClientWork):
@@ -158,11 +172,24 @@ class FailingWork(ClientWork):
 
 @pytest.mark.parametrize("where", ["local", "distil"])
 def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tmp_path) -> None:
-    whole = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, "rounds": 2, "clients": toys.TOLERANT}
-    result = run(toys.toy({"name": "toy_hiper_failing", "where": where}, **whole), tmp_path / "run", data=toys.blobs())
+    whole = {
+        "data": {"public": toys.PUBLIC},
+        "topology": {"clients": 4},
+        "rounds": 2,
+        "clients": toys.TOLERANT,
+    }
+    result = run(
+        toys.toy({"name": "toy_hiper_failing", "where": where}, **whole),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
     from fedstill.experiment.run_directory.journal import read_journal
 
-    clients = [e for e in read_journal(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
+    clients = [
+        e
+        for e in read_journal(result.directory / "journal.jsonl")
+        if e["event"] == "client" and e["round"]
+    ]
     failed = [e for e in clients if "refused" in e]
     assert [(e["round"], e["name"], e["client"]) for e in failed] == [(1, where, 0)]
     assert "this site is gone" in failed[0]["refused"]
@@ -208,11 +235,15 @@ def test_a_round_sends_public_logits_and_no_weights() -> None:
     assert method.down(states[1], 0, distil, ready.world).nbytes == sent
     assert method.down(states[1], 0, local, ready.world).nbytes == 8, "a temperature"
     sums = arithmetic(ready)
-    assert (sums.bytes_up, sums.bytes_down) == (4 * sent, 4 * (sent + 8)), "the server's own work is not sent"
+    assert (sums.bytes_up, sums.bytes_down) == (4 * sent, 4 * (sent + 8)), (
+        "the server's own work is not sent"
+    )
 
 
 def test_bytes_of_a_round_are_those_between_clients_and_server(tmp_path) -> None:
-    experiment = toys.toy("hiper_fedkd", data={"public": toys.PUBLIC}, topology={"clients": 4}, rounds=1)
+    experiment = toys.toy(
+        "hiper_fedkd", data={"public": toys.PUBLIC}, topology={"clients": 4}, rounds=1
+    )
     (event,) = run(experiment, tmp_path / "run", data=toys.blobs()).history
     sent = 4 * toys.PUBLIC * toys.CLASSES * 4
     census = 4 * 8 * toys.CLASSES

@@ -1,4 +1,5 @@
-"""Steps that are recorded on a CUDA card and replayed: the bits of the steps themselves, for every method and network.
+"""Steps that are recorded on a CUDA card and replayed: the bits of the steps themselves, for every
+method and network.
 
 Without a card, recordings are imitated on the CPU. On one: ``FEDSTILL_TEST_DEVICE=cuda pytest
 tests/methods/test_recorded.py``.
@@ -25,19 +26,27 @@ from fedstill.work import ClientWork
 from imitated_card import record_on_cpu
 
 DEVICE = toys.DEVICE if torch.cuda.is_available() else "cpu"
-METHODS = [n for n in registry.names("method") if not n.startswith("toy_") and n not in ("fedseq", "cwc", "metafed")]
+METHODS = [
+    n
+    for n in registry.names("method")
+    if not n.startswith("toy_") and n not in ("fedseq", "cwc", "metafed")
+]
 """Those of chains have no other steps than others."""
 LONG = {**stacking.PLAN, "epochs": 8}
 """Enough whole batches a client that recording pays."""
 SETTINGS = ("as it is", "augmented", "a part of the examples")
-"""In the first, teachers' outputs are computed once for all examples; in the others for each batch."""
+"""In the first, teachers' outputs are computed once for all examples; in the others for each
+batch.
+"""
 SOME = ("fedavg", "fedntd", "fedadkd", "fedprox", "moon", "sfedkd", "hiper_fedkd", "qkt")
 
 
 def changed(setting: str, name: str, **plan: Any) -> dict[str, Any]:
     """The changes of a setting for a method."""
     steps = {"epochs": 0, "steps": 18} if setting == SETTINGS[2] else {}
-    public = toys.PUBLIC if "public_data" in registry.lookup("method", name).build().requires() else 0
+    public = (
+        toys.PUBLIC if "public_data" in registry.lookup("method", name).build().requires() else 0
+    )
     data = {"public": public, "augment": ["flip"] if setting == "augmented" else []}
     return {"plan": {**LONG, **steps, **plan}, "data": data}
 
@@ -88,7 +97,9 @@ def test_every_method_ends_at_the_bits_of_its_steps(
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", SOME)
-def test_steps_are_replayed(name: str, setting: str, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_replayed(
+    name: str, setting: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert both(replays, monkeypatch, name, **changed(setting, name, lr=0.01)) > 10
 
 
@@ -113,7 +124,9 @@ def test_every_plan_is_replayed(
 
 
 @pytest.mark.parametrize("augment", [(), ("crop", "flip", "cutout")])
-@pytest.mark.parametrize("model", ["simple_cnn", *(["cnn", "qkt_cnn_pooled"] if DEVICE != "cpu" else [])])
+@pytest.mark.parametrize(
+    "model", ["simple_cnn", *(["cnn", "qkt_cnn_pooled"] if DEVICE != "cpu" else [])]
+)
 def test_dropout_and_augmentation_are_drawn_as_they_are_without(
     model: str, augment: tuple[str, ...], replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,8 +134,16 @@ def test_dropout_and_augmentation_are_drawn_as_they_are_without(
     for on in "01":
         monkeypatch.setenv(recorded.REPLAY, on)
         plan = {**LONG, "epochs": 0, "steps": 18}
-        changes = {"data": {"augment": augment}, "model": model, "topology": {"clients": 3}, "plan": plan}
-        ready = prepare(settle(stacking.experiment("fedavg", "serial", device=DEVICE, **changes)), toys.blobs_of(32))
+        changes = {
+            "data": {"augment": augment},
+            "model": model,
+            "topology": {"clients": 3},
+            "plan": plan,
+        }
+        ready = prepare(
+            settle(stacking.experiment("fedavg", "serial", device=DEVICE, **changes)),
+            toys.blobs_of(32),
+        )
         ends.append(stacking.tensors(stacking.rounds(ready)[0]))
     assert replays
     for key in ends[0]:
@@ -153,6 +174,8 @@ def test_what_a_replay_would_not_do_is_not_recorded(what: str, replays: list[int
     ready = stacking.ready("fedavg", "serial", device=DEVICE, plan=LONG)
     stage = Stage(1, 0, "train", (0,))
     assert isinstance(ready.settings.method, FedAvg)
-    (reply,) = ready.engine().run(Odd(what, []), stage, {0: Payload(params=ready.world.initial(0))}, 7)
+    (reply,) = ready.engine().run(
+        Odd(what, []), stage, {0: Payload(params=ready.world.initial(0))}, 7
+    )
     assert not reply.failure
     assert not replays

@@ -1,4 +1,6 @@
-"""Replay: what is kept, what of it is finetuning and what training on all of the past, and its objective by hand."""
+"""Replay: what is kept, what of it is finetuning and what training on all of the past, and its
+objective by hand.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,24 @@ def model_of(folder: Path, method: Any, **more: Any) -> str:
 
 
 def gone_through(method: Any, until: int = 3, **more: Any) -> tuple[Prepared, State, Memory]:
-    """Rounds of a run, each a task of its own, in this process: the state after them, what clients remember."""
+    """Rounds of a run, each a task of its own, in this process: the state after them, what clients
+    remember.
+    """
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "engine": "serial", **more}
     ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
     engine = ready.engine()
     state = ready.settings.method.setup(ready.world)
     while state.round <= min(until, ready.world.rounds):
         stages = ready.settings.topology(state.round, ready.world)
-        state = run_round(ready.settings.method, state, stages, ready.world, engine, Unwatched(), ready.settings.rules)
+        state = run_round(
+            ready.settings.method,
+            state,
+            stages,
+            ready.world,
+            engine,
+            Unwatched(),
+            ready.settings.rules,
+        )
     return ready, state, engine.memory
 
 
@@ -66,13 +78,23 @@ def test_in_the_first_task_it_is_fedavg(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
 @pytest.mark.parametrize("head", ["all", "seen"])
-def test_a_memory_of_all_is_training_on_the_data_of_the_past(head: str, engine: str, tmp_path: Path) -> None:
+def test_a_memory_of_all_is_training_on_the_data_of_the_past(
+    head: str, engine: str, tmp_path: Path
+) -> None:
     """The same examples in the same order: the bound ``past = "kept"``, to the bit."""
     stream = {**STREAM, "head": head}
-    bound = model_of(tmp_path / "kept", {"name": "fedavg", **ALIKE}, stream={**stream, "past": "kept"}, engine=engine)
+    bound = model_of(
+        tmp_path / "kept",
+        {"name": "fedavg", **ALIKE},
+        stream={**stream, "past": "kept"},
+        engine=engine,
+    )
     replay = {"name": "replay", "size": 300, **ALIKE}
     assert model_of(tmp_path / "replay", replay, stream=stream, engine=engine) == bound
-    assert model_of(tmp_path / "both", replay, stream={**stream, "past": "kept"}, engine=engine) == bound
+    assert (
+        model_of(tmp_path / "both", replay, stream={**stream, "past": "kept"}, engine=engine)
+        == bound
+    )
 
 
 def test_what_is_kept_is_the_lowest_of_all_keys_so_far() -> None:
@@ -91,14 +113,21 @@ def test_what_is_kept_is_the_lowest_of_all_keys_so_far() -> None:
         want = sorted(range(len(both)), key=lambda i: float(both[i]))[:12]
         kept = memory.load(client)
         assert torch.equal(kept.tensor("values"), torch.cat(values)[sorted(want)])
-        assert set(kept.tensor("labels").tolist()) <= set(stream.seen(1)), "the last task is kept for nobody"
+        assert set(kept.tensor("labels").tolist()) <= set(stream.seen(1)), (
+            "the last task is kept for nobody"
+        )
 
 
 def test_one_group_after_the_other_is_both_together() -> None:
     draw = torch.Generator().manual_seed(3)
-    labels, keys = torch.randint(4, (60,), generator=draw), torch.rand(60, generator=draw, dtype=torch.float64)
+    labels, keys = (
+        torch.randint(4, (60,), generator=draw),
+        torch.rand(60, generator=draw, dtype=torch.float64),
+    )
     whole = Payload(labels=labels, keys=keys, places=torch.arange(60))
-    first, then = (Payload({g: whole.tensor(g)[cut] for g in whole}) for cut in (slice(25), slice(25, None)))
+    first, then = (
+        Payload({g: whole.tensor(g)[cut] for g in whole}) for cut in (slice(25), slice(25, None))
+    )
     for by_class in (False, True):
         once = merged(Payload(), whole, 13, by_class).tensor("places")
         twice = merged(merged(Payload(), first, 13, by_class), then, 13, by_class).tensor("places")
@@ -125,12 +154,21 @@ def test_herding_takes_what_brings_the_mean_nearest() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 def test_the_objective_by_hand(alpha: float) -> None:
-    """Over all batches it is the mean over own examples, and beta and alpha times those over kept ones."""
+    """Over all batches it is the mean over own examples, and beta and alpha times those over kept
+    ones.
+    """
     spec, draw = spec_for("logistic", (1, 4, 4), 5, {}), torch.Generator().manual_seed(0)
     x, y = torch.randn(9, 1, 4, 4, generator=draw), torch.tensor([3, 4, 3, 3, 4, 4, 0, 2, 0])
     params, stored, own = initial(spec, 1), torch.randn(4, 5, generator=draw), 6
     seen = torch.tensor([True, False, True, True, True])
-    known = {"own": own, "seen": seen, "per_own": 9 / own, "per_kept": 3.0, "logits": stored, "columns": seen}
+    known = {
+        "own": own,
+        "seen": seen,
+        "per_own": 9 / own,
+        "per_kept": 3.0,
+        "logits": stored,
+        "columns": seen,
+    }
     carry = Carry(params, constants=known, head=torch.tensor([False, False, False, True, True]))
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(9)
@@ -138,7 +176,10 @@ def test_the_objective_by_hand(alpha: float) -> None:
     terms = work.terms(Seen(networks, carry, params, x, y, index, index, None, 0), carry)
     got = sum(float(v.detach().mean()) for v in terms.values())
 
-    z = x.flatten(1).double().numpy() @ params["head.weight"].double().numpy().T + params["head.bias"].double().numpy()
+    z = (
+        x.flatten(1).double().numpy() @ params["head.weight"].double().numpy().T
+        + params["head.bias"].double().numpy()
+    )
     of_own = -log_softmax(z[:6, 3:], axis=1)[np.arange(6), y[:6].numpy() - 3]
     columns = np.array([0, 2, 3, 4])
     of_kept = -log_softmax(z[6:, columns], axis=1)[np.arange(3), [0, 1, 0]]
@@ -164,7 +205,9 @@ def test_class_means_are_those_of_all_clients_data_and_memories() -> None:
         view, kept = ready.sites.view(client, stage), memory.load(client)
         for some in (view.data, Examples(kept.tensor("values"), kept.tensor("labels"))):
             z = view.passes.features(state.params, some).double().numpy()
-            for unit, c in zip(z / np.linalg.norm(z, axis=1, keepdims=True), some.labels.tolist(), strict=True):
+            for unit, c in zip(
+                z / np.linalg.norm(z, axis=1, keepdims=True), some.labels.tolist(), strict=True
+            ):
                 sums[c] += unit
                 counts[c] += 1
     want = sums / counts[:, None]
@@ -184,10 +227,14 @@ def test_a_run_whose_answers_are_the_means_has_their_matrix(tmp_path: Path) -> N
     events = read_journal(tmp_path / "r/journal.jsonl")
     first, ready, state = events[0], *gone_through(config)[:2]
     end = [e for e in events if e["event"] == "task"][-1]
-    predict, test = ready.settings.method.predictors(state, ready.world)["nearest_mean"], ready.dataset.test
+    predict, test = (
+        ready.settings.method.predictors(state, ready.world)["nearest_mean"],
+        ready.dataset.test,
+    )
     right = predict(ready.sites.inputs.plain(test.values)).argmax(1) == test.labels
     want = [
-        float(right[torch.isin(test.labels, torch.tensor(own))].double().mean()) for own in first["stream"]["classes"]
+        float(right[torch.isin(test.labels, torch.tensor(own))].double().mean())
+        for own in first["stream"]["classes"]
     ]
     assert end["row"] == pytest.approx(want)
     assert next(iter(ready.settings.method.predictors(state, ready.world))) == "nearest_mean"
@@ -197,12 +244,23 @@ def test_a_class_without_a_mean_is_no_answer() -> None:
     ready, state, _ = gone_through({"name": "replay", "nearest_mean": True}, rounds=3)
     some = state.next(known=torch.tensor([True, False, True, False, False]))
     said = ready.settings.method.predictors(some, ready.world)["nearest_mean"]
-    assert set(said(ready.sites.inputs.plain(ready.dataset.test.values)).argmax(1).tolist()) <= {0, 2}
+    assert set(said(ready.sites.inputs.plain(ready.dataset.test.values)).argmax(1).tolist()) <= {
+        0,
+        2,
+    }
 
 
 def test_the_journal_says_how_many_are_kept_and_who_has_nothing_to_do(tmp_path: Path) -> None:
-    run(toys.toy({"name": "replay", "size": 7}, partition={"kind": "iid"}, stream=STREAM), tmp_path / "r", toys.blobs())
-    ends = [e for e in read_journal(tmp_path / "r/journal.jsonl") if e["event"] == "client" and e["name"] == "remember"]
+    run(
+        toys.toy({"name": "replay", "size": 7}, partition={"kind": "iid"}, stream=STREAM),
+        tmp_path / "r",
+        toys.blobs(),
+    )
+    ends = [
+        e
+        for e in read_journal(tmp_path / "r/journal.jsonl")
+        if e["event"] == "client" and e["name"] == "remember"
+    ]
     assert [e["kept"] for e in ends if e["round"] < 3] == [7] * 12
     assert all(e["idle"] for e in ends if e["round"] == 3)
 
@@ -215,6 +273,12 @@ def test_in_a_chain_clients_remember_too() -> None:
 
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(IncompatibleMethod, match=r"set validation = 0.1 in \[plan.remember\]"):
-        prepare(settle(toys.toy("replay", stream=STREAM, plan={"train": {"validation": 0.1}})), toys.blobs())
+        prepare(
+            settle(toys.toy("replay", stream=STREAM, plan={"train": {"validation": 0.1}})),
+            toys.blobs(),
+        )
     with pytest.raises(IncompatibleMethod, match=r"set topology.task_end = 'remember'"):
-        prepare(settle(toys.toy("replay", topology={"clients": 6, "task_end": ""}, stream=STREAM)), toys.blobs())
+        prepare(
+            settle(toys.toy("replay", topology={"clients": 6, "task_end": ""}, stream=STREAM)),
+            toys.blobs(),
+        )

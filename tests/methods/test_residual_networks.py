@@ -1,4 +1,6 @@
-"""ResNets with batch normalisation: averaged with running statistics, refined in evaluation mode, asked as peers."""
+"""ResNets with batch normalisation: averaged with running statistics, refined in evaluation mode,
+asked as peers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,13 @@ def ready(method: object, model: object = RESNET, **changes: object) -> Prepared
 
 @pytest.mark.parametrize(
     "model",
-    [RESNET, *(pytest.param({"name": n, "norm": "batch"}, marks=pytest.mark.slow) for n in ("resnet18", "resnet50"))],
+    [
+        RESNET,
+        *(
+            pytest.param({"name": n, "norm": "batch"}, marks=pytest.mark.slow)
+            for n in ("resnet18", "resnet50")
+        ),
+    ],
     ids=str,
 )
 def test_running_statistics_are_averaged_like_weights(model: dict[str, str]) -> None:
@@ -51,11 +59,14 @@ def test_running_statistics_are_averaged_like_weights(model: dict[str, str]) -> 
     expected, ours = plain.average(sent), drive(prepared)[0][-1].params
     counters = [k for k in ours if k.endswith("num_batches_tracked")]
     statistics = [k for k in ours if k.endswith(("running_mean", "running_var"))]
-    norms = {"resnet10": 12, "resnet18": 20, "resnet50": 53}  # a stem, the blocks' and the shortcuts'
+    # a stem, the blocks' and the shortcuts'
+    norms = {"resnet10": 12, "resnet18": 20, "resnet50": 53}
     assert len(statistics) == 2 * len(counters) == 2 * norms[model["name"]]
     for key in counters:
         assert ours[key].dtype == torch.int64
-        assert int(ours[key]) == len(prepared.sites.parts[0].split(plain.PLAN["batch"])), "the batches of a client"
+        assert int(ours[key]) == len(prepared.sites.parts[0].split(plain.PLAN["batch"])), (
+            "the batches of a client"
+        )
     for key in set(ours) - set(counters):
         torch.testing.assert_close(ours[key], expected[key], rtol=0, atol=NEAR)
     a, b = (s.params["body.stem.1.running_mean"] for s in sent)
@@ -78,7 +89,9 @@ def local_and_students(prepared: Prepared) -> tuple[dict[int, Tensors], dict[int
 
 
 def test_the_head_is_refined_on_features_in_evaluation_mode_and_nothing_else_moves() -> None:
-    """Without teachers phase 2 is cross-entropy on the head: one step of Adam on what the frozen extractor gives."""
+    """Without teachers phase 2 is cross-entropy on the head: one step of Adam on what the frozen
+    extractor gives.
+    """
     fit = {"validation": 0.0, "keep": "last", "lr": 1e-5}  # nobody is certain of a class on noise
     plan = {"epochs": 1, "batch": SIZE, "lr": 0.01, "weight_decay": 0.0, "fit": fit}
     method = {"name": "qkt", "threshold": 1.0}
@@ -93,8 +106,12 @@ def test_the_head_is_refined_on_features_in_evaluation_mode_and_nothing_else_mov
         net = fed.net({**one[c], **{k: v for k, v in local[c].items() if k.startswith("head.")}})
         head = one_step(net.eval(), *fed.data(c), generator(seed_for(7, 1, 2, c, "order")))
         torch.testing.assert_close(params["head.weight"], head["weight"], rtol=0, atol=NEAR)
-        trained = one_step(copy.deepcopy(net).train(), *fed.data(c), generator(seed_for(7, 1, 2, c, "order")))
-        assert not torch.allclose(params["head.weight"], trained["weight"], atol=1e-5), "in training mode it differs"
+        trained = one_step(
+            copy.deepcopy(net).train(), *fed.data(c), generator(seed_for(7, 1, 2, c, "order"))
+        )
+        assert not torch.allclose(params["head.weight"], trained["weight"], atol=1e-5), (
+            "in training mode it differs"
+        )
 
 
 def one_step(net: nn.Module, x: Tensor, y: Tensor, draw: torch.Generator) -> Params:
@@ -109,7 +126,9 @@ def one_step(net: nn.Module, x: Tensor, y: Tensor, draw: torch.Generator) -> Par
 
 def test_a_resnet_and_a_small_cnn_teach_each_other() -> None:
     both = {"models": (RESNET, "qkt_cnn")}
-    prepared = ready("qkt", plan={"epochs": 1, "batch": SIZE, "fit": {"keep": "last"}}, clients=both, **lacking())
+    prepared = ready(
+        "qkt", plan={"epochs": 1, "batch": SIZE, "fit": {"keep": "last"}}, clients=both, **lacking()
+    )
     local, students = local_and_students(prepared)
     assert students
     for c, params in students.items():

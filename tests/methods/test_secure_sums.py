@@ -1,4 +1,6 @@
-"""Secure sums in a run: the plain run's numbers, nothing of a single client, what is refused, and clients that fail."""
+"""Secure sums in a run: the plain run's numbers, nothing of a single client, what is refused, and
+clients that fail.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import toys
 from fedstill import registry, trees
 from fedstill.engines import masking
 from fedstill.engines.masking import MaskedEngine, Masking
-from fedstill.errors import ClientFailed, ConfigError, FedstillError, IncompatibleMethod, TooFewReplies
+from fedstill.errors import (
+    ClientFailed,
+    ConfigError,
+    FedstillError,
+    IncompatibleMethod,
+    TooFewReplies,
+)
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.preparing.unmaskable import with_masking
@@ -52,12 +60,33 @@ def of_method(name: str, **changes: object):
     values = {**toys.suited(name), **changes}
     values["rounds"] = min(2, values["rounds"])
     asked = secret(name, **values)
-    return asked.with_values({"model": plain.toy_slim.__name__}, "test") if "slim" in built(name).requires() else asked
+    return (
+        asked.with_values({"model": plain.toy_slim.__name__}, "test")
+        if "slim" in built(name).requires()
+        else asked
+    )
 
 
 def test_there_are_methods_of_both_kinds() -> None:
-    assert {"fedavg", "fedprox", "fedntd", "moon", "fedavgm", "fedsam", "fedgkd", "fedavg_once"} <= set(LINEAR)
-    assert not {"fedadkd", "scaffold", "fednova", "feddf", "fedproto", "hiper_fedkd", "fedgen"} & set(LINEAR)
+    assert {
+        "fedavg",
+        "fedprox",
+        "fedntd",
+        "moon",
+        "fedavgm",
+        "fedsam",
+        "fedgkd",
+        "fedavg_once",
+    } <= set(LINEAR)
+    assert not {
+        "fedadkd",
+        "scaffold",
+        "fednova",
+        "feddf",
+        "fedproto",
+        "hiper_fedkd",
+        "fedgen",
+    } & set(LINEAR)
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -67,7 +96,8 @@ def test_a_run_with_secure_sums_is_the_plain_run_within_rounding(name: str, tmp_
     run(replace(asked, privacy={}), tmp_path / "plain", toys.blobs())
     one, other = (read_journal(tmp_path / f / "journal.jsonl") for f in ("secret", "plain"))
     ends = [[e["accuracy"] for e in events if e["event"] == "round"] for events in (one, other)]
-    assert ends[0] == pytest.approx(ends[1], abs=0.021)  # of 100 test images, a tie may fall to either side
+    # of 100 test images, a tie may fall to either side
+    assert ends[0] == pytest.approx(ends[1], abs=0.021)
     near(tmp_path)
 
 
@@ -88,7 +118,9 @@ def began(asked, engine: str = "serial"):
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised"])
-def test_one_round_s_mean_is_within_the_stated_error_on_every_engine(engine: str, weighting: str) -> None:
+def test_one_round_s_mean_is_within_the_stated_error_on_every_engine(
+    engine: str, weighting: str
+) -> None:
     privacy = {**ON, "secure_bits": 16, "secure_range": 2.0}
     ready, method, state, stages, world = began(
         secret({"name": "fedavg", "aggregation": weighting}, privacy=privacy), engine
@@ -102,16 +134,25 @@ def test_one_round_s_mean_is_within_the_stated_error_on_every_engine(engine: str
     for name, entry in plain_state.params.items():
         off = float((entry - hidden.params[name]).abs().max())
         assert off <= error + 1e-6, name
-    assert any(not torch.equal(v, hidden.params[k]) for k, v in plain_state.params.items()), "it was rounded"
+    assert any(not torch.equal(v, hidden.params[k]) for k, v in plain_state.params.items()), (
+        "it was rounded"
+    )
 
 
 def test_a_model_with_counters_and_running_statistics_is_summed_too() -> None:
-    ready, method, state, stages, world = began(secret(model="toy_batchnorm", plan={"epochs": 1, "batch": 10}))
+    ready, method, state, stages, world = began(
+        secret(model="toy_batchnorm", plan={"epochs": 1, "batch": 10})
+    )
     inner = ready.engine()
     replies = inner.run(
-        method.work(stages[0]), stages[0], {c: Payload(params=state.params) for c in stages[0].clients}, 7
+        method.work(stages[0]),
+        stages[0],
+        {c: Payload(params=state.params) for c in stages[0].clients},
+        7,
     )
-    hidden = run_round(method, state, stages, world, with_masking(inner, ready.settings), Unwatched(), Rules())
+    hidden = run_round(
+        method, state, stages, world, with_masking(inner, ready.settings), Unwatched(), Rules()
+    )
     counts = [int(r.up.params["body.1.num_batches_tracked"]) for r in replies]
     weights = [r.examples for r in replies]
     mean = sum(n * w for n, w in zip(counts, weights, strict=True)) / sum(weights)
@@ -119,7 +160,10 @@ def test_a_model_with_counters_and_running_statistics_is_summed_too() -> None:
     assert int(hidden.params["body.1.num_batches_tracked"]) == round(mean)
     plain_state = run_round(method, state, stages, world, inner, Unwatched(), Rules())
     torch.testing.assert_close(
-        hidden.params["body.1.running_var"], plain_state.params["body.1.running_var"], atol=1e-5, rtol=1e-5
+        hidden.params["body.1.running_var"],
+        plain_state.params["body.1.running_var"],
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 
@@ -129,7 +173,9 @@ def test_the_server_is_told_nothing_of_a_single_client() -> None:
     (stage,) = stages
     downs = {c: Payload(params=state.params) for c in stage.clients}
     first, *others = summed.run(method.work(stage), stage, downs, world.seed)
-    assert first.metrics["report"]["summed"] == sum(ready.sites.trains_on(c, "train") for c in stage.clients)
+    assert first.metrics["report"]["summed"] == sum(
+        ready.sites.trains_on(c, "train") for c in stage.clients
+    )
     for reply in (first, *others):
         assert reply.examples == 0
         assert trees.same_bits(reply.up.params, first.up.params)
@@ -154,7 +200,9 @@ class Drops:
         if reply.client in self.fails:
             return replace(reply, up=Payload(), failure="it is gone")
         if reply.client in self.wild:
-            return replace(reply, up=Payload(params={k: v * float("nan") for k, v in reply.up.params.items()}))
+            return replace(
+                reply, up=Payload(params={k: v * float("nan") for k, v in reply.up.params.items()})
+            )
         return reply
 
 
@@ -168,7 +216,9 @@ def test_with_0_to_40_percent_gone_the_mean_is_that_of_the_others(dropped: int) 
     engine = Drops(ready.engine(), frozenset(range(dropped - len(wild))), wild)
     rules = Rules(failures="tolerate")
     want = run_round(method, state, stages, world, engine, Unwatched(), rules)
-    got = run_round(method, state, stages, world, with_masking(engine, ready.settings), Unwatched(), rules)
+    got = run_round(
+        method, state, stages, world, with_masking(engine, ready.settings), Unwatched(), rules
+    )
     for name in want.params:
         torch.testing.assert_close(got.params[name], want.params[name], atol=1e-6, rtol=0)
 
@@ -184,9 +234,14 @@ def test_below_the_threshold_the_round_ends_by_name_and_the_state_stays() -> Non
     ready, method, state, stages, world = began(secret(**TEN))
     before, watch = trees.clone(state.params), Noted()
     summed = with_masking(Drops(ready.engine(), frozenset(range(5))), ready.settings)
-    said = "no secure sum: .* 5 of 10 clients sent masked vectors, and the secure sum needs 6 .*; client 0: it is gone"
+    said = (
+        "no secure sum: .* 5 of 10 clients sent masked vectors, and the secure sum needs 6 .*; "
+        "client 0: it is gone"
+    )
     with pytest.raises(TooFewReplies, match=said):
-        run_round(method, state, stages, world, summed, watch, Rules(quorum=0.1, failures="tolerate"))
+        run_round(
+            method, state, stages, world, summed, watch, Rules(quorum=0.1, failures="tolerate")
+        )
     assert trees.same_bits(before, state.params)
     assert len(watch.refused) == 10
     assert all(not refusal.up for refusal in watch.refused), "nothing of a single client is left"
@@ -204,7 +259,9 @@ def test_the_journal_counts_the_bytes_of_masked_models_and_no_examples(tmp_path:
 
 def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
     run(secret(), tmp_path / "run", toys.blobs())
-    with pytest.raises(ConfigError, match="has secure sums: its server knew no single client's part"):
+    with pytest.raises(
+        ConfigError, match="has secure sums: its server knew no single client's part"
+    ):
         taken_up(tmp_path / "run", 1, toys.blobs())
 
 
@@ -215,13 +272,17 @@ def test_a_threshold_of_one_s_own() -> None:
     stage = settings.topology(1, prepare(settings, toys.blobs()).world)[0]
     assert made.begun(stage, range(10)).threshold == 9
     assert Masking(1.0, 32, 0.5, True).begun(stage, range(10)).threshold == 6
-    assert Masking(1.0, 32, 0.5, True).begun(stage, range(3)).threshold == 3, "of two, each would know the other's"
+    assert Masking(1.0, 32, 0.5, True).begun(stage, range(3)).threshold == 3, (
+        "of two, each would know the other's"
+    )
     assert Masking(1.0, 32, 0.99, True).begun(stage, range(3)).threshold == 3
 
 
 def test_a_change_out_of_range_is_refused_at_the_client_by_name(tmp_path: Path) -> None:
     privacy = {**ON, "secure_range": 1e-4}
-    with pytest.raises(ClientFailed, match=r"the change of body.* over privacy\.secure_range = 0\.0001; raise it"):
+    with pytest.raises(
+        ClientFailed, match=r"the change of body.* over privacy\.secure_range = 0\.0001; raise it"
+    ):
         run(secret(privacy=privacy), tmp_path / "run", toys.blobs())
 
 
@@ -229,7 +290,9 @@ def test_clients_that_were_sent_different_models_are_not_summed() -> None:
     ready, method, state, stages, world = began(secret())
     (stage,) = stages
     downs = {c: Payload(params=trees.scale(state.params, 1.0 + c)) for c in stage.clients}
-    came = with_masking(ready.engine(), ready.settings).run(method.work(stage), stage, downs, world.seed)
+    came = with_masking(ready.engine(), ready.settings).run(
+        method.work(stage), stage, downs, world.seed
+    )
     assert all("were sent different ones" in reply.failure for reply in came)
 
 
@@ -260,8 +323,14 @@ REFUSED = {
         secret({"name": "feddyn", "aggregation": "examples"}),
         "gives another result for single models than for their",
     ),
-    "a measure": (secret(measure=("alignment",)), "measure 'alignment' looks at single clients' models"),
-    "contributions": (secret(measure=("contributions",)), "measure 'contributions' looks at single clients' models"),
+    "a measure": (
+        secret(measure=("alignment",)),
+        "measure 'alignment' looks at single clients' models",
+    ),
+    "contributions": (
+        secret(measure=("contributions",)),
+        "measure 'contributions' looks at single clients' models",
+    ),
 }
 
 
@@ -275,7 +344,9 @@ def test_what_needs_single_models_is_refused_at_the_start_in_a_line(what: str) -
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in LINEAR])
 def test_every_other_method_is_refused_at_the_start(name: str) -> None:
-    with pytest.raises(FedstillError, match=f"privacy.secure_sum with method {name}: its server does more"):
+    with pytest.raises(
+        FedstillError, match=f"privacy.secure_sum with method {name}: its server does more"
+    ):
         prepare(settle(of_method(name)), toys.blobs())
 
 
@@ -291,7 +362,9 @@ class Squares(FedAvg):
 
 
 def test_a_fold_that_only_says_it_is_linear_is_found_out() -> None:
-    with pytest.raises(IncompatibleMethod, match="gives another result for single models than for their mean"):
+    with pytest.raises(
+        IncompatibleMethod, match="gives another result for single models than for their mean"
+    ):
         prepare(settle(secret("toy_squares")), toys.blobs())
 
 
@@ -307,10 +380,18 @@ def test_private_training_and_secure_sums_go_together(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     asked = secret(privacy={**ON, "gradient_clip": 0.5, "epsilon": 1e6})
     run(asked, tmp_path / "secret", toys.blobs())
-    run(replace(asked, privacy={"gradient_clip": 0.5, "epsilon": 1e6}), tmp_path / "plain", toys.blobs())
+    run(
+        replace(asked, privacy={"gradient_clip": 0.5, "epsilon": 1e6}),
+        tmp_path / "plain",
+        toys.blobs(),
+    )
     near(tmp_path)
     told = [
-        [e["privacy"] for e in read_journal(tmp_path / f / "journal.jsonl") if e["event"] == "round"]
+        [
+            e["privacy"]
+            for e in read_journal(tmp_path / f / "journal.jsonl")
+            if e["event"] == "round"
+        ]
         for f in ("secret", "plain")
     ]
     assert told[0] == told[1]
@@ -327,7 +408,15 @@ def test_masks_are_drawn_anew_for_every_sum(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(masking, "Summand", Watched)
     ready, method, state, stages, world = began(secret())
     for _ in range(2):
-        run_round(method, state, stages, world, with_masking(ready.engine(), ready.settings), Unwatched(), Rules())
+        run_round(
+            method,
+            state,
+            stages,
+            world,
+            with_masking(ready.engine(), ready.settings),
+            Unwatched(),
+            Rules(),
+        )
     assert len(set(seen)) == len(seen) == 2 * len(stages[0].clients)
 
 

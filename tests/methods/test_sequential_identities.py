@@ -36,7 +36,9 @@ def same(one: object, other: object, changes: dict[str, object], exactly: bool =
 
 @pytest.mark.parametrize("name", ["sfedkd", "aver", "ebkd", "camkd"])
 @pytest.mark.parametrize(("topology", "like"), [(CHAIN, "fedseq"), (SIDE_BY_SIDE, "fedavg")])
-def test_without_teachers_it_is_plain_training(name: str, topology: dict[str, object], like: str) -> None:
+def test_without_teachers_it_is_plain_training(
+    name: str, topology: dict[str, object], like: str
+) -> None:
     """papers.md 13.7: K = 0 is FedSeq."""
     same({"name": name, "k": 0}, like, {"topology": topology})
 
@@ -74,7 +76,9 @@ def test_clients_of_one_class_choose_teachers_of_distinct_classes_first() -> Non
     chosen = list(state.extra.many("teacher"))
     assert len(chosen) == 3
     assert len({int(state.extra.tensor("labels")[c].argmax()) for c in chosen}) == 3
-    assert chosen == sorted(Federation(ready, 5).chain(1)[:3]), "all are equally good: those that trained first"
+    assert chosen == sorted(Federation(ready, 5).chain(1)[:3]), (
+        "all are equally good: those that trained first"
+    )
 
 
 def test_equal_label_distributions_give_equal_weights() -> None:
@@ -94,7 +98,9 @@ def test_a_client_whose_teachers_all_have_its_own_labels_weighs_them_equally(met
         teacher_labels=torch.stack([counts, 3 * counts, 10 * counts]),
     )
     view = SimpleNamespace(proportions=proportions(counts), client=0)
-    carry = SFedKD(distance=metric).work(Stage(2, 0, "train", (0,))).begin(down, NOTHING, view, world)  # type: ignore[arg-type]
+    carry = (
+        SFedKD(distance=metric).work(Stage(2, 0, "train", (0,))).begin(down, NOTHING, view, world)
+    )  # type: ignore[arg-type]
     for weights in (carry["g"], carry["h"]):
         torch.testing.assert_close(weights, torch.full((3, 1), 1 / 3, dtype=torch.float64))
 
@@ -105,7 +111,10 @@ def test_weights_of_several_teachers_sum_to_what_the_code_has(k: int) -> None:
     draw = torch.Generator().manual_seed(k)
     teachers = 4 * torch.randn(k, 7, 5, generator=draw).double()
     labels = torch.arange(7) % 5
-    ebkd, camkd = losses.entropy_weights(teachers).sum(0), losses.confidence_weights(teachers, labels).sum(0)
+    ebkd, camkd = (
+        losses.entropy_weights(teachers).sum(0),
+        losses.confidence_weights(teachers, labels).sum(0),
+    )
     torch.testing.assert_close(ebkd, torch.full((7,), float(max(k - 1, 1))).double())
     torch.testing.assert_close(camkd, torch.ones(7).double())
     certain = losses.entropy_weights(torch.tensor([1e4, 0.0, 0.0]).double().expand(k, 2, 3))
@@ -115,7 +124,11 @@ def test_weights_of_several_teachers_sum_to_what_the_code_has(k: int) -> None:
 def test_cwcs_importance_is_zero_for_the_first_client_and_halves_over_a_round() -> None:
     """papers.md 13.6."""
     ready = ready_for("cwc", plan={"lr": 0.02})
-    method, world, stages = ready.settings.method, ready.world, ready.settings.topology(1, ready.world)
+    method, world, stages = (
+        ready.settings.method,
+        ready.world,
+        ready.settings.topology(1, ready.world),
+    )
     state = method.open(method.setup(world), stages, world)
     first = method.down(state, stages[0].clients[0], stages[0], world)
     assert first is not None
@@ -145,7 +158,10 @@ def test_a_sliding_memory_holds_the_last_cycle() -> None:
     state = method.open(method.setup(world), stages, world)
     zeros = state.extra.tensors("importance")
     for i in range(1, 8):
-        up = Payload(params=world.initial(0), importance={k: torch.full_like(v, float(i)) for k, v in zeros.items()})
+        up = Payload(
+            params=world.initial(0),
+            importance={k: torch.full_like(v, float(i)) for k, v in zeros.items()},
+        )
         state = method.fold(state, [Reply(0, up, 5)], stages[0], world)
     assert len(state.extra.many("omega")) == len(stages) == 4
     assert all(bool((v == 4 + 5 + 6 + 7).all()) for v in state.extra.tensors("importance").values())
@@ -183,19 +199,31 @@ def test_a_failing_client_is_skipped_and_named_and_the_chain_goes_on(
 
     monkeypatch.setattr(serial, "train", failing)
     plan = {"epochs": 1, "batch": 10, "lr": 0.02}
-    run(toys.toy(name, rounds=2, topology=CHAIN, plan=plan, clients=toys.TOLERANT), tmp_path / "run", data=toys.blobs())
-    events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] > 0]
+    run(
+        toys.toy(name, rounds=2, topology=CHAIN, plan=plan, clients=toys.TOLERANT),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
+    events = [
+        e
+        for e in read_journal(tmp_path / "run" / "journal.jsonl")
+        if e["event"] == "client" and e["round"] > 0
+    ]
     (refused,) = [e for e in events if "refused" in e]
     assert (refused["round"], refused["stage"]) == (1, 1)
     assert "the disk of this site is gone" in refused["refused"]
     before, after = seen[1, 1], seen[1, 2]
-    assert all(torch.equal(before[k], after[k]) for k in before), "the next client gets the last good model"
+    assert all(torch.equal(before[k], after[k]) for k in before), (
+        "the next client gets the last good model"
+    )
     if name == "sfedkd":
         sizes = {e["bytes_down"] for e in events if e["round"] == 2 and "refused" not in e}
         models = {e["client"] for e in events if e["round"] == 1 and "refused" not in e}
         assert len(models) == 3
         assert len(sizes) == 1
-        assert sizes.pop() // (1 + 3) >= sum(v.nbytes for v in before.values()), "three models teach, not four"
+        assert sizes.pop() // (1 + 3) >= sum(v.nbytes for v in before.values()), (
+            "three models teach, not four"
+        )
 
 
 @pytest.mark.parametrize(
@@ -203,14 +231,21 @@ def test_a_failing_client_is_skipped_and_named_and_the_chain_goes_on(
     [("fedseq", 0, 1, 1), ("cwc", 0, 2, 2), ("sfedkd", 3, 4, 1), ("aver", 3, 4, 1)],
 )
 def test_a_round_sends_as_much_as_the_method_says(name: str, k: int, down: int, up: int) -> None:
-    """papers.md 14: a model a hop, twice for CWC; teachers and their label counts for the distilling ones."""
+    """papers.md 14: a model a hop, twice for CWC; teachers and their label counts for the
+    distilling ones.
+    """
     ready = ready_for({"name": name, **({"k": k} if k else {})})
     size = sum(v.nbytes for v in ready.world.initial(0).values())
     sums = arithmetic(ready)
-    assert (sums.bytes_down, sums.bytes_up) == (4 * (2 if name == "cwc" else 1) * size, 4 * up * size)
+    assert (sums.bytes_down, sums.bytes_up) == (
+        4 * (2 if name == "cwc" else 1) * size,
+        4 * up * size,
+    )
     method, world = ready.settings.method, ready.world
     stages = ready.settings.topology(2, world)
-    state = method.open(drive(ready_for({"name": name, **({"k": k} if k else {})}, rounds=1))[0][-1], stages, world)
+    state = method.open(
+        drive(ready_for({"name": name, **({"k": k} if k else {})}, rounds=1))[0][-1], stages, world
+    )
     sent = method.down(state, stages[0].clients[0], stages[0], world)
     assert sent is not None
     assert sent.nbytes == down * size + (8 * k * world.classes if name == "sfedkd" else 0)
@@ -249,10 +284,21 @@ def test_a_client_that_missed_the_census_does_not_teach() -> None:
 
 def test_camkd_asks_for_features_only_with_its_feature_term() -> None:
     assert "features" not in ready_for("camkd").settings.method.requires()
-    assert "features" in ready_for({"name": "camkd", "feature_weight": 50.0}).settings.method.requires()
+    assert (
+        "features"
+        in ready_for({"name": "camkd", "feature_weight": 50.0}).settings.method.requires()
+    )
 
 
 def test_an_extended_dirichlet_split_that_cannot_be_says_which_class_and_why() -> None:
-    split = {"kind": "extended_dirichlet", "classes_per_client": 1, "alpha": 0.05, "min_size": 30, "max_tries": 20}
-    with pytest.raises(InfeasiblePartition, match=r"client \d+ only \d+ \(class \d+: 60 examples for \d+ clients\)"):
+    split = {
+        "kind": "extended_dirichlet",
+        "classes_per_client": 1,
+        "alpha": 0.05,
+        "min_size": 30,
+        "max_tries": 20,
+    }
+    with pytest.raises(
+        InfeasiblePartition, match=r"client \d+ only \d+ \(class \d+: 60 examples for \d+ clients\)"
+    ):
         ready_for("sfedkd", partition=split)

@@ -1,4 +1,6 @@
-"""Methods that do something at a task's end: every stage is resumed from, and every engine agrees."""
+"""Methods that do something at a task's end: every stage is resumed from, and every engine
+agrees.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def experiment(which: str, **changes: Any) -> Experiment:
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def whole(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("whole") / "run"
     run(experiment(request.param), folder, toys.blobs())
     return request.param, folder
@@ -84,14 +88,20 @@ def test_other_engines_give_the_same_bits(
     which, folder = whole
     monkeypatch.setenv("FEDSTILL_WORKERS", "2")
     run(replace(experiment(which), engine=engine), tmp_path / "run", toys.blobs())
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+    ours, theirs = (
+        without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder)
+    )
     assert ours == theirs
 
 
 @pytest.mark.parametrize("which", METHODS)
 def test_a_stack_of_clients_gives_the_same_up_to_rounding(which: str) -> None:
-    runs = [prepare(settle(experiment(which, engine=e)), toys.blobs()) for e in ("serial", "vectorised")]
+    runs = [
+        prepare(settle(experiment(which, engine=e)), toys.blobs()) for e in ("serial", "vectorised")
+    ]
     alone, together = (stacking.tensors(stacking.rounds(in_double(r), 6)[0]) for r in runs)
     assert list(alone) == list(together)
     for name, value in alone.items():

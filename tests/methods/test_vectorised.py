@@ -1,4 +1,6 @@
-"""The vectorised engine: equal to the serial one for every registered method, and what it refuses by name."""
+"""The vectorised engine: equal to the serial one for every registered method, and what it refuses
+by name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ METHODS = registry.names("method")
 
 
 def assert_same(name: str, **changes: object) -> None:
-    runs = [in_double(stacking.ready(name, engine, **changes)) for engine in ("serial", "vectorised")]
+    runs = [
+        in_double(stacking.ready(name, engine, **changes)) for engine in ("serial", "vectorised")
+    ]
     assert_equal(*map(stacking.rounds, runs))
 
 
@@ -37,7 +41,9 @@ def assert_equal(serial: Rounds, stacked: Rounds) -> None:
     expected, got = stacking.tensors(one), stacking.tensors(many)
     assert expected.keys() == got.keys()
     for key in expected:
-        torch.testing.assert_close(got[key], expected[key], rtol=0, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            got[key], expected[key], rtol=0, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}"
+        )
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
         assert (a.client, a.examples, a.metrics.get("steps"), a.metrics.get("epochs")) == (
@@ -91,9 +97,13 @@ def test_an_objective_that_changes_with_the_epoch_is_the_serial_engines() -> Non
     assert_same("camkd", method={"name": "camkd", "feature_weight": 1.0})
 
 
-@pytest.mark.parametrize("own", [{"name": "naive_kd"}, {"name": "qkt", "frozen": 0.3, "importance": "objective"}])
+@pytest.mark.parametrize(
+    "own", [{"name": "naive_kd"}, {"name": "qkt", "frozen": 0.3, "importance": "objective"}]
+)
 @pytest.mark.parametrize("over", ["sum", "mean"])
-def test_several_teachers_are_joined_as_by_the_serial_engine(own: dict[str, object], over: str) -> None:
+def test_several_teachers_are_joined_as_by_the_serial_engine(
+    own: dict[str, object], over: str
+) -> None:
     assert_same(str(own["name"]), method={**own, "over_teachers": over})
 
 
@@ -103,8 +113,15 @@ def test_several_architectures_are_stacked_apart() -> None:
 
 
 def test_augmented_images_are_the_serial_engines() -> None:
-    images = {"data": {"augment": ("crop", "flip")}, "model": "digits_cnn", "topology": {"clients": 4}}
-    runs = [settle(stacking.experiment("fedntd", engine, **images)) for engine in ("serial", "vectorised")]
+    images = {
+        "data": {"augment": ("crop", "flip")},
+        "model": "digits_cnn",
+        "topology": {"clients": 4},
+    }
+    runs = [
+        settle(stacking.experiment("fedntd", engine, **images))
+        for engine in ("serial", "vectorised")
+    ]
     assert_equal(*(stacking.rounds(in_double(prepare(r, toys.blobs_of(8)))) for r in runs))
 
 
@@ -130,7 +147,9 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     engine.close()
 
 
-def test_the_bits_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fedstill.engines.vectorised.MOST", 2)
     for workers in ("1", "3"):
         monkeypatch.setenv("FEDSTILL_WORKERS", workers)
@@ -198,7 +217,9 @@ def test_ctrl_c_in_a_stack_is_no_clients_failure(engine: str, failures: str) -> 
         ({"method": "toy_chain"}, "one at a time"),
     ],
 )
-def test_what_cannot_be_stacked_is_refused_before_round_1(changes: dict[str, object], says: str) -> None:
+def test_what_cannot_be_stacked_is_refused_before_round_1(
+    changes: dict[str, object], says: str
+) -> None:
     experiment = toys.toy(**{"engine": "vectorised", "topology": {"clients": 4}, **changes})
     with pytest.raises(ConfigError, match=says):
         prepare(settle(experiment), toys.blobs_of(16))

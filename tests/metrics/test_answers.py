@@ -14,7 +14,10 @@ def event(client: int, name: str, right: list[int]) -> dict[str, object]:
     return {"client": client, "name": name, "correct_by_class": right}
 
 
-SERVER = {"class_accuracy": [0.1, 0.2, 0.3, 0.4], "others": {"client 1": {"class_accuracy": [1.0, 0.0, 0.0, 0.0]}}}
+SERVER = {
+    "class_accuracy": [0.1, 0.2, 0.3, 0.4],
+    "others": {"client 1": {"class_accuracy": [1.0, 0.0, 0.0, 0.0]}},
+}
 ALONE = {0: event(0, "fit", [10, 10, 0, 0]), 1: event(1, "fit", [0, 0, 10, 0])}
 
 
@@ -27,7 +30,11 @@ def test_a_client_perfect_at_home_and_blind_for_its_query_scores_one_over_one_mo
 
 
 def test_the_last_personal_model_is_the_answer() -> None:
-    acted = [*ALONE.values(), event(0, "transfer", [0, 0, 10, 0]), event(0, "refine", [5, 10, 8, 0])]
+    acted = [
+        *ALONE.values(),
+        event(0, "transfer", [0, 0, 10, 0]),
+        event(0, "refine", [5, 10, 8, 0]),
+    ]
     found = answers({0: (2,)}, COUNTS, ALONE, acted, SERVER, TOTALS, {"fit", "transfer", "refine"})
     (own,) = found["answers"]
     assert own["gain"] == pytest.approx(0.8)
@@ -50,17 +57,23 @@ def test_gain_needs_a_fit_and_forgetting_is_never_positive() -> None:
     assert found["query_gain"] is None
     assert found["query_forgetting"] is None
     assert found["query_average_accuracy"] is not None
-    better = answers({1: (0,)}, COUNTS, ALONE, [event(1, "fit", [9, 0, 10, 9])], SERVER, TOTALS, {"fit"})
+    better = answers(
+        {1: (0,)}, COUNTS, ALONE, [event(1, "fit", [9, 0, 10, 9])], SERVER, TOTALS, {"fit"}
+    )
     assert better["query_forgetting"] == 0
 
 
 def test_who_had_no_teacher_is_counted_where_the_method_says_who_taught() -> None:
     right = [10, 10, 0, 0]
-    taught = [{**event(c, "refine", right), "query": [2], "teachers": t} for c, t in ((0, []), (1, [0]))]
+    taught = [
+        {**event(c, "refine", right), "query": [2], "teachers": t} for c, t in ((0, []), (1, [0]))
+    ]
     found = answers({0: (2,), 1: (0,)}, COUNTS, ALONE, taught, SERVER, TOTALS, {"refine"})
     assert [a["teachers"] for a in found["answers"]] == [0, 1]
     assert found["query_untaught"] == 1
-    silent = answers({0: (2,)}, COUNTS, ALONE, [event(0, "refine", right)], SERVER, TOTALS, {"refine"})
+    silent = answers(
+        {0: (2,)}, COUNTS, ALONE, [event(0, "refine", right)], SERVER, TOTALS, {"refine"}
+    )
     assert silent["answers"][0]["teachers"] is None
     assert "query_untaught" not in silent
 

@@ -34,9 +34,13 @@ def test_means_over_clients_by_class_and_what_each_lost_of_its_own_classes() -> 
     assert got["personal_accuracy"] == pytest.approx(np.mean(mine), abs=1e-14)
     assert got["personal_accuracy_std"] == pytest.approx(np.std(mine), abs=1e-14)
     assert got["personal_by_client"] == {"0": pytest.approx(mine[0]), "2": pytest.approx(mine[1])}
-    assert got["personal_class_accuracy"] == pytest.approx(((ACCURACY[0] + ACCURACY[2]) / 2).tolist())
+    assert got["personal_class_accuracy"] == pytest.approx(
+        ((ACCURACY[0] + ACCURACY[2]) / 2).tolist()
+    )
     own = [c for c, n in enumerate(COUNTS[2]) if n]
-    assert got["personal_forgetting"] == pytest.approx(np.mean([ACCURACY[3][c] - ACCURACY[2][c] for c in own]))
+    assert got["personal_forgetting"] == pytest.approx(
+        np.mean([ACCURACY[3][c] - ACCURACY[2][c] for c in own])
+    )
     assert got["personal_clients"] == 2
 
 

@@ -1,4 +1,6 @@
-"""Membership inference: scores, curve and intervals against numbers by hand, pairs one by one, and scipy's own."""
+"""Membership inference: scores, curve and intervals against numbers by hand, pairs one by one, and
+scipy's own.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,13 @@ def test_confidences_differ_where_the_loss_is_rounded_to_nothing() -> None:
 
 
 def test_likelihood_ratio_by_hand() -> None:
-    """Means 2 and 0; variances 1 and 4, so one variance of 2.5 for both while there are few models."""
+    """Means 2 and 0; variances 1 and 4, so one variance of 2.5 for both while there are few
+    models.
+    """
     out = [[1.0, -2.0], [2.0, 0.0], [3.0, 2.0]]
-    np.testing.assert_allclose(likelihood_ratios([4.0, -1.0], out), np.array([2.0, -1.0]) / np.sqrt(2.5))
+    np.testing.assert_allclose(
+        likelihood_ratios([4.0, -1.0], out), np.array([2.0, -1.0]) / np.sqrt(2.5)
+    )
 
 
 def test_with_many_models_each_example_has_its_own_variance() -> None:
@@ -55,7 +61,8 @@ def test_with_many_models_each_example_has_its_own_variance() -> None:
     phi = np.array([1.0, 1.0, 1.0])
     expected = (phi - out.mean(0)) / out.std(0, ddof=1)
     np.testing.assert_allclose(likelihood_ratios(phi, out), expected)
-    shares = stats.norm.cdf(phi, out.mean(0), out.std(0, ddof=1))  # the offline ratio is 1 minus this tail
+    # the offline ratio is 1 minus this tail
+    shares = stats.norm.cdf(phi, out.mean(0), out.std(0, ddof=1))
     assert np.array_equal(np.argsort(shares), np.argsort(expected))
     same = likelihood_ratios(phi, np.ones((3, 3)))
     assert np.array_equal(same, [0.0, 0.0, 0.0]), "models that all agree have no variance"
@@ -83,16 +90,23 @@ def test_delongs_interval_from_pairs(ties: bool) -> None:
 
 
 def test_the_areas_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """Normal scores 0.4 apart: the area is Phi(0.4 / sqrt 2). 400 draws; 95 % within three standard errors."""
+    """Normal scores 0.4 apart: the area is Phi(0.4 / sqrt 2). 400 draws; 95 % within three standard
+    errors.
+    """
     truth = stats.norm.cdf(0.4 / np.sqrt(2))
-    inside = [low <= truth <= high for _, low, high in (auc_interval(*draws(s, 60, 60)) for s in range(400))]
+    inside = [
+        low <= truth <= high
+        for _, low, high in (auc_interval(*draws(s, 60, 60)) for s in range(400))
+    ]
     assert abs(np.mean(inside) - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 400)
 
 
 def test_extremes() -> None:
     assert auc_interval([1.0, 1.0], [1.0, 1.0])[0] == 0.5
     assert auc_interval([2.0, 3.0], [0.0, 1.0]) == (1.0, 1.0, 1.0)
-    assert auc_interval([2.0], [0.0, 1.0]) == (1.0, 0.0, 1.0), "nothing is known of the spread of one score"
+    assert auc_interval([2.0], [0.0, 1.0]) == (1.0, 0.0, 1.0), (
+        "nothing is known of the spread of one score"
+    )
 
 
 def test_members_found_by_trying_every_threshold() -> None:
@@ -106,7 +120,9 @@ def test_members_found_by_trying_every_threshold() -> None:
 
 def test_a_group_of_ties_is_taken_in_whole_or_not_at_all() -> None:
     assert hits([1.0] * 9, [1.0] + [0.0] * 99, [0.001, 0.01]) == [0, 9]
-    assert hits([5.0, 3.0, 1.0], [2.0], [0.001]) == [2], "below 1 / rate others, none may be taken in"
+    assert hits([5.0, 3.0, 1.0], [2.0], [0.001]) == [2], (
+        "below 1 / rate others, none may be taken in"
+    )
 
 
 @pytest.mark.parametrize(("count", "of"), [(0, 20), (3, 20), (20, 20), (2, 2000)])
@@ -122,7 +138,9 @@ def test_an_attack_in_numbers() -> None:
     for rate in (0.001, 0.01):
         low, high = made[f"tpr_at_{rate}_interval"]
         assert low <= made[f"tpr_at_{rate}"] <= high
-        assert made[f"tpr_at_{rate}"] == pytest.approx((members > np.sort(others)[-1 - int(2000 * rate)]).mean())
+        assert made[f"tpr_at_{rate}"] == pytest.approx(
+            (members > np.sort(others)[-1 - int(2000 * rate)]).mean()
+        )
     assert len(made["roc"]) == len(GRID)
     assert GRID[0] == 0.001
     assert made["roc"] == sorted(made["roc"])

@@ -39,7 +39,9 @@ EXPECTED = {
     "out_local_accuracy": float(A @ (1 - P) / 5),
     "average_accuracy": float((A @ P + A[3] + A[4]) / 3),
     "uniform_accuracy": float(A[:5].mean()),
-    "forgetting": float(np.mean([max(ROUNDS[t, c] - ROUNDS[-1, c] for t in range(7)) for c in range(6)])),
+    "forgetting": float(
+        np.mean([max(ROUNDS[t, c] - ROUNDS[-1, c] for t in range(7)) for c in range(6)])
+    ),
     "query_accuracy_gain": float((B - A)[[3, 4]].mean()),
     "query_forgetting": float(np.minimum(0, B - A)[:3].mean()),
     "consistency": float(A @ B / math.sqrt((A @ A) * (B @ B))),
@@ -86,7 +88,9 @@ def test_a_measure_of_nothing_is_not_a_number(name: str) -> None:
     if name == "top1":
         assert math.isnan(measure([0, 0], [0, 0]))
         return
-    blank = [np.full_like(x, np.nan) if isinstance(x, np.ndarray) and x is not P else x for x in inputs]
+    blank = [
+        np.full_like(x, np.nan) if isinstance(x, np.ndarray) and x is not P else x for x in inputs
+    ]
     assert math.isnan(measure(*blank))
 
 
@@ -103,7 +107,8 @@ def test_a_measure_refuses_shapes_that_do_not_fit(name: str) -> None:
 def test_class_accuracy_counts_and_marks_the_untested() -> None:
     found = metrics.class_accuracy(torch.tensor([3, 0, 0]), torch.tensor([4, 2, 0]))
     np.testing.assert_array_equal(found, [0.75, 0.0, np.nan])
-    assert metrics.in_local_accuracy([0.5, None, 1.0], [0.25, 0.5, 0.25]) == 0.75  # as a journal writes it
+    # as a journal writes it
+    assert metrics.in_local_accuracy([0.5, None, 1.0], [0.25, 0.5, 0.25]) == 0.75
 
 
 def test_out_local_shares_collapse_to_uniform_with_the_local_ones() -> None:
@@ -122,8 +127,12 @@ def test_seen_and_unseen_classes() -> None:
 @pytest.mark.parametrize("asked", [1, 2, 3])
 def test_perfect_at_home_and_lost_elsewhere_scores_one_in_one_plus_the_query(asked: int) -> None:
     accuracy = (P > 0).astype(float)
-    assert metrics.average_accuracy(accuracy, P, range(3, 3 + asked)) == pytest.approx(1 / (1 + asked))
-    assert metrics.uniform_accuracy(accuracy, P, range(3, 3 + asked)) == pytest.approx(3 / (3 + asked))
+    assert metrics.average_accuracy(accuracy, P, range(3, 3 + asked)) == pytest.approx(
+        1 / (1 + asked)
+    )
+    assert metrics.uniform_accuracy(accuracy, P, range(3, 3 + asked)) == pytest.approx(
+        3 / (3 + asked)
+    )
 
 
 def test_a_class_both_local_and_queried_counts_once_with_weight_one() -> None:
@@ -145,7 +154,9 @@ def test_a_query_outside_the_classes_is_refused(bad: list[int]) -> None:
 # papers.md 13.13
 @settings(max_examples=50, deadline=None)
 @given(arrays(np.float64, st.tuples(st.integers(2, 6), st.just(1)), elements=st.floats(0, 1)))
-def test_a_class_counts_negatively_only_if_its_last_round_is_strictly_its_best(rounds: np.ndarray) -> None:
+def test_a_class_counts_negatively_only_if_its_last_round_is_strictly_its_best(
+    rounds: np.ndarray,
+) -> None:
     assert (metrics.forgetting(rounds) < 0) == bool(rounds[-1, 0] > rounds[:-1, 0].max())
     assert metrics.query_forgetting(rounds[0], rounds[1], [1.0]) <= 0
 

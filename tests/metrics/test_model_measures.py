@@ -1,4 +1,6 @@
-"""Measures of models and their surroundings: formulas in float64 against NumPy, closed forms, identities."""
+"""Measures of models and their surroundings: formulas in float64 against NumPy, closed forms,
+identities.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ RNG = np.random.default_rng(1)
 
 def tree(*shapes: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return {f"w{i}": torch.randn(s, generator=draw, dtype=torch.float64) for i, s in enumerate(shapes)}
+    return {
+        f"w{i}": torch.randn(s, generator=draw, dtype=torch.float64) for i, s in enumerate(shapes)
+    }
 
 
 def test_a_units_class_is_that_of_its_largest_class_mean() -> None:
@@ -39,7 +43,9 @@ def test_a_class_that_was_not_tested_is_preferred_by_no_unit() -> None:
 
 def test_many_examples_of_a_class_do_not_make_it_preferred() -> None:
     activations, labels = torch.tensor([[1.0], [1.0], [1.0], [2.0]]), torch.tensor([0, 0, 0, 1])
-    assert preferred_classes(activations, labels, 2).tolist() == [1], "by the sum it would be class 0"
+    assert preferred_classes(activations, labels, 2).tolist() == [1], (
+        "by the sum it would be class 0"
+    )
 
 
 def test_alignment_is_one_with_itself_and_refuses_other_layers() -> None:
@@ -66,7 +72,9 @@ def test_distribution_distance_normalises_accuracies_to_shares() -> None:
     accuracy, shares = RNG.random(6), RNG.dirichlet(np.ones(6))
     expected = np.abs(accuracy / accuracy.sum() - shares).sum()
     assert distribution_distance(accuracy, shares) == pytest.approx(expected, rel=1e-12)
-    assert distribution_distance(3 * accuracy / 4, shares) == pytest.approx(expected, rel=1e-12), "a scale is nothing"
+    assert distribution_distance(3 * accuracy / 4, shares) == pytest.approx(expected, rel=1e-12), (
+        "a scale is nothing"
+    )
     assert distribution_distance([0.0, 0.4], [1.0, 0.0]) == 2
     assert distribution_distance([0.2, 0.4, None], [0.25, 0.5, 0.25]) == pytest.approx(0)
     assert math.isnan(distribution_distance([0.0, 0.0], [0.5, 0.5]))
@@ -79,8 +87,11 @@ def test_gradient_diversity_has_its_closed_form(beta: float) -> None:
     shares = np.eye(classes)[np.arange(clients) % classes] * 0.6 + 0.4 / classes
     shares[::2] = np.roll(shares[::2], 1, axis=1) / 2 + shares[::2] / 2
     shares += np.full(classes, 1 / classes) - shares.mean(0)  # the global distribution is uniform
-    basis = np.linalg.qr(RNG.normal(size=(classes, classes)))[0]  # orthonormal gradients of the classes
-    gradients = [{"w": torch.from_numpy((p + beta * (1 - p) / (classes - 1)) @ basis)} for p in shares]
+    # orthonormal gradients of the classes
+    basis = np.linalg.qr(RNG.normal(size=(classes, classes)))[0]
+    gradients = [
+        {"w": torch.from_numpy((p + beta * (1 - p) / (classes - 1)) @ basis)} for p in shares
+    ]
     factor = classes**2 * (1 - beta / (classes - 1)) ** 2 / (1 + beta) ** 2
     expected = 1 + factor * np.mean([p.var() for p in shares])
     assert gradient_diversity(gradients) == pytest.approx(expected, rel=1e-10)
@@ -98,7 +109,10 @@ def test_in_and_out_local_accuracy_in_both_forms_plain_and_weighted() -> None:
     counts, right = np.array([[30, 10, 0], [0, 5, 5]]), np.array([[9, 4, 1], [2, 6, 3]])
     totals = [10, 10, 10]
     shares, accuracy = counts / counts.sum(1, keepdims=True), right / 10
-    events = [{"label_counts": c, "correct_by_class": r} for c, r in zip(counts.tolist(), right.tolist(), strict=True)]
+    events = [
+        {"label_counts": c, "correct_by_class": r}
+        for c, r in zip(counts.tolist(), right.tolist(), strict=True)
+    ]
     found = local_accuracies([*events, {"idle": True}], [0.1, 0.2, 0.3], [0.3, 0.2, 0.1], totals)
     forms = {
         "in_local_accuracy": (accuracy * shares).sum(1),
@@ -112,10 +126,14 @@ def test_in_and_out_local_accuracy_in_both_forms_plain_and_weighted() -> None:
         assert found[key] == pytest.approx(each.mean(), rel=1e-12)
         assert found[f"{key}_std"] == pytest.approx(each.std(), rel=1e-12)
         assert found[f"{key}_weighted"] == pytest.approx(mean, rel=1e-12)
-        assert found[f"{key}_weighted_std"] == pytest.approx(np.average((each - mean) ** 2, weights=sizes) ** 0.5)
+        assert found[f"{key}_weighted_std"] == pytest.approx(
+            np.average((each - mean) ** 2, weights=sizes) ** 0.5
+        )
     joint = shares.mean(0)
     assert found["received_in_local_accuracy"] == pytest.approx(np.array([0.1, 0.2, 0.3]) @ joint)
-    assert found["global_out_local_accuracy"] == pytest.approx(np.array([0.3, 0.2, 0.1]) @ (1 - joint) / 2)
+    assert found["global_out_local_accuracy"] == pytest.approx(
+        np.array([0.3, 0.2, 0.1]) @ (1 - joint) / 2
+    )
     assert local_accuracies([{"idle": True}], [], [], totals) == {}
 
 
@@ -137,15 +155,22 @@ def test_filters_of_a_random_direction_have_the_models_norms() -> None:
 
 def test_the_top_of_the_hessian_is_found_of_a_quadratic() -> None:
     basis = torch.linalg.qr(torch.from_numpy(RNG.normal(size=(6, 6))))[0]
-    hessian = basis @ torch.diag(torch.tensor([9.0, -5.0, 2.0, 1.0, 0.5, 0.1], dtype=torch.float64)) @ basis.T
+    hessian = (
+        basis
+        @ torch.diag(torch.tensor([9.0, -5.0, 2.0, 1.0, 0.5, 0.1], dtype=torch.float64))
+        @ basis.T
+    )
 
     def loss(params: dict[str, Tensor]) -> Tensor:
         x = torch.cat([params["w0"].flatten(), params["w1"]])
         return x @ hessian @ x / 2 + x.sum()
 
     params = {**tree((2, 2), (2,)), "buffer": torch.zeros(3)}
-    found = loss_surface.curvature(loss, params, ["w0", "w1"], torch.Generator().manual_seed(0), most=200)  # type: ignore[arg-type]
-    # The iteration ends where a step moves the size by less than a thousandth; some such steps are still to come.
+    found = loss_surface.curvature(
+        loss, params, ["w0", "w1"], torch.Generator().manual_seed(0), most=200
+    )  # type: ignore[arg-type]
+    # The iteration ends where a step moves the size by less than a thousandth; some such steps are
+    # still to come.
     assert [size for size, _ in found] == pytest.approx([9, -5], rel=1e-2)
     for i, (_, vector) in enumerate(found):
         flat = torch.cat([vector["w0"].flatten(), vector["w1"]])
@@ -153,7 +178,9 @@ def test_the_top_of_the_hessian_is_found_of_a_quadratic() -> None:
 
 
 def test_the_hessian_of_a_line_is_nothing() -> None:
-    found = loss_surface.curvature(lambda p: p["w0"].sum(), tree((2, 2)), ["w0"], torch.Generator().manual_seed(0))
+    found = loss_surface.curvature(
+        lambda p: p["w0"].sum(), tree((2, 2)), ["w0"], torch.Generator().manual_seed(0)
+    )
     assert [size for size, _ in found] == [0, 0]
 
 
@@ -167,7 +194,11 @@ def test_a_plane_and_noise_are_the_loss_at_moved_parameters() -> None:
     found = loss_surface.plane(loss, params, a, b, axis)
     for i, y in enumerate(axis):
         for j, x in enumerate(axis):
-            assert found[i][j] == pytest.approx(float(((params["w0"] + x * a["w0"] + y * b["w0"]) ** 2).sum()))
+            assert found[i][j] == pytest.approx(
+                float(((params["w0"] + x * a["w0"] + y * b["w0"]) ** 2).sum())
+            )
     noisy = loss_surface.under_noise(loss, params, [a, b], [0.0, 0.5])
     assert noisy[0] == pytest.approx(float((params["w0"] ** 2).sum()))
-    assert noisy[1] == pytest.approx(sum(float(((params["w0"] + 0.5 * n["w0"]) ** 2).sum()) for n in (a, b)) / 2)
+    assert noisy[1] == pytest.approx(
+        sum(float(((params["w0"] + 0.5 * n["w0"]) ** 2).sum()) for n in (a, b)) / 2
+    )

@@ -1,4 +1,6 @@
-"""Accuracy of clients' own models, from a run's events; by network in the report, beside the paper's numbers."""
+"""Accuracy of clients' own models, from a run's events; by network in the report, beside the
+paper's numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from fedstill.experiment.running.runner import run
 from fedstill.metrics.own_models import private_public
 from fedstill.report.page import write_page
 
-FOUR = ({"name": "mlp", "hidden": (6,)}, "logistic", {"name": "mlp", "hidden": (9, 5)}, "digits_cnn")
+FOUR = (
+    {"name": "mlp", "hidden": (6,)},
+    "logistic",
+    {"name": "mlp", "hidden": (9, 5)},
+    "digits_cnn",
+)
 
 
 def experiment(**changes: object):
@@ -46,7 +53,11 @@ def event(client: int, private=None, public=None) -> dict[str, object]:
 
 def test_the_formula() -> None:
     events = [
-        event(0, private={"counts": [4, 0], "after": [1, 0]}, public={"counts": [5, 5], "after": [5, 0]}),
+        event(
+            0,
+            private={"counts": [4, 0], "after": [1, 0]},
+            public={"counts": [5, 5], "after": [5, 0]},
+        ),
         event(-1, public={"counts": [5, 5], "before": [0, 0], "after": [3, 3]}),
         event(
             0,
@@ -72,7 +83,11 @@ def test_a_run_says_what_every_client_knows_before_and_after(finished: Path) -> 
     assert len(rounds) == 2
     for r in rounds:
         for kind in ("private", "public"):
-            assert set(r[f"{kind}_by_client"]) == set(r[f"{kind}_before_by_client"]) == {"0", "1", "2", "3"}
+            assert (
+                set(r[f"{kind}_by_client"])
+                == set(r[f"{kind}_before_by_client"])
+                == {"0", "1", "2", "3"}
+            )
         assert 0 < r["server_public_accuracy"] <= 1
         assert r["bytes_up"] > 0
         assert r["bytes_as_weights"] > 0
@@ -114,10 +129,23 @@ def test_hipers_table_prints_ours_beside_the_papers_by_client(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = recipes.load_recipe("hiper/table1")
-    assert recipe.published["HiPer-FedKD", "alpha 0.1"].clients["private"] == [79.69, 41.64, 66.17, 43.34]
-    settings = settle(recipe.variants([("HiPer-FedKD", "alpha 0.1")], [1], {}, tmp_path)[0].experiment)
-    assert {k: p.epochs for k, p in settings.plans.items()} == {"local": 5, "teach_server": 10, "distil": 5}
-    assert {(p.batch, p.lr, p.momentum, p.weight_decay) for p in settings.plans.values()} == {(64, 0.01, 0.0, 0.0)}
+    assert recipe.published["HiPer-FedKD", "alpha 0.1"].clients["private"] == [
+        79.69,
+        41.64,
+        66.17,
+        43.34,
+    ]
+    settings = settle(
+        recipe.variants([("HiPer-FedKD", "alpha 0.1")], [1], {}, tmp_path)[0].experiment
+    )
+    assert {k: p.epochs for k, p in settings.plans.items()} == {
+        "local": 5,
+        "teach_server": 10,
+        "distil": 5,
+    }
+    assert {(p.batch, p.lr, p.momentum, p.weight_decay) for p in settings.plans.values()} == {
+        (64, 0.01, 0.0, 0.0)
+    }
     words = [
         "reproduce",
         "hiper/table1",
@@ -137,6 +165,10 @@ def test_hipers_table_prints_ours_beside_the_papers_by_client(
     assert "by client, ours (paper's)" in said
     assert "(67.2)" in said
     assert "57.0" in said
-    lines = [line.split() for line in said.splitlines() if line.startswith("HiPer-FedKD") and "private" in line]
+    lines = [
+        line.split()
+        for line in said.splitlines()
+        if line.startswith("HiPer-FedKD") and "private" in line
+    ]
     assert len(lines) == 1
     assert all(float(v) >= 0 for v in lines[0][2::2]), "ours are numbers"

@@ -1,4 +1,6 @@
-"""Ranks and tests over settings, against values computed by hand and independent implementations."""
+"""Ranks and tests over settings, against values computed by hand and independent
+implementations.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_signs_of_one_to_five_and_of_its_negative() -> None:
 
 def test_exact_signs_are_scipys() -> None:
     apart = np.random.default_rng(3).normal(0.4, 1, size=9)
-    theirs = stats.permutation_test((apart,), np.sum, permutation_type="samples", n_resamples=np.inf)
+    theirs = stats.permutation_test(
+        (apart,), np.sum, permutation_type="samples", n_resamples=np.inf
+    )
     assert ranks.sign_flips(apart) == pytest.approx(theirs.pvalue, abs=1e-12)
 
 
@@ -58,7 +62,9 @@ def test_a_win_rate_and_its_opposite_add_up_to_one() -> None:
 
 
 def test_resampling_keeps_columns_apart_and_pairs_together() -> None:
-    """A column of zeros and one of ones: every resampled mean is one half; a difference is drawn as its parts are."""
+    """A column of zeros and one of ones: every resampled mean is one half; a difference is drawn as
+    its parts are.
+    """
     assert set(ranks.resampled_means([[0.0] * 5, [1.0] * 5], draws=50).tolist()) == {0.5}
     two = np.random.default_rng(1).normal(size=(2, 3, 5))
     both = ranks.resampled_means(two, draws=100)
@@ -68,7 +74,9 @@ def test_resampling_keeps_columns_apart_and_pairs_together() -> None:
 
 
 def test_resampled_means_have_the_spread_of_theory() -> None:
-    """The variance of a mean of S columns: the sum of the columns' population variances over n, over S squared."""
+    """The variance of a mean of S columns: the sum of the columns' population variances over n,
+    over S squared.
+    """
     own = np.random.default_rng(2).normal(size=(3, 5))
     drawn = ranks.resampled_means(own, draws=20_000)
     assert drawn.mean() == pytest.approx(own.mean(), abs=0.01)
@@ -76,7 +84,9 @@ def test_resampled_means_have_the_spread_of_theory() -> None:
 
 
 def test_intervals_of_five_seeds_hold_the_truth_as_often_as_they_say() -> None:
-    """Plain percentiles of five seeds in one column hold it in 83 of 100 cases; ours in more than 88."""
+    """Plain percentiles of five seeds in one column hold it in 83 of 100 cases; ours in more
+    than 88.
+    """
     draw = np.random.default_rng(4)
     ours = plain = 0
     for number in range(300):
@@ -89,7 +99,9 @@ def test_intervals_of_five_seeds_hold_the_truth_as_often_as_they_say() -> None:
 
 
 def test_pairs_that_are_told_apart_are_those_whose_difference_is() -> None:
-    own = np.random.default_rng(8).normal(size=(5, 2, 5)) + np.array([0, 0.5, 1, 2, 4])[:, None, None]
+    own = (
+        np.random.default_rng(8).normal(size=(5, 2, 5)) + np.array([0, 0.5, 1, 2, 4])[:, None, None]
+    )
     apart = ranks.told_apart(own)
     for i, j in itertools.product(range(5), repeat=2):
         low, high = ranks.interval(own[i] - own[j])
@@ -104,7 +116,9 @@ def test_equal_differences_have_no_width_and_one_seed_no_interval() -> None:
 
 
 def test_two_methods_share_a_bar_only_if_they_cannot_be_told_apart() -> None:
-    """A chain 0 - 1 - 2 - 3 of which only neighbours are alike, and one beside it that is like the two ends."""
+    """A chain 0 - 1 - 2 - 3 of which only neighbours are alike, and one beside it that is like the
+    two ends.
+    """
     alike = {(0, 1), (1, 2), (2, 3), (0, 4), (3, 4)}
     apart = [[i != j and (min(i, j), max(i, j)) not in alike for j in range(5)] for i in range(5)]
     assert ranks.bars(apart) == [[0, 1], [0, 4], [1, 2], [2, 3], [3, 4]]
@@ -122,7 +136,9 @@ def test_every_pair_is_joined_or_told_apart_whatever_the_relation() -> None:
 
 
 def test_nemenyis_width_is_that_of_demsars_table() -> None:
-    """Demsar 2006, table 5: q is 2.343 for 3 methods, 3.164 for 10; width = q sqrt(k (k + 1) / (6 N))."""
+    """Demsar 2006, table 5: q is 2.343 for 3 methods, 3.164 for 10; width = q sqrt(k (k + 1) / (6
+    N)).
+    """
     assert ranks.nemenyi_width(3, 24) == pytest.approx(2.343 * math.sqrt(12 / 144), rel=1e-3)
     assert ranks.nemenyi_width(10, 30) == pytest.approx(3.164 * math.sqrt(110 / 180), rel=1e-3)
     assert round(ranks.nemenyi_width(14, 25), 2) == 3.97

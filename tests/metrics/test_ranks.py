@@ -16,9 +16,13 @@ ONE = {1: 0.5, 2: 0.75, 3: 0.9}
 def test_the_interval_of_one_to_five() -> None:
     got = paired_difference({s: float(s) for s in range(1, 6)}, dict.fromkeys(range(1, 6), 0.0))
     assert got is not None
-    half = 2.7764451051977987 * math.sqrt(2.5) / math.sqrt(5)  # t of 4 degrees of freedom; variance 2.5
+    # t of 4 degrees of freedom; variance 2.5
+    half = 2.7764451051977987 * math.sqrt(2.5) / math.sqrt(5)
     assert (got.mean, got.pairs) == (3.0, 5)
-    assert (got.low, got.high) == (pytest.approx(3 - half, abs=1e-12), pytest.approx(3 + half, abs=1e-12))
+    assert (got.low, got.high) == (
+        pytest.approx(3 - half, abs=1e-12),
+        pytest.approx(3 + half, abs=1e-12),
+    )
 
 
 def test_it_is_that_of_scipys_paired_test() -> None:
@@ -50,7 +54,14 @@ def test_equal_runs_are_not_told_apart_and_swapping_turns_the_sign() -> None:
     same = paired_difference(ONE, ONE)
     assert same == Difference(0.0, 0.0, 0.0, 1.0, 3)
     assert not same.told_apart
-    there, back = paired_difference(ONE, {1: 0.1, 2: 0.1, 3: 0.2}), paired_difference({1: 0.1, 2: 0.1, 3: 0.2}, ONE)
+    there, back = (
+        paired_difference(ONE, {1: 0.1, 2: 0.1, 3: 0.2}),
+        paired_difference({1: 0.1, 2: 0.1, 3: 0.2}, ONE),
+    )
     assert there is not None
     assert back is not None
-    assert (there.mean, there.low, there.high) == (pytest.approx(-back.mean), pytest.approx(-back.high), -back.low)
+    assert (there.mean, there.low, there.high) == (
+        pytest.approx(-back.mean),
+        pytest.approx(-back.high),
+        -back.low,
+    )

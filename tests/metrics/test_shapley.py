@@ -39,7 +39,9 @@ def test_exact_is_the_mean_over_all_orders() -> None:
 def test_an_additive_game_gives_each_player_its_own_term(rule: str) -> None:
     terms = torch.tensor([[0.3, -1.0], [0.0, 0.0], [-0.2, 0.4], [-0.2, 0.4]], dtype=torch.float64)
     values, gap = RULES[rule](lambda s: terms[list(s)].sum(0) + 5.0, 4)
-    assert torch.allclose(values, terms, atol=1e-12), "nothing for a null player, equal shares for equal ones"
+    assert torch.allclose(values, terms, atol=1e-12), (
+        "nothing for a null player, equal shares for equal ones"
+    )
     assert gap.max() < 1e-12
 
 
@@ -81,7 +83,9 @@ class Curve:
     def slopes(self, s: float, classes: Sequence[int]) -> Tensor:
         self.asked += 1
         place = torch.tensor(s, dtype=torch.float64, requires_grad=True)
-        slope = torch.stack([torch.autograd.grad(v, place, retain_graph=True)[0] for v in self._all(place)])
+        slope = torch.stack(
+            [torch.autograd.grad(v, place, retain_graph=True)[0] for v in self._all(place)]
+        )
         return (self.changes / self.changes.sum())[:, None] * slope[list(classes)]
 
 
@@ -90,7 +94,9 @@ def test_the_path_is_exact_for_a_polynomial_and_halves_pieces_where_a_value_jump
     calm = Curve(changes, 1.0)
     values, gap = rules.along_path(calm, 4, [0])
     assert calm.asked == 3
-    assert torch.allclose(values[:, 0], changes.double() * 0.6, atol=1e-12), "u = w²: D_k times the sum of all D"
+    assert torch.allclose(values[:, 0], changes.double() * 0.6, atol=1e-12), (
+        "u = w²: D_k times the sum of all D"
+    )
     assert gap.max() < 1e-12
     steep = Curve(changes, 80.0)
     values, gap = rules.along_path(steep, 4, [0, 1])

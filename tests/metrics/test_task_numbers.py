@@ -1,4 +1,6 @@
-"""Every number from an accuracy matrix against values worked out by hand, with blanks as NaN, None and 0."""
+"""Every number from an accuracy matrix against values worked out by hand, with blanks as NaN, None
+and 0.
+"""
 
 import itertools
 import math
@@ -48,7 +50,9 @@ def test_values_by_hand(definition):
 def test_the_unit_of_the_matrix_is_the_unit_of_the_number(definition):
     shares = np.array(A, dtype=float) / 100
     scale = 1 if definition.name == "kept" else 100
-    assert scale * definition.of(shares, None) == pytest.approx(BY_HAND[definition.name][0], abs=1e-9)
+    assert scale * definition.of(shares, None) == pytest.approx(
+        BY_HAND[definition.name][0], abs=1e-9
+    )
 
 
 def test_forward_transfer_needs_columns_of_tasks_to_come():
@@ -57,15 +61,20 @@ def test_forward_transfer_needs_columns_of_tasks_to_come():
 
 
 def test_forward_transfer_takes_the_untrained_accuracy_of_the_same_column():
-    """The first of three columns is of a task to come; the last, of task 2, is 20 above the untrained model before."""
-    assert over.forward_transfer([[10, 70, 30], [12, 80, 60]], [50, 0, 10], [2, 0, 1]) == pytest.approx(20)
+    """The first of three columns is of a task to come; the last, of task 2, is 20 above the
+    untrained model before.
+    """
+    assert over.forward_transfer(
+        [[10, 70, 30], [12, 80, 60]], [50, 0, 10], [2, 0, 1]
+    ) == pytest.approx(20)
     with pytest.raises(ConfigError, match="disagree"):
         over.forward_transfer(C, [10, 10])
 
 
 def test_blanks_read_as_zero_change_what_they_should():
     zeros = over.with_zeros(B)
-    assert over.average_forgetting(zeros) == pytest.approx(5)  # a maximum over earlier rows, of which one was measured
+    # a maximum over earlier rows, of which one was measured
+    assert over.average_forgetting(zeros) == pytest.approx(5)
     assert forgetting(zeros) == pytest.approx(-80 / 3)
     assert over.learned(zeros) == pytest.approx(220 / 3)
     assert over.final_accuracy(zeros) == pytest.approx(200 / 3)
@@ -151,7 +160,9 @@ def test_an_empty_matrix_is_refused():
 
 
 def test_a_maximum_over_tasks_invents_forgetting_and_understates_it_elsewhere() -> None:
-    """LANDER's formula takes the best task of each row, as its code does: the two matrices of docs/forgetting.md."""
+    """LANDER's formula takes the best task of each row, as its code does: the two matrices of
+    docs/forgetting.md.
+    """
     hard, forgotten = [[90, None], [90, 40]], [[90, None], [50, 90]]
     assert [over.average_forgetting(m) for m in (hard, forgotten)] == [0.0, 40.0]
     assert [published.lander(m) for m in (hard, forgotten)] == [25.0, 20.0]

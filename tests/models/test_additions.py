@@ -1,4 +1,6 @@
-"""What methods add to networks: zeros that change neither what a network gives nor what it draws."""
+"""What methods add to networks: zeros that change neither what a network gives nor what it
+draws.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def drawn(spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Its initial parameters, with numbers in what is added."""
     noise = torch.Generator().manual_seed(1)
     start = contract.initial(spec, 3)
-    return {k: torch.randn(v.shape, generator=noise) if is_added(spec, k) else v for k, v in start.items()}
+    return {
+        k: torch.randn(v.shape, generator=noise) if is_added(spec, k) else v
+        for k, v in start.items()
+    }
 
 
 @pytest.mark.parametrize("model", ["logistic", "cnn", "resnet10", "sphere_mlp"])
@@ -48,7 +53,10 @@ def test_a_network_draws_and_gives_what_it_did(model: str) -> None:
 def test_the_shift_is_one_of_the_features_and_the_second_head_reads_them() -> None:
     params, x = drawn(BOTH), torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     assert {k: tuple(v.shape) for k, v in params.items() if is_added(BOTH, k)} == ADDED
-    h = contract.features(contract.module(PLAIN), only(params, contract.initial(PLAIN, 0)), x) + params["body.shift"]
+    h = (
+        contract.features(contract.module(PLAIN), only(params, contract.initial(PLAIN, 0)), x)
+        + params["body.shift"]
+    )
     torch.testing.assert_close(contract.features(contract.module(BOTH), params, x), h)
     z = h @ params["head.weight"].T + params["head.bias"]
     own = h @ params["own.weight"].T + params["own.bias"]
@@ -62,7 +70,9 @@ def test_a_network_without_a_bias_has_none_in_its_second_head() -> None:
     params, h = drawn(spec), torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
     assert "own.bias" not in params
     torch.testing.assert_close(own_logits(params, h), h @ params["own.weight"].T)
-    torch.testing.assert_close(with_both_heads(params)["head.weight"], params["head.weight"] + params["own.weight"])
+    torch.testing.assert_close(
+        with_both_heads(params)["head.weight"], params["head.weight"] + params["own.weight"]
+    )
 
 
 def test_a_file_of_the_plain_network_will_do_to_start_from(tmp_path: Path) -> None:
@@ -77,7 +87,9 @@ def test_a_file_of_the_plain_network_will_do_to_start_from(tmp_path: Path) -> No
 
 
 def test_a_network_without_a_linear_head_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"toy_headless needs submodules body and head, a linear layer"):
+    with pytest.raises(
+        ConfigError, match=r"toy_headless needs submodules body and head, a linear layer"
+    ):
         prepare(settle(toys.toy("fedrod", model="toy_headless")), toys.blobs())
 
 

@@ -1,4 +1,6 @@
-"""Networks that are chains of layers: where they can be cut, and that a cut network gives what a whole one does."""
+"""Networks that are chains of layers: where they can be cut, and that a cut network gives what a
+whole one does.
+"""
 
 from __future__ import annotations
 

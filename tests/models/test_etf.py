@@ -1,4 +1,6 @@
-"""A simplex as the last layer: its geometry, that it is no entry of a model, and that it is the same everywhere."""
+"""A simplex as the last layer: its geometry, that it is no entry of a model, and that it is the
+same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from fedstill.models.etf import simplex
 
 
 def spec(classes: int = 4, **fields: object):
-    return contract.spec_for("etf", (6,), classes, {"of": "mlp", "arguments": {"hidden": (8,)}, **fields})
+    return contract.spec_for(
+        "etf", (6,), classes, {"of": "mlp", "arguments": {"hidden": (8,)}, **fields}
+    )
 
 
 @pytest.mark.parametrize(("width", "classes"), [(2, 2), (8, 4), (10, 10), (512, 100)])
 def test_its_vertices_have_length_1_and_one_angle_and_sum_to_0(width: int, classes: int) -> None:
     v = simplex(width, classes)
-    expected = torch.full((classes, classes), -1 / (classes - 1), dtype=torch.float64).fill_diagonal_(1.0)
+    expected = torch.full(
+        (classes, classes), -1 / (classes - 1), dtype=torch.float64
+    ).fill_diagonal_(1.0)
     torch.testing.assert_close(v.T @ v, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(v.sum(1), torch.zeros(width, dtype=torch.float64), rtol=0, atol=1e-9)
 
@@ -43,7 +49,9 @@ def test_logits_are_the_scaled_cosines_and_do_not_know_how_long_features_are() -
     m, params = contract.module(spec()), contract.initial(spec(), 0)
     h = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     z = contract.head(m, params, h)
-    torch.testing.assert_close(z, 10 * (h / h.norm(dim=1, keepdim=True)) @ simplex(8, 4), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        z, 10 * (h / h.norm(dim=1, keepdim=True)) @ simplex(8, 4), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(contract.head(m, params, 2 * h), z, rtol=1e-12, atol=1e-12)
     assert not contract.head(m, params, 0 * h).any()
 

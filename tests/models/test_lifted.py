@@ -30,7 +30,9 @@ def test_its_features_are_relu_of_fixed_directions_and_its_entries_those_of_the_
 
 def test_the_directions_are_always_the_same() -> None:
     random_directions.cache_clear()
-    assert torch.equal(random_directions(6, 40), torch.randn(6, 40, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(
+        random_directions(6, 40), torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    )
 
 
 def test_a_width_of_nothing_is_the_network_itself() -> None:

@@ -1,4 +1,6 @@
-"""Every model: parameters counted, body and head, gradients, stacking, image sizes, and what is refused."""
+"""Every model: parameters counted, body and head, gradients, stacking, image sizes, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ COUNTS = [
     ("qkt_cnn", CIFAR, 10, {}, 94_666),
     ("qkt_cnn_pooled", CIFAR, 10, {}, 27 * 32 + 64 + 9 * 32 * 64 + 128 + 9 * 64 * 128 + 256 + 1290),
     ("qkt_cnn_pooled", CIFAR, 10, {"norm": "batch"}, 94_762),
-    ("qkt_cnn_pooled", CIFAR, 10, {"projection": 64}, 94_762 - 1290 + 128 * 129 + 64 * 129 + 10 * 65),
+    (
+        "qkt_cnn_pooled",
+        CIFAR,
+        10,
+        {"projection": 64},
+        94_762 - 1290 + 128 * 129 + 64 * 129 + 10 * 65,
+    ),
     ("cwc_cnn", CIFAR, 10, {}, 2_733_962),
     ("resnet10", CIFAR, 10, {}, 4_903_242),
     ("resnet18", CIFAR, 10, {}, 11_173_962),
@@ -67,8 +75,22 @@ OWN = [
     )  # have tests of their own
 ]
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]
-SMALLEST = {"cnn": 4, "simple_cnn": 8, "fedseq_cnn": 16, "qkt_cnn": 4, "cwc_cnn": 16, "digits_cnn": 4, "lenet5": 16}
-SMALLEST |= {"alexnet": 12, "mlp": 1, "logistic": 1, "sphere_mlp": 1, "table_resnet": 1} | dict.fromkeys(RESNETS, 1)
+SMALLEST = {
+    "cnn": 4,
+    "simple_cnn": 8,
+    "fedseq_cnn": 16,
+    "qkt_cnn": 4,
+    "cwc_cnn": 16,
+    "digits_cnn": 4,
+    "lenet5": 16,
+}
+SMALLEST |= {
+    "alexnet": 12,
+    "mlp": 1,
+    "logistic": 1,
+    "sphere_mlp": 1,
+    "table_resnet": 1,
+} | dict.fromkeys(RESNETS, 1)
 SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4, "tiny_cnn": 4, "qkt_cnn_pooled": 8}
 
 
@@ -118,7 +140,9 @@ def test_a_model_learns_something_in_all_its_parts_and_keeps_its_input(name: str
     x = torch.randn(3, 1, side, side, generator=source).double()
     before = x.clone()
     out = model.eval()(x)
-    torch.testing.assert_close(out, model.get_submodule("head")(model.get_submodule("body")(x)), rtol=0, atol=NEAR)
+    torch.testing.assert_close(
+        out, model.get_submodule("head")(model.get_submodule("body")(x)), rtol=0, atol=NEAR
+    )
     out.square().sum().backward()
     assert torch.equal(x, before)
     for key, p in model.named_parameters():
@@ -155,8 +179,14 @@ def test_clients_can_be_stacked(name: str) -> None:
 
 def test_the_three_norms_of_a_resnet() -> None:
     x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1)).double()
-    batch, stats, group = (make("resnet10", (3, 16, 16), norm=n) for n in ("batch", "batch_stats", "group"))
-    assert list(group.state_dict()) == list(stats.state_dict()) == [k for k, _ in batch.named_parameters()]
+    batch, stats, group = (
+        make("resnet10", (3, 16, 16), norm=n) for n in ("batch", "batch_stats", "group")
+    )
+    assert (
+        list(group.state_dict())
+        == list(stats.state_dict())
+        == [k for k, _ in batch.named_parameters()]
+    )
     assert "body.stem.1.running_mean" in batch.state_dict()
     torch.testing.assert_close(
         batch.train()(x), stats.eval()(x), rtol=0, atol=NEAR
@@ -173,7 +203,9 @@ def test_images_too_small_are_refused_with_the_least_size(name: str) -> None:
     with torch.device("meta"):
         registry.lookup("model", name).build((1, least, least), 10)
         for shape in [(1, least - 1, least - 1), (1, 64, 1)]:
-            with pytest.raises(ConfigError, match=f"'{name}' needs images of at least {least} x {least}"):
+            with pytest.raises(
+                ConfigError, match=f"'{name}' needs images of at least {least} x {least}"
+            ):
                 registry.lookup("model", name).build(shape, 10)
 
 
@@ -208,9 +240,14 @@ def test_dropout_is_for_training_and_can_be_turned_off() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         assert not torch.equal(model.train()(x), model(x))
-    assert not any(isinstance(m, nn.Dropout) for m in make("simple_cnn", (1, 8, 8), dropout=0.0).modules())
+    assert not any(
+        isinstance(m, nn.Dropout) for m in make("simple_cnn", (1, 8, 8), dropout=0.0).modules()
+    )
 
 
 def test_alexnet_without_relu_is_linear_after_its_convolutions() -> None:
-    bends = [sum(isinstance(m, nn.ReLU) for m in make("alexnet", (1, 16, 16), relu=r).modules()) for r in (True, False)]
+    bends = [
+        sum(isinstance(m, nn.ReLU) for m in make("alexnet", (1, 16, 16), relu=r).modules())
+        for r in (True, False)
+    ]
     assert bends == [7, 3]

@@ -1,4 +1,6 @@
-"""Networks for series, tables and texts: sizes, padding, stacks by torch's quick rules, and what they refuse."""
+"""Networks for series, tables and texts: sizes, padding, stacks by torch's quick rules, and what
+they refuse.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,20 @@ def some(spec: ModelSpec, count: int = 5) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "shape", "vocabulary", "fields", "count"),
     [
-        ("series_cnn", (9, 128), 0, {}, 32 * 46 + 64 * 161 + 64 * 321 + 128 * (64 * 16 + 1) + 3 * 129),
-        ("table_resnet", (13,), 0, {"width": 32, "blocks": 1}, 32 * 14 + 64 + 2 * 32 * 33 + 64 + 3 * 33),
+        (
+            "series_cnn",
+            (9, 128),
+            0,
+            {},
+            32 * 46 + 64 * 161 + 64 * 321 + 128 * (64 * 16 + 1) + 3 * 129,
+        ),
+        (
+            "table_resnet",
+            (13,),
+            0,
+            {"width": 32, "blocks": 1},
+            32 * 14 + 64 + 2 * 32 * 33 + 64 + 3 * 33,
+        ),
         ("ft_transformer", (13,), 0, {"blocks": 1}, 2 * 13 * 64 + BLOCK + 128 + 3 * 65),
         ("bag", (64,), 8192, {}, 8192 * 64 + 3 * 65),
         ("bag", (64,), 100, {"width": 10, "hidden": (7,)}, 1000 + 7 * 11 + 3 * 8),
@@ -70,13 +84,16 @@ def test_parameters_are_as_many_as_said(
     model = contract.build(contract.spec_for(name, shape, 3, fields, vocabulary))
     assert sum(p.numel() for p in model.parameters()) == count
     assert (
-        contract.width(contract.spec_for(name, shape, 3, fields, vocabulary)) == model.get_submodule("head").in_features
+        contract.width(contract.spec_for(name, shape, 3, fields, vocabulary))
+        == model.get_submodule("head").in_features
     )
 
 
 @pytest.fixture
 def _no_slow_rules() -> Iterator[None]:
-    """Where torch has no rule for a stack it runs client after client, and warns: here that is an error."""
+    """Where torch has no rule for a stack it runs client after client, and warns: here that is an
+    error.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*performance drop.*")
         yield
@@ -98,7 +115,13 @@ def test_a_stack_is_its_clients_and_so_are_its_gradients(name: str, rules: str) 
     alone = torch.stack([m(x[k]) for k, m in enumerate(models)])
     together = vmap(lambda p, x: functional_call(run, p, (x,)))(params, x)
     torch.testing.assert_close(together, alone, rtol=0, atol=NEAR)
-    own = dict(zip(params, torch.autograd.grad(together.logsumexp(2).sum(), list(params.values())), strict=True))
+    own = dict(
+        zip(
+            params,
+            torch.autograd.grad(together.logsumexp(2).sum(), list(params.values())),
+            strict=True,
+        )
+    )
     alone.logsumexp(2).sum().backward()
     for k, m in enumerate(models):
         for key, p in m.named_parameters():
@@ -122,7 +145,9 @@ def test_a_text_of_padding_alone_has_finite_logits_and_gradients(name: str) -> N
     x = contract.example(spec_of(name), 4)
     out = model(x)
     assert bool(out.isfinite().all())
-    assert torch.equal(model.get_submodule("body")(x), torch.zeros(4, model.get_submodule("head").in_features)) or (
+    assert torch.equal(
+        model.get_submodule("body")(x), torch.zeros(4, model.get_submodule("head").in_features)
+    ) or (
         name == "bag"  # its hidden layers have biases
     )
     out.logsumexp(1).sum().backward()
@@ -144,7 +169,9 @@ def test_every_part_learns_and_has_a_second_derivative(name: str) -> None:
     leaves = dict(model.named_parameters())
     loss = model(some(spec_of(name))).logsumexp(1).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in grads), list(leaves.values()), materialize_grads=True)
+    second = torch.autograd.grad(
+        sum(g.square().sum() for g in grads), list(leaves.values()), materialize_grads=True
+    )
     for key, g, again in zip(leaves, grads, second, strict=True):
         assert bool(again.isfinite().all()), key
         if not key.endswith("keys.bias"):  # what all keys have in common changes no softmax
@@ -162,14 +189,18 @@ def test_the_padding_row_stays_zero(name: str) -> None:
 
 
 def test_attention_is_torchs() -> None:
-    """Against ``scaled_dot_product_attention``, which has neither a rule for stacks nor a second derivative."""
+    """Against ``scaled_dot_product_attention``, which has neither a rule for stacks nor a second
+    derivative.
+    """
     from fedstill.models.attention import Attention
 
     draw = torch.Generator().manual_seed(4)
     layer = Attention(8, 2).double()
     x = torch.randn(3, 5, 8, generator=draw, dtype=torch.float64)
     there = torch.arange(5) < torch.tensor([[5], [3], [1]])
-    parts = (part(x).view(3, 5, 2, 4).transpose(1, 2) for part in (layer.asked, layer.keys, layer.values))
+    parts = (
+        part(x).view(3, 5, 2, 4).transpose(1, 2) for part in (layer.asked, layer.keys, layer.values)
+    )
     mixed = nn.functional.scaled_dot_product_attention(*parts, attn_mask=there[:, None, None, :])
     want = layer.out(mixed.transpose(1, 2).reshape(3, 5, 8))
     torch.testing.assert_close(layer(x, there), want, rtol=0, atol=NEAR)
@@ -183,7 +214,9 @@ def test_series_are_a_plain_chain_whose_layers_can_be_wider() -> None:
     wider = with_widths(model, (5, 6, 7, 9)).double()
     assert wider(some(spec_of("series_cnn"))).shape == (5, 3)
     late = nn.Module()
-    late.body = nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 3, 1), nn.Flatten())
+    late.body = nn.Sequential(
+        nn.Linear(6, 8), nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 3, 1), nn.Flatten()
+    )
     late.head = nn.Linear(12, 3)
     assert plain_chain(late) is None, "units would become channels"
 

@@ -1,4 +1,6 @@
-"""A module run with other tensors gives what torch's ``functional_call`` gives, and has its own again after."""
+"""A module run with other tensors gives what torch's ``functional_call`` gives, and has its own
+again after.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def others(m: nn.Module, factor: float = 1.5) -> dict[str, Tensor]:
     state = {**dict(m.named_parameters(remove_duplicate=False)), **dict(m.named_buffers())}
     for v in state.values():
         if v not in made:
-            made[v] = (v.detach() * factor if v.is_floating_point() else v.clone()).requires_grad_(v.requires_grad)
+            made[v] = (v.detach() * factor if v.is_floating_point() else v.clone()).requires_grad_(
+                v.requires_grad
+            )
     return {k: made[v] for k, v in state.items()}
 
 
@@ -84,7 +88,9 @@ def test_it_is_torchs_functional_call(kind: str) -> None:
     assert all(torch.equal(v, own[k]) for k, v in m.state_dict().items())
 
 
-def test_names_that_are_left_out_are_the_modules_own_and_one_that_it_lacks_is_torchs_to_judge() -> None:
+def test_names_that_are_left_out_are_the_modules_own_and_one_that_it_lacks_is_torchs_to_judge() -> (
+    None
+):
     m, x = MODULES["layers"](), torch.randn(5, 8)
     some = {"0.weight": torch.zeros(6, 8)}
     assert torch.equal(run_with(m, some, x), functional_call(m, some, (x,)))
@@ -126,11 +132,15 @@ def test_a_call_that_fails_leaves_the_module_as_it_was() -> None:
 
 def test_a_stack_of_tensors_and_threads() -> None:
     m, x = MODULES["layers"](), torch.randn(3, 5, 8)
-    stack = {k: torch.stack([v.detach() * f for f in (1.0, 2.0, 3.0)]) for k, v in m.named_parameters()}
+    stack = {
+        k: torch.stack([v.detach() * f for f in (1.0, 2.0, 3.0)]) for k, v in m.named_parameters()
+    }
     together = vmap(lambda p, x: run_with(m, p, x))(stack, x)
     for i in range(3):
         alone = run_with(m, {k: v[i] for k, v in stack.items()}, x[i])
         torch.testing.assert_close(together[i], alone)
     with ThreadPoolExecutor(2) as pool:  # modules of their own, as the engines' threads have
-        each = list(pool.map(lambda f: run_with(MODULES["layers"](), others(m, f), x[0]), [2.0] * 20))
+        each = list(
+            pool.map(lambda f: run_with(MODULES["layers"](), others(m, f), x[0]), [2.0] * 20)
+        )
     assert all(torch.equal(y, each[0]) for y in each)

@@ -1,4 +1,6 @@
-"""A network for a stack of clients gives each client what its own network does, and the same gradients."""
+"""A network for a stack of clients gives each client what its own network does, and the same
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,23 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "groups": lambda: conv(groups=2),
     "mirrored edges, by torch's rule": lambda: conv(padding=1, padding_mode="reflect"),
     "pooling": lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.MaxPool2d(3, 2, padding=1, ceil_mode=True), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)
+        nn.Conv2d(2, 4, 3),
+        nn.MaxPool2d(3, 2, padding=1, ceil_mode=True),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(5),
     ),
     "two convolutions": lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(5)
+        nn.Conv2d(2, 4, 3),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LazyLinear(5),
     ),
-    "linear": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(6, bias=False), nn.ReLU(), nn.Linear(6, 5)),
+    "linear": lambda: nn.Sequential(
+        nn.Flatten(), nn.LazyLinear(6, bias=False), nn.ReLU(), nn.Linear(6, 5)
+    ),
     "linear on rows": lambda: nn.Sequential(nn.LazyLinear(6), nn.Flatten(), nn.LazyLinear(5)),
     "a norm, by torch's rule": lambda: nn.Sequential(conv(padding=1), nn.LayerNorm(5)),
 }
@@ -58,7 +71,10 @@ def test_a_stack_is_its_clients(name: str, shared: bool) -> None:
     given = images[0] if shared else images
     got = vmap(lambda p, x: loss(together, p, x), in_dims=(0, None if shared else 0))(params, given)
     want = torch.stack(
-        [loss(alone, {k: v[i] for k, v in params.items()}, images[0 if shared else i]) for i in range(CLIENTS)]
+        [
+            loss(alone, {k: v[i] for k, v in params.items()}, images[0 if shared else i])
+            for i in range(CLIENTS)
+        ]
     )
     torch.testing.assert_close(got, want)
     ours, theirs = (torch.autograd.grad(v.sum(), list(params.values())) for v in (got, want))
@@ -82,7 +98,9 @@ def test_a_layer_of_a_stack_says_that_it_cannot_run_alone() -> None:
 
 def test_weights_gradients_lie_as_weights_do() -> None:
     network = stacked(nn.Sequential(nn.Flatten(), nn.Linear(12, 7)))
-    params = {k: torch.randn(CLIENTS, *v.shape).requires_grad_() for k, v in network.state_dict().items()}
+    params = {
+        k: torch.randn(CLIENTS, *v.shape).requires_grad_() for k, v in network.state_dict().items()
+    }
     x = torch.randn(CLIENTS, BATCH, 3, 2, 2)
     out = vmap(lambda p, x: functional_call(network, p, (x,)))(params, x)
     (grad,) = torch.autograd.grad(out.sum(), [params["1.weight"]])

@@ -1,4 +1,6 @@
-"""Modules of others as networks with a body and a head: look-alikes of vision's and of language's; what is refused."""
+"""Modules of others as networks with a body and a head: look-alikes of vision's and of language's;
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Vision(nn.Module):
 
     def __init__(self, width: int = 4, num_classes: int = 1000) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+        )
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +65,9 @@ class Language(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> OrderedDict[str, Tensor]:
+    def forward(
+        self, ids: Tensor, attention_mask: Tensor | None = None
+    ) -> OrderedDict[str, Tensor]:
         states = self.tokens(ids)
         there = torch.ones_like(ids) if attention_mask is None else attention_mask
         total = (states * there.unsqueeze(2)).sum(1)
@@ -95,7 +101,9 @@ CONFIG = {"of": f"{HERE}:Configuration", "vocab_size": 30, "hidden_size": 8}
 TEXT = {"of": f"{HERE}:Language", "arguments": {"config": CONFIG}, "mask": True}
 
 
-def wrapping(shape: tuple[int, ...] = (1, 4, 4), vocabulary: int = 0, **fields: object) -> ModelSpec:
+def wrapping(
+    shape: tuple[int, ...] = (1, 4, 4), vocabulary: int = 0, **fields: object
+) -> ModelSpec:
     return contract.spec_for("wrapped", shape, 4, fields, vocabulary)
 
 
@@ -112,14 +120,18 @@ def test_a_linear_layer_is_replaced_and_the_rest_is_the_body() -> None:
     torch.testing.assert_close(logits, contract.head(contract.module(spec), params, z))
     inner = Vision(6, 4)
     own = {k.removeprefix("body.inner."): v for k, v in params.items() if k.startswith("body.")}
-    inner.load_state_dict({**own, "fc.weight": params["head.weight"], "fc.bias": params["head.bias"]})
+    inner.load_state_dict(
+        {**own, "fc.weight": params["head.weight"], "fc.bias": params["head.bias"]}
+    )
     torch.testing.assert_close(inner(x), logits)
 
 
 def test_without_a_head_one_is_put_behind() -> None:
     spec = wrapping(of=f"{HERE}:vision", arguments={"num_classes": 7})
     assert contract.initial(spec, 0)["head.weight"].shape == (4, 7)
-    assert contract.initial(wrapping((6,), of=f"{HERE}:Recorded", output="embedding"), 0)["head.weight"].shape == (4, 5)
+    assert contract.initial(wrapping((6,), of=f"{HERE}:Recorded", output="embedding"), 0)[
+        "head.weight"
+    ].shape == (4, 5)
 
 
 @pytest.mark.parametrize("output", ["pooler_output", "mean"])
@@ -146,8 +158,17 @@ def test_it_trains_under_every_engine_and_resumes(kind: str, tmp_path: Path) -> 
     network: dict[str, object] = {"name": "wrapped", **TEXT, "output": "mean"}
     if kind == "series":
         own = {"in_channels": 2, "out_channels": 3, "kernel_size": 3}
-        network = {"name": "wrapped", "of": f"{HERE}:Series", "arguments": {"layer": {"of": "torch.nn:Conv1d", **own}}}
-    changes = {"model": network, "topology": {"clients": 4}, "rounds": 2, "plan": {"epochs": 1, "batch": 10, "lr": 0.1}}
+        network = {
+            "name": "wrapped",
+            "of": f"{HERE}:Series",
+            "arguments": {"layer": {"of": "torch.nn:Conv1d", **own}},
+        }
+    changes = {
+        "model": network,
+        "topology": {"clients": 4},
+        "rounds": 2,
+        "plan": {"epochs": 1, "batch": 10, "lr": 0.1},
+    }
     whole = run(toys.toy("moon", engine="pooled", **changes), tmp_path / "whole", data=data)
     serial = run(toys.toy("moon", engine="serial", **changes), tmp_path / "serial", data=data)
     assert all(torch.equal(v, serial.model[k]) for k, v in whole.model.items())
@@ -177,7 +198,13 @@ def test_modules_that_cannot_be_stacked_are_told_beforehand() -> None:
 
 
 def test_code_is_listed_wherever_it_stands() -> None:
-    tree = {"model": {"name": "wrapped", "of": "a.b:Net", "arguments": {"config": {"of": "c.d:Conf", "n": 3}}}}
+    tree = {
+        "model": {
+            "name": "wrapped",
+            "of": "a.b:Net",
+            "arguments": {"config": {"of": "c.d:Conf", "n": 3}},
+        }
+    }
     assert code_in(tree) == ["a.b:Net", "c.d:Conf"]
     clients = {"clients": {"models": [{"name": "wrapped", "of": "nets.py:Net"}]}}
     assert code_in({"model": "mlp", **clients}) == ["nets.py:Net"]
@@ -185,9 +212,12 @@ def test_code_is_listed_wherever_it_stands() -> None:
 
 def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from torch import nn\n\ndef net(size: int = 3):\n    return nn.Sequential(nn.Flatten(), nn.Linear(16, size))\n"
+        "from torch import nn\n\ndef net(size: int = 3):\n    return nn.Sequential(nn.Flatten(), "
+        "nn.Linear(16, size))\n"
     )
-    (tmp_path / "own.toml").write_text("rounds = 1\n[model]\nname = 'wrapped'\nof = 'own.py:net'\nhead = '1'\n")
+    (tmp_path / "own.toml").write_text(
+        "rounds = 1\n[model]\nname = 'wrapped'\nof = 'own.py:net'\nhead = '1'\n"
+    )
     from fedstill.experiment.config.experiment import load
 
     settings = settle(load(tmp_path / "own.toml"))
@@ -204,15 +234,45 @@ def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -
             {"of": f"{HERE}:Vision", "head": "classifier"},
             "is no linear layer of the module",
         ),
-        ((1, 4, 4), 0, {"of": f"{HERE}:Vision", "arguments": {"depth": 3}}, "cannot be made: TypeError"),
+        (
+            (1, 4, 4),
+            0,
+            {"of": f"{HERE}:Vision", "arguments": {"depth": 3}},
+            "cannot be made: TypeError",
+        ),
         ((1, 4, 4), 0, {"of": f"{HERE}:Vison"}, "did you mean"),
         ((1, 4, 4), 0, {"of": "no.such:Thing"}, "failed to import"),
         ((1, 4, 4), 0, {"of": "Vision"}, "must be an import path"),
-        ((1, 4, 4), 0, {"of": f"{HERE}:Configuration"}, "made a Configuration, not a torch.nn.Module"),
-        ((3, 4, 4), 0, {"of": f"{HERE}:Vision", "head": "fc"}, "cannot take examples of shape (3, 4, 4)"),
-        ((6,), 0, {"of": f"{HERE}:Recorded"}, "gives a SimpleNamespace: set model.output to one of ['embedding']"),
-        ((12,), 30, {**TEXT, "output": "logits"}, "model.output = 'logits' is not what the module gives"),
-        ((12,), 30, {**TEXT, "mask": False}, "set model.output to one of ['last_hidden_state', 'pooler_output']"),
+        (
+            (1, 4, 4),
+            0,
+            {"of": f"{HERE}:Configuration"},
+            "made a Configuration, not a torch.nn.Module",
+        ),
+        (
+            (3, 4, 4),
+            0,
+            {"of": f"{HERE}:Vision", "head": "fc"},
+            "cannot take examples of shape (3, 4, 4)",
+        ),
+        (
+            (6,),
+            0,
+            {"of": f"{HERE}:Recorded"},
+            "gives a SimpleNamespace: set model.output to one of ['embedding']",
+        ),
+        (
+            (12,),
+            30,
+            {**TEXT, "output": "logits"},
+            "model.output = 'logits' is not what the module gives",
+        ),
+        (
+            (12,),
+            30,
+            {**TEXT, "mask": False},
+            "set model.output to one of ['last_hidden_state', 'pooler_output']",
+        ),
         ((6,), 0, {"of": f"{HERE}:Recorded", "mask": True}, "model.mask = true is for texts"),
         (
             (12,),
@@ -220,7 +280,12 @@ def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -
             {"of": "torch.nn:Embedding", "arguments": {"num_embeddings": 30, "embedding_dim": 4}},
             "not features",
         ),
-        ((12,), 30, {**TEXT, "arguments": {"config": {**CONFIG, "depth": 3}}}, "model.arguments: test_wrapped:Conf"),
+        (
+            (12,),
+            30,
+            {**TEXT, "arguments": {"config": {**CONFIG, "depth": 3}}},
+            "model.arguments: test_wrapped:Conf",
+        ),
     ],
 )
 def test_what_cannot_be_wrapped_is_one_line(

@@ -1,4 +1,6 @@
-"""Small runs to report on: two methods, two seeds, a client that fails, and a run that was stopped on its way."""
+"""Small runs to report on: two methods, two seeds, a client that fails, and a run that was stopped
+on its way.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ from fedstill.report.terminal import comparison_table
 
 def compared(folder: Path, *methods: str, **changes: object) -> list[Group]:
     for name in methods:
-        fedstill.run(toys.toy(name, **toys.suited(name), **changes), folder / name, data=toys.blobs())
+        fedstill.run(
+            toys.toy(name, **toys.suited(name), **changes), folder / name, data=toys.blobs()
+        )
     return groups([folder / name for name in methods])
 
 
@@ -37,7 +39,9 @@ def test_lines_are_best_first_by_what_clients_have_of_it(three: list[Group]) -> 
     assert [row[0] for row in comparison_table(three).rows] == [g.label for g in ordered]
 
 
-def test_own_tests_count_before_the_mix_of_classes(three: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_tests_count_before_the_mix_of_classes(
+    three: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_tests = {"fedavg": [0.9], "lg_fedavg": [0.2], "ditto": []}
     values = Group.values
 
@@ -54,5 +58,8 @@ def test_own_tests_count_before_the_mix_of_classes(three: list[Group], monkeypat
 
 def test_where_there_is_one_model_lines_stay_as_asked_for(tmp_path: Path) -> None:
     two = compared(tmp_path, "fedprox", "fedavg")
-    assert ([g.label for g in best_first(two)[0]], best_first(two)[1]) == ([g.label for g in two], None)
+    assert ([g.label for g in best_first(two)[0]], best_first(two)[1]) == (
+        [g.label for g in two],
+        None,
+    )
     assert said_of_order(None) == ""

@@ -1,4 +1,6 @@
-"""Accuracy matrices by whomever: what a CSV file may look like, what is refused, and the table of definitions."""
+"""Accuracy matrices by whomever: what a CSV file may look like, what is refused, and the table of
+definitions.
+"""
 
 import json
 from pathlib import Path
@@ -88,7 +90,9 @@ def test_by_class_and_by_task(
     path = written(tmp_path, "90,50,,\n50,90,,80\n50,50,60,80\n")
     for said in ("0,0,2,1", "1,1,3,2"):
         assert call(["forgetting", str(path), "--class-tasks", said]) == 0
-        lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+        lines = {
+            line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()
+        }
         assert lines["average_forgetting"].split()[-2:] == ["10.00", "26.67"]
         assert lines["published.lander"].split()[-1] == "–"
     for wrong in ("0,0,2", "0,0,3,1", "2,2,3,3"):
@@ -112,8 +116,14 @@ def test_each_definition_says_how_it_differs(tmp_path: Path) -> None:
 
 
 def test_several_files_side_by_side(tmp_path: Path) -> None:
-    read = [read_matrix(written(tmp_path, A)), read_matrix(written(tmp_path, "70\n80,40\n60,50,90\n", "b.csv"))]
-    assert [head.rsplit("/", 1)[-1] for head in definition_heads(read)[1:3]] == ["a.csv by task", "b.csv by task"]
+    read = [
+        read_matrix(written(tmp_path, A)),
+        read_matrix(written(tmp_path, "70\n80,40\n60,50,90\n", "b.csv")),
+    ]
+    assert [head.rsplit("/", 1)[-1] for head in definition_heads(read)[1:3]] == [
+        "a.csv by task",
+        "b.csv by task",
+    ]
     rows = {row[0]: row[1:3] for row in definition_rows(read)}
     assert rows["published.stsa"] == ["5.00", "10.00"]
     assert rows["worst_forgetting"] == ["5.00 (task 1)", "20.00 (task 1)"]
@@ -122,12 +132,19 @@ def test_several_files_side_by_side(tmp_path: Path) -> None:
 def test_readings_that_change_numbers_are_said(tmp_path: Path) -> None:
     assert "left out" in read_matrix(written(tmp_path, "80,70,60\n78,60,50\n")).notes[-1]
     assert "zeros" in read_matrix(written(tmp_path, "80,0\n78,60\n")).notes[-1]
-    assert "no accuracy after task 2 in task 1" in read_matrix(written(tmp_path, "80,\n,60\n")).notes[-1]
+    assert (
+        "no accuracy after task 2 in task 1"
+        in read_matrix(written(tmp_path, "80,\n,60\n")).notes[-1]
+    )
 
 
-def test_a_run_with_tasks_is_a_matrix_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_tasks_is_a_matrix_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stream = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]]}
-    run(toys.toy(rounds=2, partition={"kind": "iid"}, stream=stream), tmp_path / "run", toys.blobs())
+    run(
+        toys.toy(rounds=2, partition={"kind": "iid"}, stream=stream), tmp_path / "run", toys.blobs()
+    )
     (matrix,) = run_matrices(tmp_path)
     assert matrix.own == (0, 0, 1, 1, 0)
     assert matrix.columns[0] == "class 0"
@@ -145,7 +162,9 @@ def test_a_run_without_tasks_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no run in it has ended a task" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("what", "value"), [("row", [0.5]), ("task", 7), ("totals", [[1, 2]]), ("correct", "much")])
+@pytest.mark.parametrize(
+    ("what", "value"), [("row", [0.5]), ("task", 7), ("totals", [[1, 2]]), ("correct", "much")]
+)
 def test_a_damaged_end_of_a_task_is_named(what: str, value: object, tmp_path: Path) -> None:
     run(toys.toy(rounds=2, stream={"kind": "drift", "tasks": 2}), tmp_path / "run", toys.blobs())
     journal = tmp_path / "run" / "journal.jsonl"

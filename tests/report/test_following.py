@@ -1,4 +1,6 @@
-"""What is said of progress where nobody looks at a terminal: lines, not too many, with what a log needs."""
+"""What is said of progress where nobody looks at a terminal: lines, not too many, with what a log
+needs.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,20 @@ def test_the_first_and_the_last_round_have_a_line_and_those_between_every_ten_se
     lines = said.err.splitlines()
     assert said.out == "", "the table is there"
     assert lines[0] == "fedavg: 100 rounds, in runs/one"
-    assert lines[1] == "fedavg: round 1 of 100, accuracy 50.00 %, forgetting -1.00 %, 4 s, about 6 min 36 s left"
-    assert lines[2] == "fedavg: round 4 of 100, accuracy 50.00 %, forgetting -1.00 %, 16 s, about 6 min 24 s left"
-    assert lines[-1] == "fedavg: round 100 of 100, accuracy 50.00 %, forgetting -1.00 %, 1 refused, 6 min 40 s"
+    assert (
+        lines[1]
+        == "fedavg: round 1 of 100, accuracy 50.00 %, forgetting -1.00 %, 4 s, about 6 min 36 s "
+        "left"
+    )
+    assert (
+        lines[2]
+        == "fedavg: round 4 of 100, accuracy 50.00 %, forgetting -1.00 %, 16 s, about 6 min 24 s "
+        "left"
+    )
+    assert (
+        lines[-1]
+        == "fedavg: round 100 of 100, accuracy 50.00 %, forgetting -1.00 %, 1 refused, 6 min 40 s"
+    )
     assert [int(line.split()[2]) for line in lines[1:]] == list(range(1, 101, 3))
 
 
@@ -132,7 +145,9 @@ def test_a_journal_is_read_on_from_where_it_ended(outcomes: list[Outcome]) -> No
     assert after(start + first + second) == (2, 0.2)
     journal.write_text("{" * len(start + first + second))
     one.follow()  # nothing of it is read a second time
-    assert after(start + first) == (1, 0.1), "a run that goes on cuts what its checkpoint does not know"
+    assert after(start + first) == (1, 0.1), (
+        "a run that goes on cuts what its checkpoint does not know"
+    )
     assert after(start + first + second) == (2, 0.2)
 
 
@@ -160,7 +175,9 @@ def test_a_comparison_says_which_run_ended_and_how_far_all_are(
     ]
 
 
-def test_runs_that_are_not_known_yet_are_counted(outcomes: list[Outcome], capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_are_not_known_yet_are_counted(
+    outcomes: list[Outcome], capsys: pytest.CaptureFixture[str]
+) -> None:
     clock, (first, second) = Clock(), outcomes
     with RunLines(clock, runs=3) as lines:
         first.state = "running"
@@ -174,7 +191,10 @@ def test_runs_that_are_not_known_yet_are_counted(outcomes: list[Outcome], capsys
     ]
 
 
-CONFIG = "rounds = 3\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\nepochs = 1\n"
+CONFIG = (
+    "rounds = 3\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\n"
+    "epochs = 1\n"
+)
 
 
 def test_commands_write_lines_to_the_standard_error(
@@ -192,7 +212,12 @@ def test_commands_write_lines_to_the_standard_error(
     lines = capsys.readouterr().err.splitlines()
     assert "of 6 rounds in 2 runs" in lines[0]  # the first look may come when a short run has ended
     assert [line for line in lines if "finished, accuracy" in line] == [
-        line for seed in (1, 2) for line in lines if line.startswith(f"fedavg, seed {seed}: finished, accuracy")
+        line
+        for seed in (1, 2)
+        for line in lines
+        if line.startswith(f"fedavg, seed {seed}: finished, accuracy")
     ]
-    assert call(["compare", "short.toml", "--seeds", "1,2", "--jobs", "1", "--out", "all", "-q"]) == 0
+    assert (
+        call(["compare", "short.toml", "--seeds", "1,2", "--jobs", "1", "--out", "all", "-q"]) == 0
+    )
     assert capsys.readouterr().err == ""

@@ -1,4 +1,6 @@
-"""Results and comparisons in Python: data frames with documented columns, short texts, tables for notebooks."""
+"""Results and comparisons in Python: data frames with documented columns, short texts, tables for
+notebooks.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,21 @@ from fedstill.data.sources import from_clients
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.run_directory.shown import MOST_CLASSES, forgotten_table, notebook_table, shaded
+from fedstill.experiment.run_directory.shown import (
+    MOST_CLASSES,
+    forgotten_table,
+    notebook_table,
+    shaded,
+)
 from fedstill.experiment.running.runner import run
 from fedstill.metrics import forgetting
 from fedstill.report.comparison import Comparison
 from fedstill.report.groups import groups
 from fedstill.report.numbers import COLUMNS
 
-pandas = pytest.importorskip("pandas", reason="the extra pandas is not installed: pip install 'fedstill[pandas]'")
+pandas = pytest.importorskip(
+    "pandas", reason="the extra pandas is not installed: pip install 'fedstill[pandas]'"
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,10 +43,18 @@ def result(finished: Path) -> Result:
 
 
 def documented(heading: str) -> list[str]:
-    """The columns that the page documents below a heading; one with a placeholder in capitals stands for many."""
-    text = (ROOT / "docs" / "use_the_model.md").read_text().partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+    """The columns that the page documents below a heading; one with a placeholder in capitals
+    stands for many.
+    """
+    text = (
+        (ROOT / "docs" / "use_the_model.md")
+        .read_text()
+        .partition(f"\n### {heading}\n")[2]
+        .partition("\n#")[0]
+    )
     return re.findall(
-        r"`([^`]+)`", " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+        r"`([^`]+)`",
+        " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `")),
     )
 
 
@@ -53,7 +70,9 @@ def test_rounds_have_a_row_each_and_a_column_for_each_number(result: Result) -> 
         assert frame["accuracy"][at] == event["accuracy"]
         by_class = [frame[f"class_accuracy.{name}"][at] for name in result.classes]
         assert by_class == event["class_accuracy"]
-    assert frame["in_local_accuracy"].isna().tolist() == [True, False, False], "measured in rounds 2 and 3"
+    assert frame["in_local_accuracy"].isna().tolist() == [True, False, False], (
+        "measured in rounds 2 and 3"
+    )
     assert {str(kind) for kind in frame.dtypes} <= {"int64", "float64"}
     assert not unknown(list(frame.columns), documented("The columns of `result.rounds()`"))
 
@@ -61,7 +80,9 @@ def test_rounds_have_a_row_each_and_a_column_for_each_number(result: Result) -> 
 def test_clients_have_a_row_for_each_stage_and_say_who_was_refused(finished: Path) -> None:
     result = Result.of(finished / "deeper" / "failing7")
     frame = result.clients()
-    events = [json.loads(line) for line in (result.directory / "journal.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (result.directory / "journal.jsonl").read_text().splitlines()
+    ]
     events = [e for e in events if e["event"] == "client"]
     assert frame["client"].tolist() == [e["client"] for e in events]
     assert frame["refused"].tolist() == [e.get("refused", "") for e in events]
@@ -79,11 +100,17 @@ OTHERS = {"fedmd": ("local", "private_public"), "fedavg": ("local", "epochs", "p
 @pytest.mark.parametrize("name", ["qkt", "fedmd", "ensemble", "fedavg"])
 def test_columns_of_other_methods_are_documented_too(name: str, tmp_path: Path) -> None:
     what = toys.toy(
-        name, **toys.suited(name), measure=("local", "private_public", "epochs")[: 2 if name == "fedmd" else 1]
+        name,
+        **toys.suited(name),
+        measure=("local", "private_public", "epochs")[: 2 if name == "fedmd" else 1],
     )
     result = run(replace(what, measure_every=1), tmp_path / "run", data=toys.blobs())
-    assert not unknown(list(result.rounds().columns), documented("The columns of `result.rounds()`"))
-    assert not unknown(list(result.clients().columns), documented("The columns of `result.clients()`"))
+    assert not unknown(
+        list(result.rounds().columns), documented("The columns of `result.rounds()`")
+    )
+    assert not unknown(
+        list(result.clients().columns), documented("The columns of `result.clients()`")
+    )
     if name == "qkt":
         asked = result.clients().query("name == 'transfer'")["query"].dropna()
         assert len(asked)
@@ -107,8 +134,13 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_so_are_columns_of_other_settings(setting: str, tmp_path: Path) -> None:
     own = from_clients("own", [(halves(c)[0], halves(c)[1]) for c in range(2)])
-    result = run(SETTINGS[setting], tmp_path / "run", data=own if setting == "own tests" else toys.blobs())
-    for frame, heading in ((result.rounds(), "result.rounds()"), (result.clients(), "result.clients()")):
+    result = run(
+        SETTINGS[setting], tmp_path / "run", data=own if setting == "own tests" else toys.blobs()
+    )
+    for frame, heading in (
+        (result.rounds(), "result.rounds()"),
+        (result.clients(), "result.clients()"),
+    ):
         assert not unknown(list(frame.columns), documented(f"The columns of `{heading}`"))
     if setting == "contributions":
         assert f"correct_after.{result.classes[-1]}" in result.clients().columns
@@ -170,9 +202,19 @@ def test_names_are_escaped_and_of_many_classes_the_most_forgotten_are_shown() ->
 
 
 def test_a_result_whose_answer_is_each_clients_model_says_that_first(tmp_path: Path) -> None:
-    result = run(toys.toy("local_only", rounds=1, topology={"clients": 6}), tmp_path / "run", data=toys.blobs())
-    mine = f"for the clients {100 * result.summary['personal_accuracy']:.1f} %, forgetting at clients 0.0 %"
-    assert repr(result) == f"<Result: local_only on blobs, seed 7: {mine}; 1 round, in {result.directory}>"
+    result = run(
+        toys.toy("local_only", rounds=1, topology={"clients": 6}),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
+    mine = (
+        f"for the clients {100 * result.summary['personal_accuracy']:.1f} %, forgetting at clients "
+        "0.0 %"
+    )
+    assert (
+        repr(result)
+        == f"<Result: local_only on blobs, seed 7: {mine}; 1 round, in {result.directory}>"
+    )
     cells = Strict(result._repr_html_()).cells
     by_class = result.history[-1]["personal_class_accuracy"]
     assert cells[1::4] == [f"{100 * v:.1f} %" for v in by_class]
@@ -181,7 +223,9 @@ def test_a_result_whose_answer_is_each_clients_model_says_that_first(tmp_path: P
     assert compared.table()["personal_accuracy"].tolist() == [result.summary["personal_accuracy"]]
     assert "for the clients [%]" in repr(compared)
     assert "time [s]" in repr(compared)
-    unmeasured = replace(result, summary={**result.summary, "personal_accuracy": None, "personal_forgetting": None})
+    unmeasured = replace(
+        result, summary={**result.summary, "personal_accuracy": None, "personal_forgetting": None}
+    )
     assert "accuracy –, forgetting –" in repr(unmeasured)
     assert Strict(replace(unmeasured, history=[])._repr_html_()).cells == []
 
@@ -192,7 +236,9 @@ def test_a_comparison_is_a_table_of_means_over_seeds(finished: Path) -> None:
     assert table["group"].tolist() == [g.label for g in groups([finished])]
     assert table["seeds"].tolist() == [2, 2]
     assert sorted(runs["seed"]) == [7, 7, 8, 8]
-    for group, mean, std in zip(table["group"], table["accuracy"], table["accuracy_std"], strict=True):
+    for group, mean, std in zip(
+        table["group"], table["accuracy"], table["accuracy_std"], strict=True
+    ):
         own = runs[runs["group"] == group]["accuracy"]
         assert mean == pytest.approx(own.mean())
         assert std == pytest.approx(own.std())
@@ -214,7 +260,9 @@ def test_a_comparison_is_shown_as_the_command_prints_it_and_by_class(finished: P
     last = cells[-2 * (1 + toys.CLASSES) :]
     assert (last[0], last[1 + toys.CLASSES]) == ("fedavg", compared.groups[1].label)
     own = [[e["class_accuracy"] for e in r.rounds] for r in compared.groups[0].runs]
-    lost = [sum(forgetting([[row[c]] for row in rows]) for rows in own) / 2 for c in range(toys.CLASSES)]
+    lost = [
+        sum(forgetting([[row[c]] for row in rows]) for rows in own) / 2 for c in range(toys.CLASSES)
+    ]
     assert last[1 : 1 + toys.CLASSES] == [f"{100 * v:.1f} %" for v in lost]
     assert repr(Comparison([])) == "<Comparison of 0 runs>"
     assert Strict(Comparison([])._repr_html_()).cells == []
@@ -222,5 +270,7 @@ def test_a_comparison_is_shown_as_the_command_prints_it_and_by_class(finished: P
 
 def test_without_pandas_it_is_one_line(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"a data frame needs pandas: pip install 'fedstill\[pandas\]'"):
+    with pytest.raises(
+        ConfigError, match=r"a data frame needs pandas: pip install 'fedstill\[pandas\]'"
+    ):
         result.rounds()

@@ -21,7 +21,8 @@ from fedstill.report.where_it_helps import cell_table, write_map
 
 
 def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
-    """36 cells on three seeds: a gain that grows with the epochs, and seeds that disagree where two take part.
+    """36 cells on three seeds: a gain that grows with the epochs, and seeds that disagree where two
+    take part.
 
     ``floor``: FedAvg's accuracy, which is lower by a tenth on the most uneven split.
     """
@@ -31,8 +32,15 @@ def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
             for sampled in AXES["topology.sampled"]:
                 spread = 0.5 if sampled == 2 else 0.01
                 theirs = {s: _score(floor - 0.1 * (i == 0)) for s in range(3)}
-                ours = {s: _score(theirs[s].accuracy + 0.01 * epochs - 0.02 * i + spread * (s - 1)) for s in range(3)}
-                values = {"partition.alpha": alpha, "plan.epochs": epochs, "topology.sampled": sampled}
+                ours = {
+                    s: _score(theirs[s].accuracy + 0.01 * epochs - 0.02 * i + spread * (s - 1))
+                    for s in range(3)
+                }
+                values = {
+                    "partition.alpha": alpha,
+                    "plan.epochs": epochs,
+                    "topology.sampled": sampled,
+                }
                 there = {s: Setting(0.1 * i, epochs / 20, sampled / 20) for s in range(3)}
                 cells.append(MapCell(values, ours, theirs, there))
     return Grid(row, {key: list(values) for key, values in AXES.items()}, cells)
@@ -76,7 +84,13 @@ def test_a_map_is_read_back_as_it_was_written(ships: dict[str, Grid]) -> None:
 
 def test_a_map_that_lacks_a_run_is_refused() -> None:
     lines = map_text(made_up()).splitlines(keepends=True)
-    for text in ("".join(lines[:-1]), lines[0], "a,b\n1,2\n", "", "".join([*lines, lines[-1].replace("FedAvg", "X")])):
+    for text in (
+        "".join(lines[:-1]),
+        lines[0],
+        "a,b\n1,2\n",
+        "",
+        "".join([*lines, lines[-1].replace("FedAvg", "X")]),
+    ):
         with pytest.raises(CorruptFile, match="this is no map's table of runs"):
             map_from(text)
 
@@ -84,15 +98,45 @@ def test_a_map_that_lacks_a_run_is_refused() -> None:
 def test_what_the_floor_kept_is_not_shown_where_its_runs_do_not_say_it() -> None:
     one = made_up()
     assert cell_table(one)[1][0][-1] != "–"
-    cells = [replace(c, theirs={s: replace(own, kept=nan) for s, own in c.theirs.items()}) for c in one.cells]
+    cells = [
+        replace(c, theirs={s: replace(own, kept=nan) for s, own in c.theirs.items()})
+        for c in one.cells
+    ]
     assert {line[-1] for line in cell_table(replace(one, cells=cells))[1]} == {"–"}
 
 
 def test_the_table_has_every_cell_once(ships: dict[str, Grid]) -> None:
     head, lines = gain_table(ships["fedntd"])
-    assert head[:4] == ["alpha", "sampled 2, epochs 1", "sampled 2, epochs 3", "sampled 2, epochs 10"]
-    assert lines[0] == ["0.05", "~+1.0", "~+3.0", "~+10.0", "~+1.0", "+3.0", "+10.0", "~+1.0", "+3.0", "+10.0"]
-    assert lines[3] == ["even", "~-5.0", "~-3.0", "~+4.0", "-5.0", "-3.0", "+4.0", "-5.0", "-3.0", "+4.0"]
+    assert head[:4] == [
+        "alpha",
+        "sampled 2, epochs 1",
+        "sampled 2, epochs 3",
+        "sampled 2, epochs 10",
+    ]
+    assert lines[0] == [
+        "0.05",
+        "~+1.0",
+        "~+3.0",
+        "~+10.0",
+        "~+1.0",
+        "+3.0",
+        "+10.0",
+        "~+1.0",
+        "+3.0",
+        "+10.0",
+    ]
+    assert lines[3] == [
+        "even",
+        "~-5.0",
+        "~-3.0",
+        "~+4.0",
+        "-5.0",
+        "-3.0",
+        "+4.0",
+        "-5.0",
+        "-3.0",
+        "+4.0",
+    ]
 
 
 def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Grid]) -> None:
@@ -100,7 +144,10 @@ def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Gri
     for one in ships.values():
         assert one.summary in page
         assert one.summary in text
-    left = "No map ships yet of FedADKD, FedProx, SCAFFOLD, FedSOL. fedstill rank map METHOD makes one of any method."
+    left = (
+        "No map ships yet of FedADKD, FedProx, SCAFFOLD, FedSOL. fedstill rank map METHOD makes "
+        "one of any method."
+    )
     assert left in text
     assert left in page
     assert page.count('class="chart"') == 2 * 3
@@ -110,14 +157,23 @@ def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Gri
         assert "By chance alone three seeds say the same in one cell of four: in 9 of 36." in told
 
 
-def test_fedavgs_own_accuracy_stands_once_above_the_maps_that_have_it(ships: dict[str, Grid]) -> None:
+def test_fedavgs_own_accuracy_stands_once_above_the_maps_that_have_it(
+    ships: dict[str, Grid],
+) -> None:
     head, lines = floor_table(ships["fedntd"])
     assert head == gain_table(ships["fedntd"])[0]
-    assert lines == [["0.05", *["40.0"] * 9], *([str(a), *["50.0"] * 9] for a in AXES["partition.alpha"][1:])]
+    assert lines == [
+        ["0.05", *["40.0"] * 9],
+        *([str(a), *["50.0"] * 9] for a in AXES["partition.alpha"][1:]),
+    ]
     heads = [line for line in maps_text(ships).splitlines() if line.startswith("### ")]
     assert heads == ["### FedAvg", "### FedNTD", "### FedLC"]
     other = maps_text({**ships, "fedsol": made_up("FedSOL", 0.3)})
-    assert [line for line in other.splitlines() if line.startswith("### ")] == [*heads, "### FedAvg", "### FedSOL"]
+    assert [line for line in other.splitlines() if line.startswith("### ")] == [
+        *heads,
+        "### FedAvg",
+        "### FedSOL",
+    ]
     assert f"| 0.05 | {' | '.join(['40.0'] * 9)} |" in maps_text(ships)
 
 

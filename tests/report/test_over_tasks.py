@@ -1,4 +1,6 @@
-"""The section on tasks: the matrix as a map, accuracy by task, and the plane of what was learned and kept."""
+"""The section on tasks: the matrix as a map, accuracy by task, and the plane of what was learned
+and kept.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import toys
 from fedstill.experiment.running.runner import run
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups
-from fedstill.report.over_tasks import changes, learned_and_kept, matrix_map, over_tasks, run_rows, task_curves
+from fedstill.report.over_tasks import (
+    changes,
+    learned_and_kept,
+    matrix_map,
+    over_tasks,
+    run_rows,
+    task_curves,
+)
 from fedstill.report.page import write_page
 
 STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}
@@ -32,7 +41,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed in (1, 2):
         what = {"rounds": 4, "seed": seed, "partition": {"kind": "iid"}}
         run(toys.toy(**what, stream=STREAM), folder / f"gone{seed}", toys.blobs())
-        run(toys.toy(**what, stream={**STREAM, "past": "kept"}), folder / f"kept{seed}", toys.blobs())
+        run(
+            toys.toy(**what, stream={**STREAM, "past": "kept"}),
+            folder / f"kept{seed}",
+            toys.blobs(),
+        )
     return folder
 
 
@@ -65,18 +78,28 @@ def test_curves_are_of_each_seeds_own_classes(tmp_path: Path) -> None:
     (group,) = groups([tmp_path])
     assert len({str(r.start["stream"]["classes"]) for r in group.runs}) == 3
     at_end = np.mean([run_rows(r)[-1] for r in group.runs], axis=0)
-    assert [curve["y"][-1] for curve in task_curves(group)["data"]] == pytest.approx(at_end, abs=1e-5)
+    assert [curve["y"][-1] for curve in task_curves(group)["data"]] == pytest.approx(
+        at_end, abs=1e-5
+    )
 
 
 def test_what_was_lost_is_the_mean_of_what_each_seed_lost() -> None:
-    first, other = (SimpleNamespace(task_ends=[{"task": 1, "row": row} for row in rows]) for rows in TWO_PEAKS)
-    notes = matrix_map(cast("Group", SimpleNamespace(started=[first, other])))["layout"]["annotations"]
-    assert [note["text"] for note in notes if note["x"] == 3] == ["50", "10"], "40 and 60 of the first, 0 and 20"
+    first, other = (
+        SimpleNamespace(task_ends=[{"task": 1, "row": row} for row in rows]) for rows in TWO_PEAKS
+    )
+    notes = matrix_map(cast("Group", SimpleNamespace(started=[first, other])))["layout"][
+        "annotations"
+    ]
+    assert [note["text"] for note in notes if note["x"] == 3] == ["50", "10"], (
+        "40 and 60 of the first, 0 and 20"
+    )
 
 
 def test_methods_are_points_in_the_plane(runs: Path) -> None:
     compared = groups([runs])
-    points = [t for t in learned_and_kept(compared, Style(compared))["data"] if t["mode"] == "markers"]
+    points = [
+        t for t in learned_and_kept(compared, Style(compared))["data"] if t["mode"] == "markers"
+    ]
     assert [len(trace["x"]) for trace in points] == [2, 2]
     summary = json.loads((runs / "gone1" / "summary.json").read_text())
     gone = next(trace for trace in points if "gone" in trace["name"])

@@ -1,4 +1,6 @@
-"""The ranking's tables and page: the same numbers everywhere, and those that other code computes from the CSV."""
+"""The ranking's tables and page: the same numbers everywhere, and those that other code computes
+from the CSV.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,18 @@ NAME = "digits-space"
 
 
 def score(accuracy: float, learned: float, cpu: float = 2.0) -> Score:
-    return Score(accuracy, learned, accuracy / learned, 0.1, float("nan"), float("nan"), 10**6, 10**6, cpu, 30)
+    return Score(
+        accuracy,
+        learned,
+        accuracy / learned,
+        0.1,
+        float("nan"),
+        float("nan"),
+        10**6,
+        10**6,
+        cpu,
+        30,
+    )
 
 
 def row(suite: Suite, name: str, mean: float, seed: int, **more: object) -> RankedRow:
@@ -55,7 +68,10 @@ def suite_rows() -> list[RankedRow]:
     suite = load_suite(NAME)
     means = {"FedAvg": 0.5, "FedProx": 0.52, "FedNTD": 0.8, "SCAFFOLD": 0.3, "joint": 0.95}
     diverged = {("two shards", 3): "round 7: not finite"}
-    return [row(suite, n, m, i, diverged=diverged if n == "SCAFFOLD" else {}) for i, (n, m) in enumerate(means.items())]
+    return [
+        row(suite, n, m, i, diverged=diverged if n == "SCAFFOLD" else {})
+        for i, (n, m) in enumerate(means.items())
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +79,23 @@ def one(suite_rows: list[RankedRow]) -> Standings:
     return standings(load_suite(NAME), suite_rows)
 
 
-def test_rows_of_another_processor_are_named_and_their_seconds_not_compared(suite_rows: list[RankedRow]) -> None:
+def test_rows_of_another_processor_are_named_and_their_seconds_not_compared(
+    suite_rows: list[RankedRow],
+) -> None:
     suite = load_suite(NAME)
     same = standings(suite, [replace(r, processor="A (AVX2)") for r in suite_rows])
     assert about(same).endswith(" Made on A (AVX2).")
     assert not any(math.isnan(p.cpu) for p in same.placed)
     other = {"FedNTD": "B (AVX512)", "joint": ""}
-    mixed = standings(suite, [replace(r, processor=other.get(r.name, "A (AVX2)")) for r in suite_rows])
-    assert "Made on A (AVX2); on B (AVX512): FedNTD; on one that is not known: joint." in about(mixed)
-    assert about(mixed).endswith("CPU seconds are compared only with those of FedAvg on the same processor.")
+    mixed = standings(
+        suite, [replace(r, processor=other.get(r.name, "A (AVX2)")) for r in suite_rows]
+    )
+    assert "Made on A (AVX2); on B (AVX512): FedNTD; on one that is not known: joint." in about(
+        mixed
+    )
+    assert about(mixed).endswith(
+        "CPU seconds are compared only with those of FedAvg on the same processor."
+    )
     assert [p.row.name for p in mixed.placed if math.isnan(p.cpu)] == ["FedNTD"]
     read = rows_from(csv_text(*run_lines([mixed])))[NAME]
     assert {r.name: r.processor for r in read} == {r.name: r.processor for r in mixed.rows}
@@ -79,7 +103,15 @@ def test_rows_of_another_processor_are_named_and_their_seconds_not_compared(suit
 
 def numbers(text: str) -> list[str]:
     """The cells of a table, however it is written, as bare text."""
-    for old, new in (("$-$", "−"), ("$\\pm$", "±"), ("\\pm", "±"), ("--", "–"), ("\\%", "%"), ("\\_", "_"), ("$", "")):
+    for old, new in (
+        ("$-$", "−"),
+        ("$\\pm$", "±"),
+        ("\\pm", "±"),
+        ("--", "–"),
+        ("\\%", "%"),
+        ("\\_", "_"),
+        ("$", ""),
+    ):
         text = text.replace(old, new)
     return text.split()
 
@@ -110,7 +142,9 @@ def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) 
     blocks = sorted({(c, s) for _, c, s in cells})
     table = np.array([[cells[n, c, s] for c, s in blocks] for n in names])
     mean_ranks = np.mean([stats.rankdata(-block) for block in table.T], axis=0)
-    assert {p.row.name: p.rank for p in one.placed} == pytest.approx(dict(zip(names, mean_ranks, strict=True)))
+    assert {p.row.name: p.rank for p in one.placed} == pytest.approx(
+        dict(zip(names, mean_ranks, strict=True))
+    )
     assert [p.row.name for p in one.placed] == [names[i] for i in np.argsort(mean_ranks)]
     base = table[names.index("FedAvg")]
     for placed in one.placed:
@@ -121,14 +155,18 @@ def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) 
             assert placed.row.name == "FedAvg"
             continue
         assert placed.apart.mean == pytest.approx((own - base).mean(), abs=1e-12)
-        exact = stats.permutation_test(((own - base),), np.mean, permutation_type="samples", n_resamples=np.inf)
+        exact = stats.permutation_test(
+            ((own - base),), np.mean, permutation_type="samples", n_resamples=np.inf
+        )
         assert placed.apart.p == pytest.approx(exact.pvalue, abs=1e-12)
         for column in one.columns:
             pair = [[cells[n, column, s] for s in range(5)] for n in (placed.row.name, "FedAvg")]
             interval = stats.ttest_rel(*pair).confidence_interval(0.95)
             apart = one.difference(placed.row, column)
             assert apart is not None
-            assert (apart.low, apart.high) == pytest.approx((interval.low, interval.high), abs=1e-12)
+            assert (apart.low, apart.high) == pytest.approx(
+                (interval.low, interval.high), abs=1e-12
+            )
 
 
 @pytest.mark.parametrize(
@@ -139,11 +177,14 @@ def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) 
         ("digits-chain", ["FedSeq", "CWC"], "FedSeq"),
     ],
 )
-def test_the_head_names_the_row_whose_cpu_seconds_are_one(name: str, rows: list[str], unit: str) -> None:
+def test_the_head_names_the_row_whose_cpu_seconds_are_one(
+    name: str, rows: list[str], unit: str
+) -> None:
     suite = load_suite(name)
     made = [row(suite, n, 0.5, i) for i, n in enumerate(rows)]
     slower = [
-        replace(r, scores={k: replace(s, seconds_cpu=2.0 + i) for k, s in r.scores.items()}) for i, r in enumerate(made)
+        replace(r, scores={k: replace(s, seconds_cpu=2.0 + i) for k, s in r.scores.items()})
+        for i, r in enumerate(made)
     ]
     one = standings(suite, slower)
     at = standing_head(one).index(f"CPU × {unit}")
@@ -158,7 +199,10 @@ def test_what_is_said_of_all_tracks_names_no_row_that_some_lack() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("digits-both", "in digits-time, on the column 5 class tasks."), ("digits-space", "on the column Dirichlet .1.")],
+    [
+        ("digits-both", "in digits-time, on the column 5 class tasks."),
+        ("digits-space", "on the column Dirichlet .1."),
+    ],
 )
 def test_page_and_markdown_say_where_the_fields_were_chosen(name: str, said: str) -> None:
     suite = load_suite(name)
@@ -193,10 +237,17 @@ def test_a_run_that_diverged_is_marked(one: Standings) -> None:
 
 
 def test_what_was_kept_is_not_shown_where_a_run_does_not_say_it() -> None:
-    """In a suite of few rounds no row has it, and there is no picture; else the rows that lack it are left out."""
+    """In a suite of few rounds no row has it, and there is no picture; else the rows that lack it
+    are left out.
+    """
     suite = load_suite(NAME)
-    known, *others = (row(suite, name, 0.5, i) for i, name in enumerate(("FedAvg", "FedNTD", "joint")))
-    lacking = [replace(r, scores={k: replace(s, kept=math.nan) for k, s in r.scores.items()}) for r in others]
+    known, *others = (
+        row(suite, name, 0.5, i) for i, name in enumerate(("FedAvg", "FedNTD", "joint"))
+    )
+    lacking = [
+        replace(r, scores={k: replace(s, kept=math.nan) for k, s in r.scores.items()})
+        for r in others
+    ]
     some, none = standings(suite, [known, *lacking]), standings(suite, lacking)
     at = standing_head(some).index("kept [%]")
     assert {line[1]: line[at] == "–" for line in standing_lines(some)} == {
@@ -245,8 +296,12 @@ def test_how_far_tiers_agree_is_the_tau_of_their_ranks(one: Standings, larger: S
     assert "Do the tiers agree?" not in ranking_page([one])
 
 
-def test_of_pairs_that_both_tiers_tell_apart_it_is_counted_how_many_have_one_order(one: Standings) -> None:
-    """Where FedNTD, the best of one tier, is the last of the other, each of its pairs has the other order there."""
+def test_of_pairs_that_both_tiers_tell_apart_it_is_counted_how_many_have_one_order(
+    one: Standings,
+) -> None:
+    """Where FedNTD, the best of one tier, is the last of the other, each of its pairs has the other
+    order there.
+    """
     small = load_suite("small-space")
     means = {"FedAvg": 0.5, "FedNTD": 0.1, "SCAFFOLD": 0.3}
     turned = standings(small, [row(small, n, m, i) for i, (n, m) in enumerate(means.items())])

@@ -1,4 +1,6 @@
-"""Pictures of queries: drawn from a journal's numbers, left out where nobody asked, named when damaged."""
+"""Pictures of queries: drawn from a journal's numbers, left out where nobody asked, named when
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}}
     plan = {"epochs": 2, "batch": 10}
     measure = ("local", "boundaries")
-    runner.run(toys.toy("qkt_var_e", data={"public": 50}, plan=plan, measure=measure, **given), folder, toys.blobs())
+    runner.run(
+        toys.toy("qkt_var_e", data={"public": 50}, plan=plan, measure=measure, **given),
+        folder,
+        toys.blobs(),
+    )
     return folder
 
 
@@ -49,7 +55,9 @@ def test_the_bars_are_class_accuracies_with_what_was_asked_for_first(one: Path) 
     assert after - before == pytest.approx(answer["gain"], abs=1e-4)
 
 
-def test_the_page_has_both_sections_and_a_run_without_queries_none(one: Path, finished: Path) -> None:
+def test_the_page_has_both_sections_and_a_run_without_queries_none(
+    one: Path, finished: Path
+) -> None:
     found = groups([one])
     text = asked(found, Style(found)).text + noise_probes(found).text  # type: ignore[union-attr]
     for words in ("Forgetting against gain", "Phases, epoch by epoch", "Noise probe", "error 0."):
@@ -62,7 +70,9 @@ def test_the_page_has_both_sections_and_a_run_without_queries_none(one: Path, fi
 def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:
     given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}}
     method = {"name": "qkt", "threshold": 1.0}
-    runner.run(toys.toy(method, plan={"epochs": 2, "batch": 10}, **given), tmp_path / "run", toys.blobs())
+    runner.run(
+        toys.toy(method, plan={"epochs": 2, "batch": 10}, **given), tmp_path / "run", toys.blobs()
+    )
     last = events(tmp_path / "run")[-1]
     count = len(last["answers"])
     assert last["query_untaught"] == count > 0
@@ -71,7 +81,9 @@ def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:
     assert [e["teachers"] for e in asking] == 2 * count * [[]], "in both phases"
     found = groups([tmp_path / "run"])
     said = untaught({"QKT": found[0].runs, "none": []})
-    assert said == f"Queries that had no teacher, and count in all numbers: QKT, {count} of {count}."
+    assert (
+        said == f"Queries that had no teacher, and count in all numbers: QKT, {count} of {count}."
+    )
     assert f"{found[0].label}, {count} of {count}." in asked(found, Style(found)).text  # type: ignore[union-attr]
     assert untaught({"all": groups([one])[0].runs}) == ""
 
@@ -80,7 +92,9 @@ def test_the_epochs_of_both_phases_stand_beside_what_a_client_knew_before(one: P
     run = groups([one])[0].runs[0]
     answer = events(one)[-1]["answers"][0]
     curve, before = _epochs(run)["data"][:2]
-    scores = [s for e in events(one) if e.get("client") == answer["client"] for s in e.get("scores", [])]
+    scores = [
+        s for e in events(one) if e.get("client") == answer["client"] for s in e.get("scores", [])
+    ]
     phases = scores[-len(curve["y"]) :]
     assert len(curve["y"]) == 4, "two epochs a phase"
     assert curve["y"] == pytest.approx(phases, abs=1e-4)
@@ -108,14 +122,22 @@ def test_who_asked_for_what_and_why_stands_in_a_table(one: Path, again: Path) ->
     (first,) = groups([one])
     counts, told = first.runs[0].label_counts, events(one)[-1]["answers"]
     assert query_rows(first) == [
-        ["1", str(a["client"]), f"class {c}", f"class {c}: {because({'lack': counts[a['client']][c]})}"]
+        [
+            "1",
+            str(a["client"]),
+            f"class {c}",
+            f"class {c}: {because({'lack': counts[a['client']][c]})}",
+        ]
         for a in told
         for c in a["query"]
     ], "of runs of before, too, by their label counts"
     (both,) = groups([again])
     rows = query_rows(both)
     assert [r[:2] for r in rows] == [
-        [str(e["round"]), str(a["client"])] for e in events(again) if e["event"] == "round" for a in e["answers"]
+        [str(e["round"]), str(a["client"])]
+        for e in events(again)
+        if e["event"] == "round"
+        for a in e["answers"]
     ]
     assert any("held out" in str(r[3]) for r in rows)
     assert any("example" in str(r[3]) for r in rows)
@@ -132,13 +154,19 @@ def test_query_after_query_is_drawn_where_clients_ask_again(one: Path, again: Pa
     assert drawn is not None
     gains = [round(e["query_gain"], 5) for e in events(again) if e["event"] == "round"]
     assert len(gains) == 2
-    for title in ("Average accuracy, query after query", "Gain, query after query", "Forgetting, query after query"):
+    for title in (
+        "Average accuracy, query after query",
+        "Gain, query after query",
+        "Forgetting, query after query",
+    ):
         assert title in drawn.text
     assert json.dumps(gains).replace(" ", "") in drawn.text
     run = both.runs[0]
     last = events(again)[-1]["answers"][0]
     figure = _client(run, last["client"])
-    assert [t["name"] for t in figure["data"]] == ["alone", "phase 1", "phase 2"], "of the last query"
+    assert [t["name"] for t in figure["data"]] == ["alone", "phase 1", "phase 2"], (
+        "of the last query"
+    )
     assert run.untaught[1] == sum(len(e["answers"]) for e in events(again) if e["event"] == "round")
 
 

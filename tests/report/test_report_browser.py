@@ -38,7 +38,11 @@ FLAGS = (
 def browser(tmp_path: Path) -> Iterator[Any]:
     """A headless Chromium with nothing in it, which logs what it does."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     driver = shutil.which("chromedriver")
     if not chromium or not driver:
         pytest.skip("there is no Chromium with a chromedriver on the path")
@@ -64,23 +68,33 @@ def opened(browser: Any, page: Path) -> None:
 
 def requests(browser: Any) -> list[str]:
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    sent = [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]
     return [url for url in sent if not url.startswith(("data:", "blob:"))]
 
 
 @pytest.mark.parametrize("width", [1280, 420])
-def test_a_real_browser_draws_all_figures(browser: Any, finished: Path, tmp_path: Path, width: int) -> None:
+def test_a_real_browser_draws_all_figures(
+    browser: Any, finished: Path, tmp_path: Path, width: int
+) -> None:
     page = write_page([finished], tmp_path / "report.html")
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     opened(browser, page)
     charts = browser.execute_script(
-        "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.main-svg .subplot.xy').length)"
+        "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.main-svg "
+        ".subplot.xy').length)"
     )
     assert charts == [1] * page.read_text().count('class="chart"')
     traces = "return document.querySelectorAll('.scatterlayer .trace').length"
     assert browser.execute_script(traces) >= 2 * (2 + 2 + 2 + 2 + 1 + 1)
-    assert browser.execute_script("return document.querySelectorAll('.heatmaplayer image').length") == 3
+    assert (
+        browser.execute_script("return document.querySelectorAll('.heatmaplayer image').length")
+        == 3
+    )
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
     assert requests(browser) == [page.as_uri()]
@@ -91,25 +105,34 @@ def test_a_selector_shows_another_seed(browser: Any, finished: Path, tmp_path: P
     opened(browser, write_page([finished], tmp_path / "report.html"))
     shown = "return document.querySelector('[data-name=classes]').data[0].z"
     mean = browser.execute_script(shown)
-    select.Select(browser.find_element("css selector", "[data-controls=classes]")).select_by_visible_text("seed 7")
+    select.Select(
+        browser.find_element("css selector", "[data-controls=classes]")
+    ).select_by_visible_text("seed 7")
     assert browser.execute_script(shown) != mean
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
 
 
 def made_up_map() -> Grid:
     """36 cells that are all alike."""
-    scores = [{s: Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30) for s in range(3)} for a in (0.6, 0.5)]
+    scores = [
+        {s: Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30) for s in range(3)}
+        for a in (0.6, 0.5)
+    ]
     each = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
     return Grid("FedNTD", AXES, [MapCell(values, *scores) for values in each])
 
 
 @pytest.mark.parametrize("width", [1200, 400])
-def test_the_page_of_the_ranking_is_drawn_and_sorted_on_a_click(browser: Any, tmp_path: Path, width: int) -> None:
+def test_the_page_of_the_ranking_is_drawn_and_sorted_on_a_click(
+    browser: Any, tmp_path: Path, width: int
+) -> None:
     suite = load_suite("digits-space")
     draw = np.random.default_rng(0)
     scores = {
         name: {
-            (c, s): Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30) for c in suite.columns(name) for s in range(5)
+            (c, s): Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30)
+            for c in suite.columns(name)
+            for s in range(5)
         }
         for name, a in zip(("FedAvg", "FedNTD", "joint"), draw.uniform(0.4, 0.8, 3), strict=True)
     }
@@ -118,9 +141,15 @@ def test_the_page_of_the_ranking_is_drawn_and_sorted_on_a_click(browser: Any, tm
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     opened(browser, page)
-    assert browser.execute_script("return document.querySelectorAll('.main-svg .subplot.xy').length") == 2 + 3
+    assert (
+        browser.execute_script("return document.querySelectorAll('.main-svg .subplot.xy').length")
+        == 2 + 3
+    )
     browser.execute_script("document.querySelector('#maps details').open = true")
-    wide = "return [...document.querySelectorAll('#maps .chart')].map(c => c.getBoundingClientRect().width)"
+    wide = (
+        "return [...document.querySelectorAll('#maps .chart')].map(c => "
+        "c.getBoundingClientRect().width)"
+    )
     assert all(100 < v <= width for v in browser.execute_script(wide))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     table = "document.querySelector('table.sortable')"

@@ -1,4 +1,6 @@
-"""The pictures of a chain and the time to a target: drawn from journals, left out where nothing was measured."""
+"""The pictures of a chain and the time to a target: drawn from journals, left out where nothing was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, method in (("seq", "fedseq"), ("kd", {"name": "sfedkd", "k": 2})):
         for seed in (7, 8):
             toy = toys.toy(
-                method, seed=seed, rounds=3, topology=CHAIN, measure=("chain",), measure_every=1, plan={"lr": 0.1}
+                method,
+                seed=seed,
+                rounds=3,
+                topology=CHAIN,
+                measure=("chain",),
+                measure_every=1,
+                plan={"lr": 0.1},
             )
             run(toy, folder / f"{name}{seed}", data=toys.blobs())
     return folder
@@ -58,28 +66,43 @@ def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
 def test_a_client_that_failed_leaves_a_blank_column() -> None:
     row = [0.5, None]
     hops = chain_hops.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
-    assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, "round 2 was not measured"
+    assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, (
+        "round 2 was not measured"
+    )
 
 
 def test_hops_that_nobody_measured_are_left_out(runs: Path) -> None:
     groups_ = made(runs / "seq7")
     measured = Series([1, 2, 3, 7, 8], [Spread(v, 0.01, 2) for v in (0.1, 0.2, 0.3, 0.7, 0.8)])
-    band, line = curves([(groups_[0], measured, Series([], []))], Style(groups_), "hop", **PERCENT)["data"]
+    band, line = curves([(groups_[0], measured, Series([], []))], Style(groups_), "hop", **PERCENT)[
+        "data"
+    ]
     assert line["x"] == [1, 2, 3, None, 7, 8]
     assert line["y"] == [0.1, 0.2, 0.3, None, 0.7, 0.8]
     assert line["customdata"][3] is None
     assert band["x"] == [1, 2, 3, 3, 2, 1, None, 7, 8, 8, 7]
     assert band["y"] == [0.11, 0.21, 0.31, 0.29, 0.19, 0.09, None, 0.71, 0.81, 0.79, 0.69]
-    rounds = curves([(groups_[0], measured, Series([], []))], Style(groups_), "round", **PERCENT)["data"]
+    rounds = curves([(groups_[0], measured, Series([], []))], Style(groups_), "round", **PERCENT)[
+        "data"
+    ]
     assert rounds[1]["x"] == [1, 2, 3, 7, 8], "a measure every few rounds is one line"
-    hops, by_round = (class_map({hop: [0.5] for hop in (3, 30, 58)}, ["a"], unit) for unit in ("hop", "round"))
-    assert hops["layout"]["xaxis"]["type"] == "category", "an axis of numbers would have cells from hop to hop"
+    hops, by_round = (
+        class_map({hop: [0.5] for hop in (3, 30, 58)}, ["a"], unit) for unit in ("hop", "round")
+    )
+    assert hops["layout"]["xaxis"]["type"] == "category", (
+        "an axis of numbers would have cells from hop to hop"
+    )
     assert "dtick" not in by_round["layout"]["xaxis"], "58 rounds have no tick each"
 
 
 def test_the_page_shows_them(runs: Path) -> None:
     text = page(made(*sorted(runs.iterdir())))
-    for title in ("Along the chain", "Consistency of successive models", "Forgetting F along", "Model drift"):
+    for title in (
+        "Along the chain",
+        "Consistency of successive models",
+        "Forgetting F along",
+        "Model drift",
+    ):
         assert title in text
     assert "Time to target" in text
     assert text.count("hop %{x}") >= 5

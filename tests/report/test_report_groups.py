@@ -42,7 +42,14 @@ def test_a_directory_named_twice_counts_once(finished: Path) -> None:
 def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
     row = rows(groups([finished]))[0]
     own = summaries(finished, "avg7", "avg8")
-    for key in ("accuracy", "best_accuracy", "mean_accuracy_last_10", "forgetting", "bytes_up", "bytes_down"):
+    for key in (
+        "accuracy",
+        "best_accuracy",
+        "mean_accuracy_last_10",
+        "forgetting",
+        "bytes_up",
+        "bytes_down",
+    ):
         values = [s[key] for s in own]
         spread = row.values[key]
         assert spread is not None
@@ -52,7 +59,9 @@ def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
     assert row.seeds == "2"
     assert row.note == ""
     assert columns([row]) == [
-        m for m in COLUMNS if not m.key.startswith(("query_", "leakage/", "personal_", "own_test_", "epsilon"))
+        m
+        for m in COLUMNS
+        if not m.key.startswith(("query_", "leakage/", "personal_", "own_test_", "epsilon"))
     ], "nobody asked for anything"
 
 
@@ -68,8 +77,14 @@ def test_labels_name_what_differs_within_a_method(some_runs: Path) -> None:
     text = (some_runs / "avg8" / "config.toml").read_text()
     assert "alpha = 1.0" in text
     assert "lr = 0.2" in text
-    resealed(some_runs / "avg8", text.replace("alpha = 1.0", "alpha = 0.5").replace("lr = 0.2", "lr = 0.1"))
-    assert [g.label for g in groups([some_runs])][:2] == ["fedavg, alpha=1.0, lr=0.2", "fedavg, alpha=0.5, lr=0.1"]
+    resealed(
+        some_runs / "avg8",
+        text.replace("alpha = 1.0", "alpha = 0.5").replace("lr = 0.2", "lr = 0.1"),
+    )
+    assert [g.label for g in groups([some_runs])][:2] == [
+        "fedavg, alpha=1.0, lr=0.2",
+        "fedavg, alpha=0.5, lr=0.1",
+    ]
 
 
 def test_unfinished_runs_count_up_to_where_they_are(some_runs: Path) -> None:
@@ -147,7 +162,10 @@ def test_what_a_client_reported_wrongly_is_left_out_with_a_warning_that_names_th
     edit(path, '"seconds_training":', '"seconds_training":[],"was":')
     after = groups([some_runs])
     assert len(after) == len(before)
-    assert f"{path}, line 3: what client 0 reported as 'seconds_training' is malformed, and not used" in caplog.text
+    assert (
+        f"{path}, line 3: what client 0 reported as 'seconds_training' is malformed, and not used"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("text", ["rounds = ", "rounds = 3\n", 'rounds = "3"\nseed = 1\n'])

@@ -71,15 +71,29 @@ def test_lines_are_means_of_the_journals(finished: Path, tmp_path: Path) -> None
     assert line["y"] == pytest.approx(means, abs=1e-5)
 
 
-def test_ticks_of_shares_have_the_digits_that_tell_them_apart(finished: Path, tmp_path: Path) -> None:
-    axes = [axis for f in figures(page_of(finished, tmp_path)) for name, axis in f["layout"].items() if "axis" in name]
+def test_ticks_of_shares_have_the_digits_that_tell_them_apart(
+    finished: Path, tmp_path: Path
+) -> None:
+    axes = [
+        axis
+        for f in figures(page_of(finished, tmp_path))
+        for name, axis in f["layout"].items()
+        if "axis" in name
+    ]
     formats = {axis["tickformat"] for axis in axes if "tickformat" in axis}
     assert formats == {".3~%", ".3~f"}, "12.5 %, and no zeros at the end of 15 %"
 
 
 def test_an_axis_of_one_value_stays_near_it() -> None:
-    for value, low, high in ((0.5, 0.45, 0.55), (0.98, 0.93, 1), (0, 0, 0.05), (-0.2, -0.25, -0.15)):
-        assert flat_range([{"y": [value, None]}, {"y": [value]}], PERCENT)["range"] == pytest.approx([low, high])
+    for value, low, high in (
+        (0.5, 0.45, 0.55),
+        (0.98, 0.93, 1),
+        (0, 0, 0.05),
+        (-0.2, -0.25, -0.15),
+    ):
+        assert flat_range([{"y": [value, None]}, {"y": [value]}], PERCENT)[
+            "range"
+        ] == pytest.approx([low, high])
     assert flat_range([{"y": [20.0]}], {})["range"] == pytest.approx([18, 22])
     assert flat_range([{"y": [0.1, 0.2]}], PERCENT) == {}
 
@@ -122,9 +136,12 @@ def test_failures_are_told_with_their_reasons(finished: Path, tmp_path: Path) ->
 
 def test_a_round_that_stopped_did_not_go_on(some_runs: Path, tmp_path: Path) -> None:
     place = some_runs / "deeper" / "failing7"
-    assert "The rounds went on without them." in write_page([place], tmp_path / "all.html").read_text()
+    assert (
+        "The rounds went on without them." in write_page([place], tmp_path / "all.html").read_text()
+    )
     lines = events(place)
-    end = next(i for i, e in enumerate(lines) if e["event"] == "round" and e["round"] == 3)  # where one was refused
+    # where one was refused
+    end = next(i for i, e in enumerate(lines) if e["event"] == "round" and e["round"] == 3)
     (place / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines[:end]))
     (place / "summary.json").unlink()
     both = write_page([place.parent], tmp_path / "both.html").read_text()
@@ -156,7 +173,10 @@ def test_other_classes_and_rounds_stand_side_by_side(some_runs: Path, tmp_path: 
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (90, 1, 4, 4), generator=draw, dtype=torch.uint8)
     data = from_tensors(
-        "three", (images, torch.arange(90) % 3), (images, torch.arange(90) % 3), classes=[NASTY, "b", "c"]
+        "three",
+        (images, torch.arange(90) % 3),
+        (images, torch.arange(90) % 3),
+        classes=[NASTY, "b", "c"],
     )
     runner.run(toys.toy("fedavg", rounds=1, seed=3), some_runs / "three", data=data)
     text = page_of(some_runs, tmp_path)
@@ -181,7 +201,12 @@ def test_measures_that_are_null_are_left_out(some_runs: Path, tmp_path: Path) ->
     lines = events(path.parent)
     for event in lines:
         if event["event"] in ("round", "initial"):
-            event |= {"accuracy": None, "class_accuracy": [None] * 5, "forgetting": None, "consistency": None}
+            event |= {
+                "accuracy": None,
+                "class_accuracy": [None] * 5,
+                "forgetting": None,
+                "consistency": None,
+            }
             event.pop("in_local_accuracy", None)
             event.pop("out_local_accuracy", None)
     path.write_text("".join(json.dumps(e) + "\n" for e in lines))

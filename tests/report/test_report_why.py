@@ -1,4 +1,6 @@
-"""The pictures of who made the model forget: from the journal, and from what was found out later."""
+"""The pictures of who made the model forget: from the journal, and from what was found out
+later.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,33 @@ from fedstill.report.why_said import NOBODY, hint_of, lines_of, points, sentence
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("why")
     for method in ("fedavg", "fedntd"):
-        toy = toys.toy(method, rounds=4, measure=("contributions",), measure_every=1, plan={"epochs": 3, "lr": 0.3})
+        toy = toys.toy(
+            method,
+            rounds=4,
+            measure=("contributions",),
+            measure_every=1,
+            plan={"epochs": 3, "lr": 0.3},
+        )
         fedstill.run(toy, folder / method, data=toys.blobs())
     chain: dict[str, Any] = {"kind": "sequential", "clients": 6, "sampled": 3}
-    toy = toys.toy("fedseq", rounds=3, topology=chain, measure=("contributions",), measure_every=1, plan={"lr": 0.3})
+    toy = toys.toy(
+        "fedseq",
+        rounds=3,
+        topology=chain,
+        measure=("contributions",),
+        measure_every=1,
+        plan={"lr": 0.3},
+    )
     fedstill.run(toy, folder / "fedseq", data=toys.blobs())
     return folder
 
 
 def figures(text: str, name: str) -> list[list[dict[str, Any]]]:
     parts = text.split(f'data-name="{name}"')[1:]
-    return [json.loads(part.partition(">")[2].partition('json">')[2].partition("</script>")[0]) for part in parts]
+    return [
+        json.loads(part.partition(">")[2].partition('json">')[2].partition("</script>")[0])
+        for part in parts
+    ]
 
 
 def test_a_map_for_each_measured_round_and_a_fall_for_each_moment(runs: Path) -> None:
@@ -51,14 +69,19 @@ def test_a_map_for_each_measured_round_and_a_fall_for_each_moment(runs: Path) ->
             (trace,) = variant["data"]
             assert trace["x"] == [f"client {c}" for c in look["clients"]]
             first = look["classes"][0]
-            assert trace["z"][first] == pytest.approx([100 * v for v in look["values"][0]], abs=1e-3)
+            assert trace["z"][first] == pytest.approx(
+                [100 * v for v in look["values"][0]], abs=1e-3
+            )
     assert len(falls) == 2
     for variant in falls[0]:
         for trace in variant["data"]:
             ends = {
-                name: (base, height) for name, base, height in zip(trace["x"], trace["base"], trace["y"], strict=True)
+                name: (base, height)
+                for name, base, height in zip(trace["x"], trace["base"], trace["y"], strict=True)
             }
-            assert sum(ends["rest"]) == pytest.approx(ends["after"][1], abs=1e-4), "clients and the rest end there"
+            assert sum(ends["rest"]) == pytest.approx(ends["after"][1], abs=1e-4), (
+                "clients and the rest end there"
+            )
             assert sum(ends["averaging"]) == pytest.approx(ends["after"][1], abs=1e-4)
             assert ends["local training"][0] == pytest.approx(ends["before"][1], abs=1e-4)
 
@@ -72,7 +95,9 @@ def test_a_chain_has_a_column_for_each_link(runs: Path) -> None:
     assert variants[1]["data"][0]["x"] == [f"client {c}" for c in acted]
 
 
-def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(tmp_path: Path) -> None:
+def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(
+    tmp_path: Path,
+) -> None:
     often: dict[str, Any] = {"rounds": 4, "measure": ("contributions",), "measure_every": 1}
     asked = toys.toy("ditto", **{**toys.suited("ditto"), **often, "plan": {"epochs": 3, "lr": 0.3}})
     fedstill.run(asked, tmp_path / "ditto", data=toys.blobs())
@@ -86,12 +111,18 @@ def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(tm
     ]
     assert falls
     moments = contributors._moments(compared[0].started[0])
-    assert [(m.round, m.of, m.before, m.after) for m in sorted(moments, key=lambda m: (m.round, m.of))] == falls
+    assert [
+        (m.round, m.of, m.before, m.after) for m in sorted(moments, key=lambda m: (m.round, m.of))
+    ] == falls
 
 
 def test_what_a_server_with_momentum_does_by_itself_is_a_bar_and_a_row(tmp_path: Path) -> None:
     often: dict[str, Any] = {"rounds": 4, "measure": ("contributions",), "measure_every": 1}
-    fedstill.run(toys.toy("fedavgm", **often, plan={"epochs": 3, "lr": 0.3}), tmp_path / "run", data=toys.blobs())
+    fedstill.run(
+        toys.toy("fedavgm", **often, plan={"epochs": 3, "lr": 0.3}),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
     compared = groups([tmp_path / "run"])
     section = contributors.contributors(compared, Style(compared))
     assert section is not None
@@ -115,7 +146,8 @@ def test_what_a_server_with_momentum_does_by_itself_is_a_bar_and_a_row(tmp_path:
 
 def test_what_was_found_out_later_is_on_the_page(tmp_path: Path) -> None:
     fedstill.run(
-        toys.toy(rounds=3, measure=(), data={"name": "digits", "train_size": 100, "test_size": 60}), tmp_path / "a"
+        toys.toy(rounds=3, measure=(), data={"name": "digits", "train_size": 100, "test_size": 60}),
+        tmp_path / "a",
     )
     assert 'id="why"' not in page(groups([tmp_path / "a"]))
     assert call(["why", str(tmp_path / "a"), "-q"]) == 0
@@ -127,7 +159,9 @@ def told(parts: dict[str, float], drawn: float | None = 1.0, change: float = -0.
     return Told(moment, parts, {2: -0.3, 4: 0.1, 5: -0.004}, 0.01, "idle", "path", drawn)
 
 
-def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger_part(runs: Path) -> None:
+def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger_part(
+    runs: Path,
+) -> None:
     run = groups([runs / "fedavg"])[0].started[0]
     said = sentence_of(run, told({"local training": -0.4, "averaging": -0.1}))
     name = run.classes[1]
@@ -138,16 +172,24 @@ def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger
     still = sentence_of(run, told({"local training": -0.1, "averaging": 0.1}, change=0.0))
     for part in (repr(name), "at 80.0 %", "round 3", "local training -10.0", "averaging +10.0"):
         assert part in still
-    assert hint_of(told({"local training": -0.4, "averaging": -0.1})).startswith("Local training took more")
-    assert hint_of(told({"local training": 0.1, "averaging": -0.6})).startswith("Averaging took more")
-    assert "0.20 times the class's usual share" in hint_of(told({"local training": -0.5, "averaging": 0.0}, drawn=0.2))
+    assert hint_of(told({"local training": -0.4, "averaging": -0.1})).startswith(
+        "Local training took more"
+    )
+    assert hint_of(told({"local training": 0.1, "averaging": -0.6})).startswith(
+        "Averaging took more"
+    )
+    assert "0.20 times the class's usual share" in hint_of(
+        told({"local training": -0.5, "averaging": 0.0}, drawn=0.2)
+    )
     assert "links above act in this order" in hint_of(told({"client 3": -0.5, "client 1": 0.0}))
     assert hint_of(told({"train": -0.5})) == "", "side by side, but not averaged"
     assert hint_of(told({}, change=0.2)) == ""
     assert points(-0.0004) == "0.0"
 
 
-def test_where_no_class_fell_it_says_so_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_class_fell_it_says_so_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = {"name": "digits", "train_size": 100, "test_size": 60}
     fedstill.run(toys.toy(rounds=2, measure=(), plan={"lr": 1e-9}, data=data), tmp_path / "calm")
     capsys.readouterr()

@@ -1,4 +1,6 @@
-"""The files of a comparison's table hold its numbers, and the differences are those of a paired test."""
+"""The files of a comparison's table hold its numbers, and the differences are those of a paired
+test.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables") / "runs"
     for name, momentum in (("a_slow", 0.0), ("b_fast", 0.9)):
         for seed in SEEDS:
-            what = toys.toy(rounds=2, seed=seed, plan={"epochs": 1, "batch": 10, "momentum": momentum})
+            what = toys.toy(
+                rounds=2, seed=seed, plan={"epochs": 1, "batch": 10, "momentum": momentum}
+            )
             run(what, folder / name / f"seed{seed}", data=toys.blobs())
     return folder
 
@@ -43,12 +47,16 @@ def accuracies(runs: Path, name: str) -> list[float]:
 
 def test_the_csv_has_all_digits(runs: Path, tmp_path: Path) -> None:
     paths = write_tables(groups([runs]), tmp_path / "new/tables")
-    assert [p.name for p in paths] == [f"{n}.{k}" for n in ("results", "differences") for k in ("csv", "md", "tex")]
+    assert [p.name for p in paths] == [
+        f"{n}.{k}" for n in ("results", "differences") for k in ("csv", "md", "tex")
+    ]
     lines = read(tmp_path / "new/tables/results.csv")
     for line, name in zip(lines, ("a_slow", "b_fast"), strict=True):
         values = accuracies(runs, name)
         assert float(line["accuracy, last [%] mean"]) == pytest.approx(np.mean(values), abs=1e-12)
-        assert float(line["accuracy, last [%] sd"]) == pytest.approx(np.std(values, ddof=1), abs=1e-12)
+        assert float(line["accuracy, last [%] sd"]) == pytest.approx(
+            np.std(values, ddof=1), abs=1e-12
+        )
         assert line["accuracy, last [%] seeds"] == "3"
 
 
@@ -68,7 +76,10 @@ def test_differences_are_those_of_a_paired_test(runs: Path, tmp_path: Path) -> N
     assert (line["compared"], line["with"], line["seeds"]) == (first.label, other.label, "3")
     got = [float(line[k]) for k in ("difference", "low", "high", "p")]
     assert got == pytest.approx([np.mean(np.subtract(a, b)), low, high, test.pvalue], rel=1e-9)
-    assert f"| {first.label} − {other.label} | accuracy, last [%] |" in (tmp_path / "differences.md").read_text()
+    assert (
+        f"| {first.label} − {other.label} | accuracy, last [%] |"
+        in (tmp_path / "differences.md").read_text()
+    )
 
 
 def test_the_page_folds_them_below_the_results(runs: Path) -> None:
@@ -82,8 +93,17 @@ def test_the_page_folds_them_below_the_results(runs: Path) -> None:
     assert f"{compared[0].label} − {other}" in text
 
 
-def test_the_commands_write_them(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["report", str(runs), "--out", str(tmp_path / "page.html"), "--tables", str(tmp_path / "tables")]
+def test_the_commands_write_them(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "report",
+        str(runs),
+        "--out",
+        str(tmp_path / "page.html"),
+        "--tables",
+        str(tmp_path / "tables"),
+    ]
     assert call([*words, "--against", groups([runs])[1].label]) == 0
     assert str(tmp_path / "tables/differences.tex") in capsys.readouterr().out
     (tmp_path / "page.html").unlink()
@@ -102,12 +122,19 @@ def test_the_commands_write_them(runs: Path, tmp_path: Path, capsys: pytest.Capt
     ]
     assert call(small) == 0
     assert len(read(tmp_path / "out/tables/results.csv")) == 2
-    assert all(d["low"] == "" for d in read(tmp_path / "out/tables/differences.csv")), "one seed has no interval"
+    assert all(d["low"] == "" for d in read(tmp_path / "out/tables/differences.csv")), (
+        "one seed has no interval"
+    )
 
 
 def test_latex_prints_what_it_would_read_as_a_command() -> None:
-    assert r"50\% of a\_b \& c \#1 & $-1.0 \pm 0.5$ \\" in latex(["", "x"], [["50% of a_b & c #1", "-1.0 ± 0.5"]])
-    signed = latex(["", "difference", "interval"], [["a-b, lr=-1", "-0.50", "-1.25 to +0.25"], ["c", "–", "0.31"]])
+    assert r"50\% of a\_b \& c \#1 & $-1.0 \pm 0.5$ \\" in latex(
+        ["", "x"], [["50% of a_b & c #1", "-1.0 ± 0.5"]]
+    )
+    signed = latex(
+        ["", "difference", "interval"],
+        [["a-b, lr=-1", "-0.50", "-1.25 to +0.25"], ["c", "–", "0.31"]],
+    )
     assert r"a-b, lr=-1 & $-0.50$ & $-1.25$ to $+0.25$ \\" in signed
     assert r"c & -- & 0.31 \\" in signed
 
@@ -117,6 +144,12 @@ def test_latex_prints_what_it_would_read_as_a_command() -> None:
 def test_latex_compiles(runs: Path, tmp_path: Path) -> None:
     write_tables(groups([runs]), tmp_path)
     head = r"\documentclass{article}\usepackage{booktabs}\begin{document}"
-    parts = [head, *((tmp_path / f"{n}.tex").read_text() for n in ("results", "differences")), r"\end{document}"]
+    parts = [
+        head,
+        *((tmp_path / f"{n}.tex").read_text() for n in ("results", "differences")),
+        r"\end{document}",
+    ]
     (tmp_path / "page.tex").write_text("\n".join(parts))
-    subprocess.run(["pdflatex", "-halt-on-error", "page.tex"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        ["pdflatex", "-halt-on-error", "page.tex"], cwd=tmp_path, check=True, capture_output=True
+    )

@@ -39,7 +39,12 @@ class Kept:
 def test_a_tracker_gets_every_number_of_a_run(finished: Path, tmp_path: Path) -> None:
     Kept.every = {}
     folders = export([finished], tmp_path / "out", Kept)
-    assert [f.name for f in folders] == ["fedavg-seed7", "fedavg-seed8", "toy_failing-seed7", "toy_failing-seed8"]
+    assert [f.name for f in folders] == [
+        "fedavg-seed7",
+        "fedavg-seed8",
+        "toy_failing-seed7",
+        "toy_failing-seed8",
+    ]
     taken = Kept.every["fedavg-seed7"]
     said = events(finished / "avg7")
     assert ("accuracy", said[-1]["accuracy"], 3) in taken
@@ -51,7 +56,11 @@ def test_a_tracker_gets_every_number_of_a_run(finished: Path, tmp_path: Path) ->
 def test_a_tracker_gets_what_measures_saw(tmp_path: Path) -> None:
     Kept.every = {}
     changes = {"model": {"name": "mlp", "hidden": (8,)}, "rounds": 2, "measure_every": 1}
-    runner.run(toys.toy(measure=["alignment", "divergence"], **changes), tmp_path / "run", data=toys.blobs())
+    runner.run(
+        toys.toy(measure=["alignment", "divergence"], **changes),
+        tmp_path / "run",
+        data=toys.blobs(),
+    )
     export([tmp_path / "run"], tmp_path / "out", Kept)
     (taken,) = Kept.every.values()
     for event in (e for e in events(tmp_path / "run") if e["event"] == "measure"):
@@ -67,9 +76,13 @@ def test_tensorboard_reads_what_was_written(finished: Path, tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, *_ = export_tensorboard([finished / "avg7"], tmp_path / "out")
-    written = {e.step: e.value for e in EventAccumulator(str(folder)).Reload().Scalars("forgetting")}
+    written = {
+        e.step: e.value for e in EventAccumulator(str(folder)).Reload().Scalars("forgetting")
+    }
     said = events(finished / "avg7")
-    assert written == pytest.approx({e["round"]: e["forgetting"] for e in said if e["event"] == "round"})
+    assert written == pytest.approx(
+        {e["round"]: e["forgetting"] for e in said if e["event"] == "round"}
+    )
     with pytest.raises(ConfigError, match="is not empty"):
         export_tensorboard([finished / "avg7"], tmp_path / "out")
 

@@ -14,9 +14,25 @@ from fedstill.report.groups import Group
 from fedstill.report.numbers import spread
 from fedstill.report.terminal import comparison_table, console, table
 
-HEAD = ["", "accuracy, last [%]", "mean of last 10 [%]", "best [%]", "forgetting F [%]", "epsilon [largest]", "seeds"]
+HEAD = [
+    "",
+    "accuracy, last [%]",
+    "mean of last 10 [%]",
+    "best [%]",
+    "forgetting F [%]",
+    "epsilon [largest]",
+    "seeds",
+]
 ROWS = [
-    [f"fedavg, plan.lr={lr}", "82.4 ± 0.5", "81.9 ± 10.5", "83.0 ± 0.4", "22.4 ± 3.5", "0.03 ± 0.01", "30"]
+    [
+        f"fedavg, plan.lr={lr}",
+        "82.4 ± 0.5",
+        "81.9 ± 10.5",
+        "83.0 ± 0.4",
+        "22.4 ± 3.5",
+        "0.03 ± 0.01",
+        "30",
+    ]
     for lr in (0.01, 0.1)
 ]
 
@@ -50,7 +66,11 @@ def test_texts_are_broken_between_words_and_numbers_are_not(
 
 
 def test_a_small_epsilon_has_its_digits_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"accuracy": spread([0.5, 0.6]), "epsilon": spread([0.02, 0.04]), "seconds": spread([3.0, 5.0])}
+    values = {
+        "accuracy": spread([0.5, 0.6]),
+        "epsilon": spread([0.02, 0.04]),
+        "seconds": spread([3.0, 5.0]),
+    }
     group = SimpleNamespace(
         label="fedavg",
         finished=True,
@@ -60,7 +80,10 @@ def test_a_small_epsilon_has_its_digits_in_a_terminal(capsys: pytest.CaptureFixt
         mean_spread=values.get,
     )
     console().print(comparison_table([cast("Group", group)]))
-    assert " ".join(capsys.readouterr().out.splitlines()[1].split()) == "fedavg 55.0 ± 7.1 0.03 ± 0.01 4.0 ± 1.4 2"
+    assert (
+        " ".join(capsys.readouterr().out.splitlines()[1].split())
+        == "fedavg 55.0 ± 7.1 0.03 ± 0.01 4.0 ± 1.4 2"
+    )
 
 
 def test_a_terminal_breaks_sentences_between_words(

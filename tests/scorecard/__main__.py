@@ -1,4 +1,6 @@
-"""The command that measures what fedstill promises: ``python -m scorecard``, which ``make scorecard`` runs."""
+"""The command that measures what fedstill promises: ``python -m scorecard``, which
+``make scorecard`` runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from scorecard.trials import PromiseRow
 DESCRIPTION = """
 Measure on this machine what fedstill promises: kills, damaged files, poisoned replies, privacy and others.
 Writes scorecard.json and scorecard.html. Exit code 1 if any trial fails. The whole takes hours; --quick takes minutes.
-"""
+"""  # noqa: E501
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -46,10 +48,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scorecard", description=DESCRIPTION)
-    parser.add_argument("rows", nargs="*", help="ids of the rows to measure, e.g. R1 S1; by default all of them")
+    parser.add_argument(
+        "rows", nargs="*", help="ids of the rows to measure, e.g. R1 S1; by default all of them"
+    )
     parser.add_argument("--quick", action="store_true", help="a few trials of each row")
     parser.add_argument(
-        "--out", type=Path, help="the directory of the page and the numbers; by default a new one under runs/"
+        "--out",
+        type=Path,
+        help="the directory of the page and the numbers; by default a new one under runs/",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="print no progress")
     return parser

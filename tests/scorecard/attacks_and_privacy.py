@@ -1,4 +1,6 @@
-"""Rows on attacks and privacy: robust means under attack, whether epsilon is true, who was trained on, what is sent."""
+"""Rows on attacks and privacy: robust means under attack, whether epsilon is true, who was trained
+on, what is sent.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ SHARES = (0.1, 0.2, 0.3)
 
 
 def under_attack(trials: int) -> Trials:
-    """Each trial: a run of FedAvg on the digits with hostile clients, under one mean; it says the accuracies.
+    """Each trial: a run of FedAvg on the digits with hostile clients, under one mean; it says the
+    accuracies.
 
     A trial passes if it runs to its end: no level is promised.
     """
@@ -56,22 +59,30 @@ def _attacked(attack: str, share: float, mean: str) -> Experiment:
 
 
 def epsilons(trials: int) -> Trials:
-    """Each trial: a claim of epsilon against another way to it: exact Gaussian, bound, or the audit of a canary."""
+    """Each trial: a claim of epsilon against another way to it: exact Gaussian, bound, or the audit
+    of a canary.
+    """
     problems, draw = dict[str, str](), random.Random(3)
     for _ in range(trials):
         noise, steps = draw.uniform(1, 20), draw.randint(1, 50)
         exact = gaussian_epsilon(noise / math.sqrt(steps), 1e-5)
         bound = training_epsilon(noise, {1.0: steps}, 1e-5) or 0.0
         name = f"noise {noise:.2f}, {steps} steps"
-        problems[name] = "" if exact <= bound * (1 + 1e-9) else f"{bound:.4f} is under the exact {exact:.4f}"
+        problems[name] = (
+            "" if exact <= bound * (1 + 1e-9) else f"{bound:.4f} is under the exact {exact:.4f}"
+        )
     for noise in (1.0, 2.0, 4.0):
         claim, seen = canary(noise)
-        problems[f"canary, noise {noise:g}"] = "" if seen < claim else f"seen {seen:.2f}, claimed {claim:.2f}"
+        problems[f"canary, noise {noise:g}"] = (
+            "" if seen < claim else f"seen {seen:.2f}, claimed {claim:.2f}"
+        )
     return Trials.of(problems)
 
 
 def canary(noise: float, rows: int = 5, each: int = 1000) -> tuple[float, float]:
-    """What is claimed of logits with noise, and the least epsilon that the two worst inputs show."""
+    """What is claimed of logits with noise, and the least epsilon that the two worst inputs
+    show.
+    """
     privacy = Privacy(clip=2.0, noise=noise * 2 * math.sqrt(rows), delta=1e-3)
     far = torch.zeros(rows, 3)
     far[:, 0] = 100.0
@@ -108,11 +119,14 @@ EXPOSED = [
     "dsfl",
     "hiper_fedkd",
 ]
-"""Twenty methods whose clients send models or logits, of which the attack asks what they were trained on."""
+"""Twenty methods whose clients send models or logits, of which the attack asks what they were
+trained on.
+"""
 
 
 def members_told(trials: int) -> Trials:
-    """Each trial: a run whose uploads are attacked; it says how often a member is told from another, 0.5 by chance.
+    """Each trial: a run whose uploads are attacked; it says how often a member is told from
+    another, 0.5 by chance.
 
     A trial passes if it is measured: no level is promised.
     """
@@ -125,7 +139,8 @@ def members_told(trials: int) -> Trials:
         seen = [e["seen"]["loss"] for e in events if e["event"] == "measure" and "seen" in e]
         told.setdefault(method, []).extend(seen[-1:])
     says = [
-        f"{method}: AUC {_span(each, 'auc')}; {_span(each, 'tpr_at_0.01', 100)} % of members found at 1 % false"
+        f"{method}: AUC {_span(each, 'auc')}; {_span(each, 'tpr_at_0.01', 100)} % of members found "
+        "at 1 % false"
         for method, each in told.items()
     ]
     return Trials(len(asked), sum(map(len, told.values())), tuple(says))
@@ -133,7 +148,11 @@ def members_told(trials: int) -> Trials:
 
 def _exposed(method: str, seed: int) -> Experiment:
     """Two rounds of ten epochs on a third of the digits: clients learn their examples by heart."""
-    data = {"train_size": 600, "test_size": 359, "public": 60 if method in ("dsfl", "hiper_fedkd") else 0}
+    data = {
+        "train_size": 600,
+        "test_size": 359,
+        "public": 60 if method in ("dsfl", "hiper_fedkd") else 0,
+    }
     plan = {"epochs": 10, "batch": 20, "lr": 0.05}
     return small_run(method, measure=("leakage",), measure_every=2, data=data, plan=plan, seed=seed)
 
@@ -144,7 +163,9 @@ def _span(each: Sequence[Mapping[str, Any]], key: str, times: float = 1) -> str:
 
 
 def sent_by(trials: int) -> Trials:
-    """Each trial: a method; its clients send what it declares and nothing else, and it is said what this is."""
+    """Each trial: a method; its clients send what it declares and nothing else, and it is said what
+    this is.
+    """
     problems, says = dict[str, str](), list[str]()
     for method in own_methods()[:trials]:
         try:

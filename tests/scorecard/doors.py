@@ -1,4 +1,6 @@
-"""The row on doors: nothing starts without certificates and keys, and no stranger gets in; real TLS on loopback."""
+"""The row on doors: nothing starts without certificates and keys, and no stranger gets in; real TLS
+on loopback.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from scorecard.trials import Trials, scratch
 
 
 def strangers(trials: int) -> Trials:
-    """Each trial: something without a good certificate or key, at the start, in the greeting or at the gate."""
+    """Each trial: something without a good certificate or key, at the start, in the greeting or at
+    the gate.
+    """
     missing = [name for name in ("flwr", "cryptography") if importlib.util.find_spec(name) is None]
     if missing:
         return Trials(0, 0, (f"needs {' and '.join(missing)}: pip install 'fedstill[flower]'",))
@@ -61,7 +65,9 @@ def _reachable(place: Path) -> str:
 
 @contextmanager
 def _listening(federation: folder.Federation | None) -> Iterator[str]:
-    """An address where a server with the federation's certificate listens; without one, a server that has no TLS."""
+    """An address where a server with the federation's certificate listens; without one, a server
+    that has no TLS.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if federation is not None:
         context.load_cert_chain(federation.server / "server.crt", federation.server / "server.key")
@@ -92,12 +98,18 @@ def _met(client: folder.Federation, server: folder.Federation | None) -> str:
 
 def _certified(place: Path, host: str, days: int) -> str:
     federation = _federation(place)
-    certificates.make_server(federation.server, certificates.authority_of(federation.folder), [host], days)
+    certificates.make_server(
+        federation.server, certificates.authority_of(federation.folder), [host], days
+    )
     return _met(federation, federation)
 
 
-def _at_the_gate(path: str, wanted: int, headers: Mapping[str, str], times: int = 1) -> Callable[[Path], str]:
-    """What comes of a request that is sent so often: its last answer must be refused, and not get through."""
+def _at_the_gate(
+    path: str, wanted: int, headers: Mapping[str, str], times: int = 1
+) -> Callable[[Path], str]:
+    """What comes of a request that is sent so often: its last answer must be refused, and not get
+    through.
+    """
 
     def ask(place: Path) -> str:
         came, answers = list[str](), list[int]()
@@ -116,7 +128,13 @@ def _at_the_gate(path: str, wanted: int, headers: Mapping[str, str], times: int 
         given = {"content-length": "0", **headers}
         pairs = [(k.encode(), v.encode()) for k, v in given.items()]
         for _ in range(times):
-            scope = {"type": "http", "method": "POST", "path": path, "headers": pairs, "client": ("203.0.113.7", 5)}
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": path,
+                "headers": pairs,
+                "client": ("203.0.113.7", 5),
+            }
             asyncio.run(gate(scope, receive, send))
         good = answers[-1] == wanted and len(came) == times - 1
         return "" if good else f"answered {answers}, and {len(came)} got through"
@@ -135,11 +153,21 @@ DOORS: Mapping[str, Callable[[Path], str]] = {
     "no TLS where others can reach it": _reachable,
     "a certificate that has expired": lambda place: _certified(place, "127.0.0.1", -1),
     "a certificate for another name": lambda place: _certified(place, "elsewhere.example.org", 9),
-    "a certificate of another authority": lambda p: _met(_federation(p / "a"), _federation(p / "b")),
+    "a certificate of another authority": lambda p: _met(
+        _federation(p / "a"), _federation(p / "b")
+    ),
     "a server in plain text": lambda place: _met(_federation(place), None),
     "a stranger who starts a run": _at_the_gate("/v1/control/start-run", 403, {}),
-    "an operator with a wrong key": _at_the_gate("/v1/control/start-run", 403, {KEY_HEADER: "x" * 43}),
-    "a signed request that comes again": _at_the_gate("/v1/fleet/pull-messages", 401, SIGNED, times=2),
-    "a request that is too large": _at_the_gate("/v1/fleet/push-object", 413, {"content-length": str(MAX_BODY + 1)}),
+    "an operator with a wrong key": _at_the_gate(
+        "/v1/control/start-run", 403, {KEY_HEADER: "x" * 43}
+    ),
+    "a signed request that comes again": _at_the_gate(
+        "/v1/fleet/pull-messages", 401, SIGNED, times=2
+    ),
+    "a request that is too large": _at_the_gate(
+        "/v1/fleet/push-object", 413, {"content-length": str(MAX_BODY + 1)}
+    ),
 }
-"""Eleven ways in that must be closed: real certificates and sockets, the gate as the server has it."""
+"""Eleven ways in that must be closed: real certificates and sockets, the gate as the server has
+it.
+"""

@@ -1,4 +1,6 @@
-"""Rows on everyday use: long runs do not leak, every example in the code runs, and a method is one file."""
+"""Rows on everyday use: long runs do not leak, every example in the code runs, and a method is one
+file.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,26 @@ GROWTH = 0.01
 LASTING: Mapping[str, Mapping[str, Any]] = {
     "parallel": {"method": "scaffold"},
     "a chain": {"method": "fedseq"},
-    "public logits": {"method": "hiper_fedkd", "data": {"train_size": 300, "test_size": 60, "public": 40}},
+    "public logits": {
+        "method": "hiper_fedkd",
+        "data": {"train_size": 300, "test_size": 60, "public": 40},
+    },
     "parallel, side by side": {"method": "moon", "engine": "vectorised"},
 }
 """Runs of many rounds; where peers ask each other, a run is one round."""
 
 
 def lasting(trials: int) -> Trials:
-    """Each trial: a hundred rounds more of a run in a process of its own; memory and open files stay as they were."""
+    """Each trial: a hundred rounds more of a run in a process of its own; memory and open files
+    stay as they were.
+    """
     problems = dict[str, str]()
     for name, changes in LASTING.items():
         if blocks := min(BLOCKS, trials - len(problems)):
             told = _grown({**changes, "rounds": (1 + blocks) * BLOCK}, blocks)
-            problems |= {f"{name}, after {(2 + n) * BLOCK} rounds": why for n, why in enumerate(told)}
+            problems |= {
+                f"{name}, after {(2 + n) * BLOCK} rounds": why for n, why in enumerate(told)
+            }
     return Trials.of(problems)
 
 
@@ -55,13 +64,20 @@ class _Watching(Quiet):
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Note them (``experiment.progress.Progress``)."""
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-        self.seen.append((pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path("/proc/self/fd").iterdir()))))
+        self.seen.append(
+            (pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path("/proc/self/fd").iterdir())))
+        )
 
 
 def _grown(changes: dict[str, Any], blocks: int) -> list[str]:
     if not Path("/proc/self/statm").exists():
         return ["cannot be measured here: there is no /proc"] * blocks
-    words = [sys.executable, "-c", "from scorecard.everyday import long_run; long_run()", json.dumps(changes)]
+    words = [
+        sys.executable,
+        "-c",
+        "from scorecard.everyday import long_run; long_run()",
+        json.dumps(changes),
+    ]
     # The process imports what this one does, wherever sys.path was set: by PYTHONPATH or by pytest.
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(words, env=surroundings, capture_output=True, text=True, check=False)
@@ -78,7 +94,9 @@ def _more(memory: int, files: int, now: int, opened: int) -> str:
 
 
 def long_run() -> None:
-    """Run what the command line says, and print memory and open files after every hundred rounds."""
+    """Run what the command line says, and print memory and open files after every hundred
+    rounds.
+    """
     watch = _Watching()
     with scratch() as place:
         run(small_run(**json.loads(sys.argv[1])), place / "run", watch=watch)
@@ -87,7 +105,11 @@ def long_run() -> None:
 
 def examples(trials: int) -> Trials:
     """Each trial: a module with examples in its docstrings; they print what they say."""
-    names = [m.name for m in pkgutil.walk_packages(fedstill.__path__, "fedstill.") if not m.name.endswith("__main__")]
+    names = [
+        m.name
+        for m in pkgutil.walk_packages(fedstill.__path__, "fedstill.")
+        if not m.name.endswith("__main__")
+    ]
     problems, finder = dict[str, str](), doctest.DocTestFinder()
     for name in names:
         if len(problems) == trials:
@@ -146,7 +168,9 @@ class HoldsOn(ClientWork):
 
 
 def one_file(trials: int) -> Trials:
-    """Each trial: a method that is one file runs by its path, side by side too, stops, goes on, and is reported."""
+    """Each trial: a method that is one file runs by its path, side by side too, stops, goes on, and
+    is reported.
+    """
     problems = dict[str, str]()
     for trial in range(trials):
         with scratch() as place:
@@ -172,7 +196,11 @@ def _steps(place: Path, seed: int) -> dict[str, Callable[[], str]]:
         return small_run(str(place / "mine.py"), engine=engine, seed=seed)
 
     def one_by_one() -> str:
-        return "" if run(asked("serial"), place / "serial").accuracy is not None else "it has no accuracy"
+        return (
+            ""
+            if run(asked("serial"), place / "serial").accuracy is not None
+            else "it has no accuracy"
+        )
 
     def together() -> str:
         run(asked("vectorised"), place / "vectorised")
@@ -183,13 +211,22 @@ def _steps(place: Path, seed: int) -> dict[str, Callable[[], str]]:
             run(asked("serial"), place / "stopped", watch=_StopsAfterOne())
         except Interrupted:
             resume(place / "stopped")
-        return "" if evidence_of(place / "stopped") == evidence_of(place / "serial") else "other bits"
+        return (
+            "" if evidence_of(place / "stopped") == evidence_of(place / "serial") else "other bits"
+        )
 
     def shown() -> str:
         page = write_page([place / "serial", place / "vectorised"], place / "report.html")
-        return "" if "mine.py" in page.read_text(encoding="utf-8") else "the report does not name it"
+        return (
+            "" if "mine.py" in page.read_text(encoding="utf-8") else "the report does not name it"
+        )
 
-    return {"one by one": one_by_one, "side by side": together, "stopped and resumed": stopped, "the report": shown}
+    return {
+        "one by one": one_by_one,
+        "side by side": together,
+        "stopped and resumed": stopped,
+        "the report": shown,
+    }
 
 
 def _tried(act: Callable[[], str]) -> str:

@@ -1,4 +1,6 @@
-"""Rows on what clients send: replies that must be refused, clients that do not answer, and plain repetition."""
+"""Rows on what clients send: replies that must be refused, clients that do not answer, and plain
+repetition.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Tampered:
     engine: Engine
     change: Change
 
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
         """The replies, changed in stages of a round in which something is sent."""
         came = self.engine.run(work, stage, downs, seed)
         return self.change(came) if stage.round > 0 and any(reply.up for reply in came) else came
@@ -60,12 +64,16 @@ def _spoilt(change: Callable[[torch.Tensor], Any]) -> Callable[[Reply], Reply]:
         group = next(g for g, v in reply.up.items() if isinstance(v, Mapping))
         tensors: dict[str, Any] = dict(reply.up.tensors(group))
         name = next(iter(tensors))
-        return replace(reply, up=Payload(reply.up, **{group: {**tensors, name: change(tensors[name])}}))
+        return replace(
+            reply, up=Payload(reply.up, **{group: {**tensors, name: change(tensors[name])}})
+        )
 
     return spoil
 
 
-def _regrouped(change: Callable[[dict[str, object]], dict[str, object]]) -> Callable[[Reply], Reply]:
+def _regrouped(
+    change: Callable[[dict[str, object]], dict[str, object]],
+) -> Callable[[Reply], Reply]:
     return lambda reply: replace(reply, up=Payload(change(dict(reply.up))))  # type: ignore[arg-type]
 
 
@@ -92,7 +100,9 @@ KINDS: Mapping[str, Callable[[Reply], Reply]] = {
 
 
 def poisoned(trials: int) -> Trials:
-    """Each trial: one reply of a round is spoilt; it is refused by name, and the state is that without the client."""
+    """Each trial: one reply of a round is spoilt; it is refused by name, and the state is that
+    without the client.
+    """
     kinds, problems = list(KINDS), dict[str, str]()
     for trial in range(trials):
         method = [m for m in STEADY if m != "fedseq"][trial // len(kinds) % (len(STEADY) - 1)]
@@ -114,17 +124,23 @@ def _taken(ready: Prepared, spoil: Callable[[Reply], Reply]) -> str:
 
 
 def absent(trials: int) -> Trials:
-    """Each trial: clients fail with a rate of 0 to 90 %; the round ends the same way twice, with a state or by name."""
+    """Each trial: clients fail with a rate of 0 to 90 %; the round ends the same way twice, with a
+    state or by name.
+    """
     rates, problems = (0.0, 0.1, 0.3, 0.5, 0.9), dict[str, str]()
     for trial in range(trials):
         method, rate = STEADY[trial // len(rates) % len(STEADY)], rates[trial % len(rates)]
         ready = prepared(small_run(method, rounds=1, seed=trial, clients={"failures": "tolerate"}))
 
         def lose(came: list[Reply], rate: float = rate, seed: int = trial) -> list[Reply]:
-            return [replace(r, up=NOTHING, failure="gone") if _lost(r, rate, seed) else r for r in came]
+            return [
+                replace(r, up=NOTHING, failure="gone") if _lost(r, rate, seed) else r for r in came
+            ]
 
         one, other = (_ended(ready, lose) for _ in range(2))
-        problems[f"{method}, {rate:.0%}, seed {trial}"] = "" if one == other else f"{one}, then {other}"
+        problems[f"{method}, {rate:.0%}, seed {trial}"] = (
+            "" if one == other else f"{one}, then {other}"
+        )
     return Trials.of(problems)
 
 
@@ -142,13 +158,18 @@ def _ended(ready: Prepared, change: Change) -> str:
 
 
 def repeated(trials: int) -> Trials:
-    """Each trial: a run's rounds twice, client by client and side by side, with replies in another order: same bits."""
+    """Each trial: a run's rounds twice, client by client and side by side, with replies in
+    another order: same bits.
+    """
     problems = dict[str, str]()
     for trial in range(trials):
         method = STEADY[trial % len(STEADY)]
         states = [
             one_round(prepared(small_run(method, rounds=1, seed=trial, engine=engine)), change)
-            for engine, change in (("serial", lambda came: came), ("pooled", lambda came: came[::-1]))
+            for engine, change in (
+                ("serial", lambda came: came),
+                ("pooled", lambda came: came[::-1]),
+            )
         ]
         same = same_bits(states[0].params, states[1].params)
         problems[f"{method}, seed {trial}"] = "" if same else "other bits"
@@ -156,11 +177,15 @@ def repeated(trials: int) -> Trials:
 
 
 def diverging(trials: int) -> Trials:
-    """Each trial: a learning rate of ten thousand; the run must end by name, with the state of before."""
+    """Each trial: a learning rate of ten thousand; the run must end by name, with the state of
+    before.
+    """
     problems = dict[str, str]()
     for trial in range(trials):
         method = STEADY[trial % len(STEADY)]
-        ready = prepared(small_run(method, rounds=1, seed=trial, plan={"epochs": 2, "batch": 20, "lr": 1e4}))
+        ready = prepared(
+            small_run(method, rounds=1, seed=trial, plan={"epochs": 2, "batch": 20, "lr": 1e4})
+        )
         try:
             one_round(ready, lambda came: came)
             problems[f"{method}, seed {trial}"] = "nothing was said"

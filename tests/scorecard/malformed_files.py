@@ -1,4 +1,6 @@
-"""The row on malformed files: configs, journals, payloads and data, changed at random, are one line or are read."""
+"""The row on malformed files: configs, journals, payloads and data, changed at random, are one line
+or are read.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,29 @@ from fedstill.report.runs import find
 from fedstill.wire.codec import decode, encode
 from scorecard.trials import Trials, scratch, small_run
 
-NASTY: tuple[Any, ...] = (-1, 0, 1e308, float("nan"), float("inf"), "", "x" * 10_000, [], [[]], {}, True, "\x00", 2**70)
+NASTY: tuple[Any, ...] = (
+    -1,
+    0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 10_000,
+    [],
+    [[]],
+    {},
+    True,
+    "\x00",
+    2**70,
+)
 
 Probe = Callable[[random.Random], str]
 
 
 def malformed(trials: int) -> Trials:
-    """Each trial: a config, a journal, a payload or a data file, changed at random; five of eight are configs."""
+    """Each trial: a config, a journal, a payload or a data file, changed at random; five of eight
+    are configs.
+    """
     draw, problems = random.Random(2), dict[str, str]()
     with scratch() as place:
         kinds = _kinds(place)
@@ -45,14 +63,20 @@ def _kinds(place: Path) -> list[tuple[str, Probe]]:
     def letters(draw: random.Random) -> str:
         changed = list(text)
         for _ in range(draw.randint(1, 5)):
-            changed[draw.randrange(len(changed))] = chr(draw.choice((0, 10, 34, 61, 91, 93, 955, 0xFFFF)))
+            changed[draw.randrange(len(changed))] = chr(
+                draw.choice((0, 10, 34, 61, 91, 93, 955, 0xFFFF))
+            )
         config.write_text("".join(changed), encoding="utf-8")
         return _read(lambda: settle(load(config)))
 
     def values(draw: random.Random) -> str:
         return _read(lambda: settle(_mutated(draw)))
 
-    others = [("a journal", _journal(place)), ("a payload", _payload()), ("a data file", _data_file(place))]
+    others = [
+        ("a journal", _journal(place)),
+        ("a payload", _payload()),
+        ("a data file", _data_file(place)),
+    ]
     return [("a config", letters), ("a config", values)] * 2 + [("a config", letters), *others]
 
 
@@ -83,7 +107,9 @@ def _data_file(place: Path) -> Probe:
     out = io.BytesIO()
     images, labels = draw.integers(0, 255, (12, 8, 8), dtype=np.uint8), np.arange(12) % 3
     np.savez(out, train_images=images, train_labels=labels, test_images=images, test_labels=labels)
-    table = "".join(f"{a:.2f},{b:.2f},{c}\n" for a, b, c in zip(*draw.normal(size=(2, 12)), labels, strict=True))
+    table = "".join(
+        f"{a:.2f},{b:.2f},{c}\n" for a, b, c in zip(*draw.normal(size=(2, 12)), labels, strict=True)
+    )
     files = {"data.npz": out.getvalue(), "data.csv": ("height,weight,label\n" + table).encode()}
 
     def probe(draw: random.Random) -> str:
@@ -95,7 +121,9 @@ def _data_file(place: Path) -> Probe:
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """Bytes with one to three small damages: a bit turned, bytes cut out, put in or exchanged, or the end cut off."""
+    """Bytes with one to three small damages: a bit turned, bytes cut out, put in or exchanged, or
+    the end cut off.
+    """
     out = bytearray(data)
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(out))
@@ -118,7 +146,9 @@ def _mutated(draw: random.Random) -> Experiment:
     asked: Experiment = small_run("fedntd")
     tables = {k: v for k, v in asked.tree.items() if isinstance(v, dict) and v}
     table = draw.choice(sorted(tables))
-    return asked.with_values({f"{table}.{draw.choice(sorted(tables[table]))}": draw.choice(NASTY)}, "scorecard")
+    return asked.with_values(
+        {f"{table}.{draw.choice(sorted(tables[table]))}": draw.choice(NASTY)}, "scorecard"
+    )
 
 
 def _read(what: Any) -> str:

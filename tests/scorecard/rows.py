@@ -31,24 +31,84 @@ ALL = 10_000
 """More than there are, where a trial is a part of the package."""
 
 ROWS = (
-    PromiseRow("R1", "a killed run resumes to the same bits", "a kill -9 at a moment drawn", kills, 4, 200),
-    PromiseRow("R2", "a bad checkpoint is never loaded", "a damaged file, and a resume", damage, 20, 300),
+    PromiseRow(
+        "R1", "a killed run resumes to the same bits", "a kill -9 at a moment drawn", kills, 4, 200
+    ),
+    PromiseRow(
+        "R2", "a bad checkpoint is never loaded", "a damaged file, and a resume", damage, 20, 300
+    ),
     PromiseRow("R3", "clients may fail", "a round at 0 to 90 % failures, twice", absent, 10, 300),
-    PromiseRow("R4", "same seed, same result", "a round on two engines, replies turned round", repeated, 8, 60),
-    PromiseRow("R5", "divergence is noticed", "a round with an absurd learning rate", diverging, 8, 20),
+    PromiseRow(
+        "R4",
+        "same seed, same result",
+        "a round on two engines, replies turned round",
+        repeated,
+        8,
+        60,
+    ),
+    PromiseRow(
+        "R5", "divergence is noticed", "a round with an absurd learning rate", diverging, 8, 20
+    ),
     PromiseRow("R6", "long runs do not leak", "a hundred rounds more of a run", lasting, 2, 36),
-    PromiseRow("S1", "poisoned replies are refused by name", "a spoilt reply in a round", poisoned, 17, 119),
-    PromiseRow("S2", "what robust means leave of an attack", "a run with hostile clients", under_attack, 5, 45),
-    PromiseRow("S3", "no file that is read can run code", "a module; a run, watched", unpickled, ALL, ALL),
-    PromiseRow("S4", "a malformed file is one clear line", "a file changed at random", malformed, 200, 16_000),
-    PromiseRow("S5", "no stranger gets in", "a start, greeting or request without a key", strangers, 11, 33),
-    PromiseRow("S6", "no code crosses the wire", "a request or an app with code of another's", foreign_code, 10, 10),
+    PromiseRow(
+        "S1", "poisoned replies are refused by name", "a spoilt reply in a round", poisoned, 17, 119
+    ),
+    PromiseRow(
+        "S2",
+        "what robust means leave of an attack",
+        "a run with hostile clients",
+        under_attack,
+        5,
+        45,
+    ),
+    PromiseRow(
+        "S3", "no file that is read can run code", "a module; a run, watched", unpickled, ALL, ALL
+    ),
+    PromiseRow(
+        "S4",
+        "a malformed file is one clear line",
+        "a file changed at random",
+        malformed,
+        200,
+        16_000,
+    ),
+    PromiseRow(
+        "S5", "no stranger gets in", "a start, greeting or request without a key", strangers, 11, 33
+    ),
+    PromiseRow(
+        "S6",
+        "no code crosses the wire",
+        "a request or an app with code of another's",
+        foreign_code,
+        10,
+        10,
+    ),
     PromiseRow("P1", "epsilon is true", "a claim against another way to it", epsilons, 20, 200),
-    PromiseRow("P2", "the server sees only the sum", "a sum with 0 to 60 % gone, or a refusal", secret_sums, 12, 100),
-    PromiseRow("P3", "how far members can be told", "a run whose uploads are attacked", members_told, 5, 60),
-    PromiseRow("P4", "what is sent beside models", "a method's uploads, with other labels too", sent_by, 10, ALL),
-    PromiseRow("Q1", "every example in the code runs", "a module with examples", examples, ALL, ALL),
-    PromiseRow("Q2", "a method is one file", "a file: run, stopped, resumed, reported", one_file, 1, 3),
+    PromiseRow(
+        "P2",
+        "the server sees only the sum",
+        "a sum with 0 to 60 % gone, or a refusal",
+        secret_sums,
+        12,
+        100,
+    ),
+    PromiseRow(
+        "P3", "how far members can be told", "a run whose uploads are attacked", members_told, 5, 60
+    ),
+    PromiseRow(
+        "P4",
+        "what is sent beside models",
+        "a method's uploads, with other labels too",
+        sent_by,
+        10,
+        ALL,
+    ),
+    PromiseRow(
+        "Q1", "every example in the code runs", "a module with examples", examples, ALL, ALL
+    ),
+    PromiseRow(
+        "Q2", "a method is one file", "a file: run, stopped, resumed, reported", one_file, 1, 3
+    ),
 )
 
 HEAD = ["", "promise", "a trial", "trials", "passed", "seconds", "again"]
@@ -63,7 +123,9 @@ def chosen_rows(names: Sequence[str]) -> list[PromiseRow]:
     return [known[name.upper()] for name in names] if names else list(ROWS)
 
 
-def measure_rows(rows: Sequence[PromiseRow], quick: bool, announce: Callable[[PromiseRow], None]) -> dict[str, Any]:
+def measure_rows(
+    rows: Sequence[PromiseRow], quick: bool, announce: Callable[[PromiseRow], None]
+) -> dict[str, Any]:
     """Measure rows, each announced first; gives the scorecard as it is written to a file."""
     measured = []
     for row in rows:
@@ -113,7 +175,10 @@ def write_scorecard(scorecard: Mapping[str, Any], folder: Path) -> Path:
     make_folder(folder)
     write_whole(folder / "scorecard.json", json.dumps(scorecard, indent=2).encode())
 
-    origin = f"fedstill {scorecard['version']}, torch {scorecard['torch']}, {scorecard['machine']}, {scorecard['date']}"
+    origin = (
+        f"fedstill {scorecard['version']}, torch {scorecard['torch']}, {scorecard['machine']}, "
+        f"{scorecard['date']}"
+    )
     table = html_table(HEAD, score_lines(scorecard))
     parts = [section("Measured here", sentence(origin), table, name="rows")]
     remarks = [[row["id"], line] for row in scorecard["rows"] for line in row["says"]]

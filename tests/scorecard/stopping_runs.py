@@ -1,4 +1,6 @@
-"""Rows on runs that are stopped and damaged: killed at any moment, resumed; checkpoints with bits turned."""
+"""Rows on runs that are stopped and damaged: killed at any moment, resumed; checkpoints with bits
+turned.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ PATIENCE = 120.0
 
 
 def kills(trials: int) -> Trials:
-    """Each trial: a run in a process of its own, killed at a moment drawn, resumed here, compared."""
+    """Each trial: a run in a process of its own, killed at a moment drawn, resumed here,
+    compared.
+    """
     draw, problems = random.Random(0), dict[str, str]()
     with scratch() as place:
         wanted: dict[str, tuple[Any, float]] = {}
@@ -35,16 +39,24 @@ def kills(trials: int) -> Trials:
             want, seconds = wanted[method]
             folder, config = place / f"killed{trial}", place / f"{method}.toml"
             config.write_text(settle(small_run(method, rounds=6)).toml, encoding="utf-8")
-            problems[f"{method}, kill {trial + 1}"] = _killed(config, folder, draw.uniform(0, seconds), want)
+            problems[f"{method}, kill {trial + 1}"] = _killed(
+                config, folder, draw.uniform(0, seconds), want
+            )
     return Trials.of(problems)
 
 
 def _killed(config: Path, folder: Path, after: float, want: object) -> str:
-    """What is wrong with a run that was killed so many seconds after its journal began, and resumed."""
+    """What is wrong with a run that was killed so many seconds after its journal began, and
+    resumed.
+    """
     words = [sys.executable, "-m", "fedstill", "run", str(config), "--out", str(folder), "--quiet"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + PATIENCE
-    while not (folder / "journal.jsonl").exists() and process.poll() is None and time.monotonic() < until:
+    while (
+        not (folder / "journal.jsonl").exists()
+        and process.poll() is None
+        and time.monotonic() < until
+    ):
         time.sleep(0.005)
     began = (folder / "journal.jsonl").exists()
     time.sleep(after)
@@ -60,7 +72,9 @@ def _killed(config: Path, folder: Path, after: float, want: object) -> str:
 
 
 def damage(trials: int) -> Trials:
-    """Each trial: a file of a checkpoint is cut short, emptied, or gets a bit turned; then the run is resumed."""
+    """Each trial: a file of a checkpoint is cut short, emptied, or gets a bit turned; then the run
+    is resumed.
+    """
     draw, problems = random.Random(1), dict[str, str]()
     with scratch() as place:
         run(small_run("scaffold", rounds=3), place / "whole")
@@ -71,19 +85,27 @@ def damage(trials: int) -> Trials:
             shutil.copytree(place / "whole", folder)
             for name in ("summary.json", "model.safetensors"):
                 (folder / name).unlink()
-            files = sorted(p for d in ("checkpoints", "memory") for p in (folder / d).rglob("*") if p.is_file())
+            files = sorted(
+                p for d in ("checkpoints", "memory") for p in (folder / d).rglob("*") if p.is_file()
+            )
             file = draw.choice([p for p in files if p.stat().st_size])
             how = draw.choice(("cut", "emptied", "turned"))
             data = bytearray(file.read_bytes())
             if how == "turned":
                 data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            file.write_bytes(bytes(data) if how == "turned" else data[: 0 if how == "emptied" else len(data) // 2])
+            file.write_bytes(
+                bytes(data)
+                if how == "turned"
+                else data[: 0 if how == "emptied" else len(data) // 2]
+            )
             problems[f"{trial + 1}: {file.relative_to(folder)} {how}"] = _resumed(folder, want)
     return Trials.of(problems)
 
 
 def _resumed(folder: Path, want: object) -> str:
-    """What is wrong where a damaged run is resumed: nothing if it says so by name, or gives the same bits."""
+    """What is wrong where a damaged run is resumed: nothing if it says so by name, or gives the
+    same bits.
+    """
     try:
         resume(folder)
     except FedstillError:
@@ -94,6 +116,10 @@ def _resumed(folder: Path, want: object) -> str:
 
 
 def evidence_of(folder: Path) -> tuple[str, list[Any]]:
-    """What two runs with the same bits have alike: the final model's SHA-256, and the journal without times."""
-    events = [without_times(e) for e in read_journal(folder / "journal.jsonl") if e["event"] != "resumed"]
+    """What two runs with the same bits have alike: the final model's SHA-256, and the journal
+    without times.
+    """
+    events = [
+        without_times(e) for e in read_journal(folder / "journal.jsonl") if e["event"] != "resumed"
+    ]
     return digest((folder / "model.safetensors").read_bytes()), events

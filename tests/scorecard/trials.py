@@ -13,12 +13,16 @@ from typing import Any
 from fedstill.experiment.config.experiment import Experiment
 
 STEADY = ("fedavg", "fedntd", "scaffold", "feddyn", "moon", "fedseq", "fedadkd", "fedrep")
-"""Methods that rows with one round or run a method take in turn: with and without memory, parallel and in a chain."""
+"""Methods that rows with one round or run a method take in turn: with and without memory, parallel
+and in a chain.
+"""
 
 
 @dataclass(frozen=True)
 class Trials:
-    """How many trials there were, how many passed, and what is said: of those that failed, or results."""
+    """How many trials there were, how many passed, and what is said: of those that failed, or
+    results.
+    """
 
     trials: int
     passed: int
@@ -33,7 +37,9 @@ class Trials:
 
 @dataclass(frozen=True)
 class PromiseRow:
-    """A row: its id and promise, what a trial is, the probe, and how many trials are asked of it, quick and whole."""
+    """A row: its id and promise, what a trial is, the probe, and how many trials are asked of it,
+    quick and whole.
+    """
 
     id: str
     promise: str

@@ -45,11 +45,13 @@ fedstill.run(fedstill.Experiment(method="moon", rounds=1, topology={"clients": 4
 resume(out)
 write_page([out], out / "report.html")
 print("met:", met)
-"""
+"""  # noqa: E501
 
 
 def unpickled(trials: int) -> Trials:
-    """Each trial: a module that may not name what runs code from files; and a run that is watched, made and resumed."""
+    """Each trial: a module that may not name what runs code from files; and a run that is watched,
+    made and resumed.
+    """
     package = Path(fedstill.__file__).parent
     modules = sorted(package.rglob("*.py"))
     problems = {str(path.relative_to(package)): _names_it(path) for path in modules[: trials - 1]}
@@ -57,13 +59,19 @@ def unpickled(trials: int) -> Trials:
         command = [sys.executable, "-c", WATCHED, str(place / "run")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     clean = done.returncode == 0 and done.stdout.strip().endswith("met: []")
-    problems["a run, resumed and reported"] = "" if clean else (done.stdout + done.stderr).strip()[-200:]
+    problems["a run, resumed and reported"] = (
+        "" if clean else (done.stdout + done.stderr).strip()[-200:]
+    )
     return Trials.of(problems)
 
 
 def _names_it(path: Path) -> str:
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    met = [n for n, line in lines if CODE_IN_FILES.search(line.partition("#")[0]) and NAMED_ONLY not in line]
+    met = [
+        n
+        for n, line in lines
+        if CODE_IN_FILES.search(line.partition("#")[0]) and NAMED_ONLY not in line
+    ]
     return f"line {met[0]}" if met else ""
 
 
@@ -78,7 +86,9 @@ class Mine(FedAvg):
 
 
 def foreign_code(trials: int) -> Trials:
-    """Each trial: a request or an app that brings or names code, or is none of the run's; a site refuses it."""
+    """Each trial: a request or an app that brings or names code, or is none of the run's; a site
+    refuses it.
+    """
     if importlib.util.find_spec("flwr") is None:
         return Trials(0, 0, ("needs Flower: pip install 'fedstill[flower]'",))
     with scratch() as place:
@@ -90,7 +100,9 @@ def foreign_code(trials: int) -> Trials:
 
 
 def _requests(place: Path) -> dict[str, Callable[[], str]]:
-    """What a server may ask of a site that lists no code, by name; each gives what is wrong with the answer."""
+    """What a server may ask of a site that lists no code, by name; each gives what is wrong with
+    the answer.
+    """
     from fedstill.engines.flower.requests import Request
     from fedstill.experiment.on_flower.site import Clerk
     from fedstill.experiment.on_flower.site_file import Site
@@ -99,7 +111,9 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     ready, data = prepare(settings), read_data(settings)
     everyone = tuple(range(settings.clients))
     stage, down = Stage(1, 0, "train", everyone), Payload(params=ready.world.initial(0))
-    good = Request(VERSION, settings.toml, digest(settings.toml.encode()), "run1", 0, stage, down=down)
+    good = Request(
+        VERSION, settings.toml, digest(settings.toml.encode()), "run1", 0, stage, down=down
+    )
     (place / "mine.py").write_text(OWN.format(marker=str(place / "ran")), encoding="utf-8")
 
     def put(old: str, new: str) -> Request:
@@ -119,7 +133,9 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
 
     def refused(name: str) -> str:
         answer = Clerk(Site(0, place / name.replace(" ", "-")), data)(asked[name])
-        return "" if answer.failure and not answer.up and not answer.examples else "it was not refused"
+        return (
+            "" if answer.failure and not answer.up and not answer.examples else "it was not refused"
+        )
 
     return {name: partial(refused, name) for name in asked}
 

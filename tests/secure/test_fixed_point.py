@@ -1,4 +1,6 @@
-"""Changes as whole numbers: sums that are exact, means within what is stated, and what has no room."""
+"""Changes as whole numbers: sums that are exact, means within what is stated, and what has no
+room.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ def test_a_weighted_mean_is_within_the_stated_error(most: float, bits: int) -> N
     weights = [3, 0, 17, 250]
     fixed = FixedPoint(most, bits, len(weights))
     changes = [
-        {"b": most * (2 * torch.rand(7, dtype=torch.float64) - 1), "a": torch.rand(2, 3).double()} for _ in weights
+        {"b": most * (2 * torch.rand(7, dtype=torch.float64) - 1), "a": torch.rand(2, 3).double()}
+        for _ in weights
     ]
-    total = sum((fixed.encoded(c, w) for c, w in zip(changes, weights, strict=True)), np.zeros(14, dtype=np.uint64))
+    total = sum(
+        (fixed.encoded(c, w) for c, w in zip(changes, weights, strict=True)),
+        np.zeros(14, dtype=np.uint64),
+    )
     mean, weight = fixed.decoded(total, changes[0])
     assert weight == sum(weights)
     for name in ("a", "b"):
@@ -32,7 +38,9 @@ def test_a_weighted_mean_is_within_the_stated_error(most: float, bits: int) -> N
 def test_the_largest_changes_of_the_heaviest_clients_leave_no_room_unused() -> None:
     fixed = FixedPoint(2.0, 32, 5)
     change = {"a": torch.tensor([2.0, -2.0])}
-    total = sum((fixed.encoded(change, fixed.heaviest) for _ in range(5)), np.zeros(3, dtype=np.uint64))
+    total = sum(
+        (fixed.encoded(change, fixed.heaviest) for _ in range(5)), np.zeros(3, dtype=np.uint64)
+    )
     mean, weight = fixed.decoded(total, change)
     assert mean["a"].tolist() == [2.0, -2.0]
     assert weight == 5 * fixed.heaviest
@@ -63,10 +71,14 @@ def test_without_any_weight_nothing_moves() -> None:
         (0.5, 2**40, "weighs more than the 2147483649 examples that"),
     ],
 )
-def test_what_has_no_room_is_refused_at_the_client_by_name(value: float, weight: int, said: str) -> None:
+def test_what_has_no_room_is_refused_at_the_client_by_name(
+    value: float, weight: int, said: str
+) -> None:
     with pytest.raises(BadPayload, match=said) as refused:
         FixedPoint(1.0, 32, 2).encoded({"a": torch.tensor([0.0, value])}, weight)
-    assert not {str(weight), str(value)} & set(str(refused.value).replace(",", "").split()), "the server reads this"
+    assert not {str(weight), str(value)} & set(str(refused.value).replace(",", "").split()), (
+        "the server reads this"
+    )
 
 
 def test_a_sum_in_which_a_mask_is_left_is_noticed() -> None:

@@ -11,7 +11,15 @@ pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
 from fedstill.errors import BadPayload
-from fedstill.secure.primitives import agreed_key, mask_of, public_half, put_together, sealed, shared_out, unsealed
+from fedstill.secure.primitives import (
+    agreed_key,
+    mask_of,
+    public_half,
+    put_together,
+    sealed,
+    shared_out,
+    unsealed,
+)
 
 
 def test_two_agree_on_one_key_and_for_another_purpose_on_another() -> None:
@@ -33,7 +41,11 @@ def test_what_is_sealed_is_read_by_its_key_alone_and_as_it_was() -> None:
     message = sealed(key, b"text", b"about")
     assert unsealed(key, message, b"about") == b"text"
     altered = bytes([message[0] ^ 1]) + message[1:]
-    for wrong in ((os.urandom(32), message, b"about"), (key, altered, b"about"), (key, message, b"another")):
+    for wrong in (
+        (os.urandom(32), message, b"about"),
+        (key, altered, b"about"),
+        (key, message, b"another"),
+    ):
         with pytest.raises(BadPayload, match="altered"):
             unsealed(*wrong)
 

@@ -1,4 +1,6 @@
-"""The protocol of secure sums: exact with 0 to 40 % dropped out, uniform to look at, or ended by name."""
+"""The protocol of secure sums: exact with 0 to 40 % dropped out, uniform to look at, or ended by
+name.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def carried_out(
 
 
 def plain(clients: Collection[int], left: Collection[int]) -> np.ndarray:
-    return sum((v for c, v in vectors(clients).items() if c in left), np.zeros(LENGTH, dtype=np.uint64))
+    return sum(
+        (v for c, v in vectors(clients).items() if c in left), np.zeros(LENGTH, dtype=np.uint64)
+    )
 
 
 @pytest.mark.parametrize("dropped", range(5))
@@ -63,19 +67,25 @@ def test_the_sum_is_exact_with_up_to_40_percent_dropped_out_at_any_step(dropped:
 
 def test_it_is_exact_where_other_clients_drop_out_at_every_step() -> None:
     of, clients = begun(10, 6)
-    got = carried_out(of, clients, without_shares=[10], without_vector=[13, 19], without_answer=[12])
+    got = carried_out(
+        of, clients, without_shares=[10], without_vector=[13, 19], without_answer=[12]
+    )
     assert (got == plain(clients, set(of.clients) - {10, 13, 19})).all()
 
 
 @pytest.mark.parametrize("step", ["without_shares", "without_vector", "without_answer"])
 def test_with_fewer_than_the_threshold_it_ends_by_name(step: str) -> None:
     of, clients = begun(5, 3)
-    with pytest.raises(TooFewReplies, match=r"round 1: 2 of 5 clients .* and the secure sum needs 3"):
+    with pytest.raises(
+        TooFewReplies, match=r"round 1: 2 of 5 clients .* and the secure sum needs 3"
+    ):
         carried_out(of, clients, **{step: of.clients[:3]})
 
 
 def p_value(numbers: np.ndarray) -> float:
-    """Of the chi-square test that all bytes of some 64-bit numbers are uniform; the least, of eight places."""
+    """Of the chi-square test that all bytes of some 64-bit numbers are uniform; the least, of eight
+    places.
+    """
     places = numbers.astype("<u8").view(np.uint8).reshape(-1, 8)
     return min(float(chisquare(np.bincount(places[:, i], minlength=256)).pvalue) for i in range(8))
 
@@ -102,7 +112,9 @@ def test_the_same_vector_looks_different_from_every_client_and_in_every_sum() ->
     assert len(seen) == 2 * 5 * 4
 
 
-def answered(of: Sum, clients: dict[int, Summand]) -> tuple[dict[int, bytes], dict[int, dict[int, bytes]]]:
+def answered(
+    of: Sum, clients: dict[int, Summand]
+) -> tuple[dict[int, bytes], dict[int, dict[int, bytes]]]:
     keys = {c: one.public for c, one in clients.items()}
     shares = {c: one.shares(keys) for c, one in clients.items()}
     for c, one in clients.items():
@@ -200,9 +212,12 @@ def test_wrong_shares_are_passed_over_where_enough_are_right(
     total = unmasked(of, keys, shares, masked, revealed)
     assert (total == sum(mine.values(), np.zeros(2, dtype=np.uint64))).all()
     said = {record.message.partition(" that ")[2].split()[0] for record in caplog.records}
-    looked_at = of.clients[: of.threshold + len(wrong)]  # whose share is not needed is not found out
+    # whose share is not needed is not found out
+    looked_at = of.clients[: of.threshold + len(wrong)]
     assert said == {str(c) for c in wrong if c in looked_at}
-    revealed.update({c: {o: bytes(16) for o in of.clients} for c in of.clients[: asked[0] - asked[1] + 1]})
+    revealed.update(
+        {c: {o: bytes(16) for o in of.clients} for c in of.clients[: asked[0] - asked[1] + 1]}
+    )
     with pytest.raises(BadPayload, match="shares of client 10 do not give its seed"):
         unmasked(of, keys, shares, masked, revealed)
 
@@ -216,7 +231,11 @@ def test_shares_sent_again_are_the_same_and_who_cannot_be_read_is_named() -> Non
     assert Summand.noted(of, 10, clients[10].note()).shares(keys) == shares[10]
     mine = {o: shares[o][10] for o in shares}
     assert clients[10].unread(mine) == []
-    assert clients[10].unread({**mine, 11: shares[11][12], 13: bytes(64), 99: bytes(64)}) == [11, 13, 99]
+    assert clients[10].unread({**mine, 11: shares[11][12], 13: bytes(64), 99: bytes(64)}) == [
+        11,
+        13,
+        99,
+    ]
 
 
 def test_a_threshold_of_half_or_less_is_none() -> None:

@@ -46,10 +46,15 @@ tensors = st.builds(
     st.sampled_from(["plain", "channels_last", "transposed", "strided", "expanded"]),
     st.integers(0, 2**20),
 )
-group_names = st.text("abcdefgh.ä_ -0", min_size=1, max_size=8).filter(lambda n: n not in (".", ".."))
+group_names = st.text("abcdefgh.ä_ -0", min_size=1, max_size=8).filter(
+    lambda n: n not in (".", "..")
+)
 tensor_names = st.one_of(group_names, st.sampled_from(["body.0.weight", "blocks/3/bias", "z", "a"]))
 scalars = st.one_of(
-    st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(st.characters(exclude_categories=("Cs",)))
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(st.characters(exclude_categories=("Cs",))),
 )
 groups = st.one_of(tensors, scalars, st.dictionaries(tensor_names, tensors, max_size=4))
 payloads = st.dictionaries(group_names, groups, max_size=5).map(Payload)
@@ -57,7 +62,11 @@ payloads = st.dictionaries(group_names, groups, max_size=5).map(Payload)
 
 def same(got: object, want: object) -> bool:
     if isinstance(want, Tensor):
-        return isinstance(got, Tensor) and (got.dtype, got.shape) == (want.dtype, want.shape) and torch.equal(got, want)
+        return (
+            isinstance(got, Tensor)
+            and (got.dtype, got.shape) == (want.dtype, want.shape)
+            and torch.equal(got, want)
+        )
     if isinstance(want, float) and want != want:
         return isinstance(got, float) and got != got
     return type(got) is type(want) and got == want
@@ -67,7 +76,9 @@ def assert_same(got: Payload, want: Payload) -> None:
     assert list(got) == list(want)
     for name in want:
         if isinstance(want[name], dict):
-            assert list(got.tensors(name)) == list(want.tensors(name)), "sums over names depend on their order"
+            assert list(got.tensors(name)) == list(want.tensors(name)), (
+                "sums over names depend on their order"
+            )
             assert all(same(got.tensors(name)[k], v) for k, v in want.tensors(name).items())
         else:
             assert same(got[name], want[name]), name
@@ -87,7 +98,9 @@ def test_equal_payloads_give_equal_bytes_however_they_lie_in_memory() -> None:
     values = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
     shared = torch.zeros(4, 10)
     plain = Payload(params={"w": values, "v": torch.zeros(4, 5)}, n=3)
-    twisted = Payload(params={"w": values.contiguous(memory_format=torch.channels_last), "v": shared[:, ::2]}, n=3)
+    twisted = Payload(
+        params={"w": values.contiguous(memory_format=torch.channels_last), "v": shared[:, ::2]}, n=3
+    )
     assert encode(plain) == encode(twisted)
     assert encode(plain) != encode(Payload(plain, n=4))
 
@@ -101,10 +114,16 @@ def test_tensors_that_share_storage_do_not_share_it_afterwards() -> None:
 
 
 def test_decoded_tensors_are_aligned_as_torch_aligns_its_own() -> None:
-    """Matrix kernels may sum in another order on other alignments; then a resumed run would have other bits."""
-    odd = {f"t{i}": torch.ones(i + 1, dtype=torch.int8 if i % 2 else torch.float32) for i in range(20)}
+    """Matrix kernels may sum in another order on other alignments; then a resumed run would have
+    other bits.
+    """
+    odd = {
+        f"t{i}": torch.ones(i + 1, dtype=torch.int8 if i % 2 else torch.float32) for i in range(20)
+    }
     wanted = {torch.ones(7).data_ptr() % 64 for _ in range(5)}
-    assert {t.data_ptr() % 64 for t in decode(encode(Payload(params=odd))).params.values()} <= wanted
+    assert {
+        t.data_ptr() % 64 for t in decode(encode(Payload(params=odd))).params.values()
+    } <= wanted
 
 
 def test_a_gradient_does_not_travel() -> None:

@@ -1,4 +1,6 @@
-"""Malformed bytes are BadPayload and nothing else: no other exception, no endless work, no pickle."""
+"""Malformed bytes are BadPayload and nothing else: no other exception, no endless work, no
+pickle.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,21 @@ import torch
 
 from fedstill.errors import BadPayload
 from fedstill.records import Payload
-from fedstill.wire.codec import MAX_DIMS, MAX_ENTRIES, MAX_TENSOR_HEADER, OWN_ENTRIES, decode, encode
+from fedstill.wire.codec import (
+    MAX_DIMS,
+    MAX_ENTRIES,
+    MAX_TENSOR_HEADER,
+    OWN_ENTRIES,
+    decode,
+    encode,
+)
 
 SAMPLE = Payload(
-    params={"body.weight": torch.arange(12.0).reshape(3, 4), "body.bias": torch.ones(3), "seen": torch.tensor(3)},
+    params={
+        "body.weight": torch.arange(12.0).reshape(3, 4),
+        "body.bias": torch.ones(3),
+        "seen": torch.tensor(3),
+    },
     mean=torch.eye(2).bfloat16(),
     empty={},
     gini=0.5,
@@ -36,7 +49,9 @@ def with_header(header: bytes, body: bytes = b"") -> bytes:
 
 def with_note(note: object, tensors: dict[str, object] | None = None, body: bytes = b"") -> bytes:
     text = note if isinstance(note, str) else json.dumps(note)
-    return with_header(json.dumps({"__metadata__": {"fedstill": text}, **(tensors or {})}).encode(), body)
+    return with_header(
+        json.dumps({"__metadata__": {"fedstill": text}, **(tensors or {})}).encode(), body
+    )
 
 
 def zipped() -> bytes:
@@ -53,7 +68,10 @@ def torch_saved() -> bytes:
 
 
 FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-DOUBLED = b'{"__metadata__":{"fedstill":"{\\"groups\\":[],\\"rest\\":{}}"},"__metadata__":{"fedstill":"{}"}}'
+DOUBLED = (
+    b'{"__metadata__":{"fedstill":"{\\"groups\\":[],\\"rest\\":{}}"},'
+    b'"__metadata__":{"fedstill":"{}"}}'
+)
 
 MALFORMED = {
     "nothing": b"",
@@ -65,7 +83,8 @@ MALFORMED = {
     "torch.save": torch_saved(),
     "header longer than all": struct.pack("<Q", 1000) + b"{}",
     "header of 2^64-1 bytes": struct.pack("<Q", 2**64 - 1) + b"{}",
-    "header over the cap": struct.pack("<Q", MAX_TENSOR_HEADER + 1) + b" " * (MAX_TENSOR_HEADER + 2),
+    "header over the cap": struct.pack("<Q", MAX_TENSOR_HEADER + 1)
+    + b" " * (MAX_TENSOR_HEADER + 2),
     "no JSON": with_header(b"hello"),
     "half a JSON": with_header(b'{"__metadata__": {"fedstill": '),
     "no UTF-8": with_header(b'{"__metadata__": {"fedstill": "\xff\xfe"}}'),
@@ -94,7 +113,9 @@ MALFORMED = {
     "groups twice": with_note({"groups": ["a", "a"], "rest": {"a": 1}}),
     "group not there": with_note({"groups": ["a"], "rest": {}}),
     "tensor not there": with_note({"groups": ["a"], "rest": {"a": ["w"]}}),
-    "tensors named twice": with_note({"groups": ["a"], "rest": {"a": ["w", "w"]}}, {"a/w": FLOAT}, b"\0" * 4),
+    "tensors named twice": with_note(
+        {"groups": ["a"], "rest": {"a": ["w", "w"]}}, {"a/w": FLOAT}, b"\0" * 4
+    ),
     "tensor names of numbers": with_note({"groups": ["a"], "rest": {"a": [1]}}),
     "rest of a stranger": with_note({"groups": [], "rest": {"a": 1}}),
     "rest a list": with_note({"groups": [], "rest": []}),
@@ -107,19 +128,36 @@ MALFORMED = {
     "a note's key twice": with_note('{"groups": [], "groups": [], "rest": {}}'),
     "a tensor twice": with_header(
         b'{"__metadata__":{"fedstill":"{\\"groups\\":[\\"a\\"],\\"rest\\":{}}"},'
-        b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],'
+        b'"data_offsets":[0,4]}}',
         b"\0" * 4,
     ),
     **{
         f"group name {name!a}": with_note({"groups": [name], "rest": {name: 1}})
-        for name in ("../../etc/passwd", "a/b", "/", "..", ".", "", "C:\\x", "a\0b", "a\nb", "\ud800", "n" * 600)
+        for name in (
+            "../../etc/passwd",
+            "a/b",
+            "/",
+            "..",
+            ".",
+            "",
+            "C:\\x",
+            "a\0b",
+            "a\nb",
+            "\ud800",
+            "n" * 600,
+        )
     },
     **{
-        f"tensor name {name!a}": with_note({"groups": ["g"], "rest": {"g": [name]}}, {f"g/{name}": FLOAT}, b"\0" * 4)
+        f"tensor name {name!a}": with_note(
+            {"groups": ["g"], "rest": {"g": [name]}}, {f"g/{name}": FLOAT}, b"\0" * 4
+        )
         for name in ("../../etc/passwd", "/etc/passwd", "a//b", "..", "", "C:\\x", "a\0b")
     },
     **{
-        f"tensor {change}": with_note({"groups": ["a"], "rest": {}}, {"a": {**FLOAT, **change}}, b"\0" * 4)
+        f"tensor {change}": with_note(
+            {"groups": ["a"], "rest": {}}, {"a": {**FLOAT, **change}}, b"\0" * 4
+        )
         for change in (
             {"dtype": "F33"},
             {"dtype": None},
@@ -135,7 +173,9 @@ MALFORMED = {
             {"data_offsets": "0,4"},
         )
     },
-    "two tensors on the same bytes": with_note({"groups": ["a", "b"], "rest": {}}, {"a": FLOAT, "b": FLOAT}, b"\0" * 4),
+    "two tensors on the same bytes": with_note(
+        {"groups": ["a", "b"], "rest": {}}, {"a": FLOAT, "b": FLOAT}, b"\0" * 4
+    ),
     "bytes after the last tensor": GOOD + b"more",
 }
 
@@ -151,13 +191,24 @@ def many(count: int, tensor: dict[str, object] = EMPTY) -> bytes:
 TOO_MUCH = {
     "one tensor too many": (many(MAX_ENTRIES + 1), "more than 10000 tensors"),
     "sixty thousand": (many(60_000), "more than 10000 tensors"),
-    "groups": (with_note({"groups": [f"g{i}" for i in range(MAX_ENTRIES + 1)], "rest": {}}), "10001 groups"),
+    "groups": (
+        with_note({"groups": [f"g{i}" for i in range(MAX_ENTRIES + 1)], "rest": {}}),
+        "10001 groups",
+    ),
     "numbers": (
-        with_note({"groups": [str(i) for i in range(10**5)], "rest": {str(i): 1 for i in range(10**5)}}),
+        with_note(
+            {"groups": [str(i) for i in range(10**5)], "rest": {str(i): 1 for i in range(10**5)}}
+        ),
         "10000",
     ),
-    "one dimension too many": (many(1, {**EMPTY, "shape": [1] * MAX_DIMS + [0]}), "9 dimensions, over the limit of 8"),
-    "a million dimensions": (many(1, {**EMPTY, "shape": [1] * 10**6 + [0]}), "more than 10000 tensors"),
+    "one dimension too many": (
+        many(1, {**EMPTY, "shape": [1] * MAX_DIMS + [0]}),
+        "9 dimensions, over the limit of 8",
+    ),
+    "a million dimensions": (
+        many(1, {**EMPTY, "shape": [1] * 10**6 + [0]}),
+        "more than 10000 tensors",
+    ),
 }
 
 
@@ -180,7 +231,9 @@ def test_the_most_that_is_allowed_is_decoded() -> None:
     with pytest.raises(BadPayload, match="9 dimensions"):
         encode(Payload(a=torch.zeros([1] * (MAX_DIMS + 1))))
     own = encode(Payload(a={f"t{i}": torch.zeros(0) for i in range(MAX_ENTRIES + 1)}))
-    assert len(decode(own, entries=OWN_ENTRIES).tensors("a")) == MAX_ENTRIES + 1, "a file of one's own may be larger"
+    assert len(decode(own, entries=OWN_ENTRIES).tensors("a")) == MAX_ENTRIES + 1, (
+        "a file of one's own may be larger"
+    )
     with pytest.raises(BadPayload, match="more than 2 tensors"):
         decode(encode(Payload(a={f"t{i}": torch.zeros(1) for i in range(3)})), entries=2)
 
@@ -224,7 +277,9 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
                 other = draw.randrange(len(out))
                 out[at], out[other] = out[other], out[at]
             case 5:
-                out[at : at + 1] = draw.choice([b'"', b"{", b"}", b"[", b",", b"-", b"9", b"null", b"\\u0000", b"\xff"])
+                out[at : at + 1] = draw.choice(
+                    [b'"', b"{", b"}", b"[", b",", b"-", b"9", b"null", b"\\u0000", b"\xff"]
+                )
         if not out:
             break
     return bytes(out)

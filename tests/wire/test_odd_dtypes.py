@@ -1,4 +1,6 @@
-"""Label counts and sums of a dtype that nobody asked for are refused by name, whatever torch can do with it."""
+"""Label counts and sums of a dtype that nobody asked for are refused by name, whatever torch can do
+with it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,22 @@ from fedstill.records import Payload, Reply, Stage, State, World
 from fedstill.wire.codec import decode, encode
 from fedstill.wire.screen import Rules, screen
 
-ODD = ["uint16", "uint32", "uint64", "complex64", "float8_e5m2", "float8_e4m3fn", "bool", "bfloat16"]
+ODD = [
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex64",
+    "float8_e5m2",
+    "float8_e4m3fn",
+    "bool",
+    "bfloat16",
+]
 
 
 class Clients:
-    """An engine whose clients answer the census: all with counts, and client 1 with those of another dtype."""
+    """An engine whose clients answer the census: all with counts, and client 1 with those of
+    another dtype.
+    """
 
     def __init__(self, odd: torch.Tensor) -> None:
         self.odd = odd
@@ -44,7 +57,9 @@ class Refused:
 def test_the_census_goes_on_without_a_client_that_counts_in_another_dtype(dtype: str) -> None:
     world: World = SimpleNamespace(clients=3, classes=3, seed=0)  # type: ignore[assignment]
     watch = Refused()
-    state = run_census(State({}), world, Clients(torch.zeros(3).to(getattr(torch, dtype))), watch, Rules())
+    state = run_census(
+        State({}), world, Clients(torch.zeros(3).to(getattr(torch, dtype))), watch, Rules()
+    )
     assert watch.why == {1: f"labels is torch.{dtype}, not torch.int64"}
     assert state.extra.tensor("labels").sum(1).tolist() == [5, 0, 5]
 
@@ -52,7 +67,10 @@ def test_the_census_goes_on_without_a_client_that_counts_in_another_dtype(dtype:
 @pytest.mark.parametrize("dtype", ODD)
 def test_sums_of_another_dtype_are_left_to_the_screen(dtype: str) -> None:
     work = NoisedSums((3,), places=(0, 1, 2), low=(0.0,) * 3, high=(1.0,) * 3, clip=1.0, noise=1.0)
-    assert work.refuses(Reply(0, Payload(noised_sums=torch.zeros(3, 2).to(getattr(torch, dtype))), 5)) == ""
+    assert (
+        work.refuses(Reply(0, Payload(noised_sums=torch.zeros(3, 2).to(getattr(torch, dtype))), 5))
+        == ""
+    )
 
 
 def test_a_client_that_said_it_has_nothing_claims_no_more_than_the_largest() -> None:
@@ -60,8 +78,19 @@ def test_a_client_that_said_it_has_nothing_claims_no_more_than_the_largest() -> 
     stage, labels = Stage(1, 0, "train", (0, 1, 2)), torch.tensor([[50, 50], [0, 0], [0, 0]])
     claims = {0: 100, 1: 10_000_000, 2: 100}
     replies = [Reply(c, Payload(), n, {}, 1, 0) for c, n in claims.items()]
-    taken, refused = screen(lambda _: Payload(), stage, {c: Payload() for c in claims}, replies, Rules(), labels)
+    taken, refused = screen(
+        lambda _: Payload(), stage, {c: Payload() for c in claims}, replies, Rules(), labels
+    )
     assert [reply.client for reply in taken] == [0, 2]
-    assert [one.reason for one in refused] == ["claims 10000000 examples, and the largest client 100 in the census"]
+    assert [one.reason for one in refused] == [
+        "claims 10000000 examples, and the largest client 100 in the census"
+    ]
     nobody = torch.zeros(3, 2)
-    assert len(screen(lambda _: Payload(), stage, {c: Payload() for c in claims}, replies, Rules(), nobody)[0]) == 3
+    assert (
+        len(
+            screen(
+                lambda _: Payload(), stage, {c: Payload() for c in claims}, replies, Rules(), nobody
+            )[0]
+        )
+        == 3
+    )

@@ -1,4 +1,6 @@
-"""Clipping and noise on uploaded logits: what is done, what it is worth, what is journaled, who is refused."""
+"""Clipping and noise on uploaded logits: what is done, what it is worth, what is journaled, who is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ CLIP = {"clip": 2.0}
 
 def experiment(method: str = "hiper_fedkd", **privacy: float):
     return toys.toy(
-        method, data={"public": toys.PUBLIC}, topology={"clients": 4}, privacy=privacy, rounds=2, plan={"epochs": 1}
+        method,
+        data={"public": toys.PUBLIC},
+        topology={"clients": 4},
+        privacy=privacy,
+        rounds=2,
+        plan={"epochs": 1},
     )
 
 
@@ -42,10 +49,14 @@ def test_off_it_changes_nothing() -> None:
 
 
 def test_rows_are_clipped_each_by_itself() -> None:
-    rows = torch.tensor([[3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e30, 0.0], [float("nan"), 1.0]], dtype=torch.float64)
+    rows = torch.tensor(
+        [[3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e30, 0.0], [float("nan"), 1.0]], dtype=torch.float64
+    )
     clipped = clip_rows(rows, 2.0)
     expected = [[1.2, 1.6], [0.1, 0.0], [0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]
-    torch.testing.assert_close(clipped, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        clipped, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
     assert clipped.norm(dim=1).max() <= 2.0 + 1e-12
 
 
@@ -61,14 +72,20 @@ def test_noise_has_the_spread_that_is_said_and_is_drawn_by_key() -> None:
 
 @pytest.mark.parametrize("noise", [0.5, 3.0, 40.0, 400.0])
 @pytest.mark.parametrize(("rows", "uploads"), [(1, 1), (50, 1), (50, 10)])
-def test_epsilon_is_where_the_privacy_loss_exceeds_it_no_more_than_delta(noise: float, rows: int, uploads: int) -> None:
-    """From the densities of two neighbours' outputs: delta is the integral of max(0, p - exp(epsilon) q)."""
+def test_epsilon_is_where_the_privacy_loss_exceeds_it_no_more_than_delta(
+    noise: float, rows: int, uploads: int
+) -> None:
+    """From the densities of two neighbours' outputs: delta is the integral of max(0, p -
+    exp(epsilon) q).
+    """
     found = Privacy(clip=7.0, noise=noise, delta=1e-3).spent(rows, uploads)
     assert found is not None
     apart = math.sqrt(uploads) * 2 * 7.0 * math.sqrt(rows) / (noise * 7.0)  # in standard deviations
     x = np.linspace(-12 - apart, 12 + apart, 2_000_001)
     log_p, log_q = -(x**2) / 2, -((x + apart) ** 2) / 2
-    over = np.where(log_p > found + log_q, np.exp(log_p) * -np.expm1(np.minimum(found + log_q - log_p, 0)), 0)
+    over = np.where(
+        log_p > found + log_q, np.exp(log_p) * -np.expm1(np.minimum(found + log_q - log_p, 0)), 0
+    )
     delta = over.sum() * (x[1] - x[0]) / math.sqrt(2 * math.pi)
     assert delta <= 1e-3 * 1.001
     assert found == 0 or delta == pytest.approx(1e-3, rel=1e-3)
@@ -78,11 +95,17 @@ def test_epsilon_is_where_the_privacy_loss_exceeds_it_no_more_than_delta(noise: 
 def test_epsilon_is_dp_accountings_where_that_is_installed(multiplier: float) -> None:
     accounting = pytest.importorskip("dp_accounting")
     ours = gaussian_epsilon(multiplier, 1e-5)
-    assert ours == pytest.approx(accounting.get_epsilon_gaussian(multiplier, 1e-5), rel=1e-6, abs=1e-9)
+    assert ours == pytest.approx(
+        accounting.get_epsilon_gaussian(multiplier, 1e-5), rel=1e-6, abs=1e-9
+    )
 
 
-@pytest.mark.parametrize(("multiplier", "epsilon"), [(1e-9, 5e17), (1e-20, 5e39), (1e-200, math.inf)])
-def test_next_to_no_noise_has_a_huge_epsilon_and_no_error(multiplier: float, epsilon: float) -> None:
+@pytest.mark.parametrize(
+    ("multiplier", "epsilon"), [(1e-9, 5e17), (1e-20, 5e39), (1e-200, math.inf)]
+)
+def test_next_to_no_noise_has_a_huge_epsilon_and_no_error(
+    multiplier: float, epsilon: float
+) -> None:
     assert gaussian_epsilon(multiplier, 1e-5) == pytest.approx(epsilon, rel=1e-6)
 
 
@@ -130,11 +153,16 @@ def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) ->
     spent = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
     expected = [Privacy(**privacy).spent(toys.PUBLIC, k) for k in (1, 2)]
     assert [row[0] for row in spent] == expected
-    assert json.loads((tmp_path / "whole" / "summary.json").read_text())["privacy"]["epsilon"] == spent[-1]
+    assert (
+        json.loads((tmp_path / "whole" / "summary.json").read_text())["privacy"]["epsilon"]
+        == spent[-1]
+    )
     marked = [e for e in events if "noised_rows" in e]
     assert {(e["name"], e["noised_rows"]) for e in marked} == {("local", toys.PUBLIC)}
     for stages in (2, 5):
-        resume(stopped(experiment(**privacy), tmp_path / str(stages), stages=stages), data=toys.blobs())
+        resume(
+            stopped(experiment(**privacy), tmp_path / str(stages), stages=stages), data=toys.blobs()
+        )
         other = read_journal(tmp_path / str(stages) / "journal.jsonl")
         assert without_times(other) == without_times(events)
     assert whole.accuracy is not None
@@ -147,11 +175,15 @@ def test_uploads_of_different_rows_cost_what_dp_accounting_composes() -> None:
     for rows in (50, 7, 120):
         multiplier = privacy.noise / (2 * math.sqrt(rows))
         composed.compose(accounting.GaussianDpEvent(multiplier))
-    assert privacy.spent(50 + 7 + 120) == pytest.approx(composed.get_epsilon(privacy.delta), rel=1e-3)
+    assert privacy.spent(50 + 7 + 120) == pytest.approx(
+        composed.get_epsilon(privacy.delta), rel=1e-3
+    )
 
 
 def test_uploads_of_different_rows_cost_what_their_loss_distributions_convolve_to() -> None:
-    """Each upload's privacy loss on a grid, from its densities; their sum's by convolution; delta from that."""
+    """Each upload's privacy loss on a grid, from its densities; their sum's by convolution; delta
+    from that.
+    """
     privacy, step = Privacy(clip=3.0, noise=60.0, delta=1e-5), 1e-4
     at = np.arange(-8.0, 8.0 + step, step)
     total = None
@@ -165,11 +197,17 @@ def test_uploads_of_different_rows_cost_what_their_loss_distributions_convolve_t
     found = privacy.spent(50 + 7 + 120)
     assert found is not None
     over = loss > found
-    assert float((summed[over] * -np.expm1(found - loss[over])).sum()) == pytest.approx(privacy.delta, rel=1e-3)
+    assert float((summed[over] * -np.expm1(found - loss[over])).sum()) == pytest.approx(
+        privacy.delta, rel=1e-3
+    )
 
 
 def budget(method: str = "hiper_fedkd", **changes: object) -> Budget:
-    settings = settle(experiment(method, clip=3.0, noise=20.0).with_values({"data.name": "blobs", **changes}, "test"))
+    settings = settle(
+        experiment(method, clip=3.0, noise=20.0).with_values(
+            {"data.name": "blobs", **changes}, "test"
+        )
+    )
     return Budget(settings.privacy, settings.method, prepare(settings, toys.blobs()).world)
 
 
@@ -179,11 +217,18 @@ LOCAL = Stage(1, 0, "local", (0, 1, 2, 3))
 def test_rows_are_counted_by_client_from_what_arrived_and_claims_have_no_part() -> None:
     spent = budget()
     events = [{"client": c} for c in range(3)] + [{"client": 3, "idle": True}]
-    events[1] |= {"refused": "params differ", "noised_rows": 0}  # a claim from before reports were checked
-    came = {0: Payload(logits=torch.zeros(toys.PUBLIC, 5)), 1: Payload(logits=torch.zeros(200, 5)), 2: Payload()}
+    # a claim from before reports were checked
+    events[1] |= {"refused": "params differ", "noised_rows": 0}
+    came = {
+        0: Payload(logits=torch.zeros(toys.PUBLIC, 5)),
+        1: Payload(logits=torch.zeros(200, 5)),
+        2: Payload(),
+    }
     spent.mark(LOCAL, events, came)
     assert [e.get("noised_rows") for e in events] == [toys.PUBLIC, 200, toys.PUBLIC, None]
-    alone = [Privacy(clip=3.0, noise=20.0).spent(rows) for rows in (toys.PUBLIC, 200, toys.PUBLIC, 0)]
+    alone = [
+        Privacy(clip=3.0, noise=20.0).spent(rows) for rows in (toys.PUBLIC, 200, toys.PUBLIC, 0)
+    ]
     assert spent.told()["privacy"]["epsilon"] == alone
     again = budget()
     again.count(json.loads(json.dumps(events)))
@@ -192,34 +237,48 @@ def test_rows_are_counted_by_client_from_what_arrived_and_claims_have_no_part() 
 
 def test_what_is_no_upload_of_logits_costs_nothing() -> None:
     spent = budget()
-    spent.mark(Stage(1, 0, "fit", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(params={"w": torch.ones(1)})})
+    spent.mark(
+        Stage(1, 0, "fit", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(params={"w": torch.ones(1)})}
+    )
     spent.mark(Stage(1, 2, "distil", (0, 1, 2, 3)), [{"client": 0}], {0: Payload()})
-    spent.mark(Stage(0, 0, "census", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(labels=torch.ones(5))})
+    spent.mark(
+        Stage(0, 0, "census", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(labels=torch.ones(5))}
+    )
     spent.mark(LOCAL, [{"client": 9}, {"client": -1}], {})
     assert spent.told()["privacy"]["epsilon"] == [0.0] * 4
 
 
 @needs_flower
 def test_one_clients_claims_change_nobodys_epsilon(tmp_path: Path) -> None:
-    """The attack: a listed client reports that its upload had no rows, which made everybody's epsilon 0."""
+    """The attack: a listed client reports that its upload had no rows, which made everybody's
+    epsilon 0.
+    """
 
-    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def trouble(
+        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
+    ) -> bytes | None:
         reply = grid.work(client, data)
         if client != 1 or round == 0 or reply is None:
             return reply
         message = parsed(reply)
         header = message.content.config_records["header"]
-        header["json"] = str(header["json"]).replace('"metrics": {', '"metrics": {"noised_rows": 0, ', 1)
+        header["json"] = str(header["json"]).replace(
+            '"metrics": {', '"metrics": {"noised_rows": 0, ', 1
+        )
         return serialised(message)
 
     asked = over_flower(experiment(clip=3.0, noise=20.0), retries=0)
-    run(asked, tmp_path / "run", toys.blobs(), grid=TroubledGrid(asked, tmp_path / "sites", trouble))
+    run(
+        asked, tmp_path / "run", toys.blobs(), grid=TroubledGrid(asked, tmp_path / "sites", trouble)
+    )
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     refused = [e["refused"] for e in events if "refused" in e and "client" in e]
     assert refused
     assert all("'noised_rows' is the server's to fill in" in why for why in refused)
     told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
-    assert told == [[Privacy(clip=3.0, noise=20.0).spent(toys.PUBLIC, k)] * 4 for k in (1, 2)], "its uploads arrived"
+    assert told == [[Privacy(clip=3.0, noise=20.0).spent(toys.PUBLIC, k)] * 4 for k in (1, 2)], (
+        "its uploads arrived"
+    )
 
 
 def test_noise_reaches_what_everybody_learns(tmp_path: Path) -> None:
@@ -242,15 +301,21 @@ def rows_sent(folder: Path) -> list[tuple[int, int, int]]:
     return sorted((e["round"], e["client"], e["noised_rows"]) for e in events if "noised_rows" in e)
 
 
-def test_a_run_stops_by_name_before_an_upload_that_its_budget_does_not_allow(tmp_path: Path) -> None:
-    """Two rounds would need the budget of two uploads; with that of one and a half the second never begins."""
+def test_a_run_stops_by_name_before_an_upload_that_its_budget_does_not_allow(
+    tmp_path: Path,
+) -> None:
+    """Two rounds would need the budget of two uploads; with that of one and a half the second never
+    begins.
+    """
     asked, acted = experiment(**limited(1.5)), []
 
     class Counting(Quiet):
         def stage(self, *at: int) -> None:
             acted.append(at)
 
-    with pytest.raises(BudgetSpent, match=r"round 2, stage 'local': client 0 has spent .* over privacy.epsilon"):
+    with pytest.raises(
+        BudgetSpent, match=r"round 2, stage 'local': client 0 has spent .* over privacy.epsilon"
+    ):
         run(asked, tmp_path / "run", data=toys.blobs(), watch=Counting())
     assert len(acted) == 4, "the census, round 1, and nothing of round 2"
     sent = rows_sent(tmp_path / "run")
@@ -269,10 +334,16 @@ def test_a_stop_in_the_middle_leaves_the_rest_of_the_budget(stages: int, tmp_pat
 
 
 def test_a_budget_is_enough_for_what_it_says(tmp_path: Path) -> None:
-    spent = run(experiment(**limited(2)), tmp_path / "run", data=toys.blobs()).summary["privacy"]["epsilon"]
+    spent = run(experiment(**limited(2)), tmp_path / "run", data=toys.blobs()).summary["privacy"][
+        "epsilon"
+    ]
     assert spent == [limited(2)["epsilon"]] * 4
     with pytest.raises(BudgetSpent, match="round 1, stage 'local'"):
-        run(experiment(**{**BUDGET, "epsilon": limited(1)["epsilon"] * 0.99}), tmp_path / "none", data=toys.blobs())
+        run(
+            experiment(**{**BUDGET, "epsilon": limited(1)["epsilon"] * 0.99}),
+            tmp_path / "none",
+            data=toys.blobs(),
+        )
     assert rows_sent(tmp_path / "none") == []
 
 
@@ -283,12 +354,19 @@ def test_a_limit_without_noise_is_refused() -> None:
 
 @pytest.mark.parametrize("multiplier", [0.5, 1.0, 2.0])
 def test_a_canary_shows_no_more_than_is_claimed_and_not_much_less(multiplier: float) -> None:
-    """Logits of five images as far apart as clipping lets them be, protected a thousand times each."""
+    """Logits of five images as far apart as clipping lets them be, protected a thousand times
+    each.
+    """
     privacy = Privacy(clip=2.0, noise=multiplier * 2 * math.sqrt(5), delta=1e-3)
     far = torch.zeros(5, 3)
     far[:, 0] = 100.0
     both = [
-        np.array([float(privacy.protect(Payload(logits=sign * far), s).tensor("logits")[:, 0].sum()) for s in seeds])
+        np.array(
+            [
+                float(privacy.protect(Payload(logits=sign * far), s).tensor("logits")[:, 0].sum())
+                for s in seeds
+            ]
+        )
         for sign, seeds in ((1, range(1000)), (-1, range(1000, 2000)))
     ]
     claim, seen = privacy.spent(5), epsilon_at_least(*both, privacy.delta)
@@ -296,4 +374,6 @@ def test_a_canary_shows_no_more_than_is_claimed_and_not_much_less(multiplier: fl
     assert claim * 0.2 < seen < claim
     less = Privacy(clip=2.0, noise=4 * privacy.noise, delta=1e-3).spent(5)
     assert less is not None
-    assert multiplier == 2.0 or seen > less, "the same audit refutes the claim of four times the noise"
+    assert multiplier == 2.0 or seen > less, (
+        "the same audit refutes the claim of four times the noise"
+    )

@@ -1,4 +1,6 @@
-"""The screen: every kind of poisoned reply is left out for the right reason, and the others stay, sorted by client."""
+"""The screen: every kind of poisoned reply is left out for the right reason, and the others stay,
+sorted by client.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ EXPECTED = Payload(
     said="",
     empty={},
 )
-GOOD = Payload(params=PARAMS, mean=torch.ones(4), gini=0.5, visits=3, ready=False, said="hello", empty={})
+GOOD = Payload(
+    params=PARAMS, mean=torch.ones(4), gini=0.5, visits=3, ready=False, said="hello", empty={}
+)
 DOWNS = {c: Payload(params=PARAMS) for c in STAGE.clients}
 BAD = 2
 
@@ -60,10 +64,16 @@ POISONED: dict[str, tuple[Payload, str]] = {
     "NaN": (holding(math.nan), "params/weight holds numbers that are not finite"),
     "+Inf": (holding(math.inf), "params/weight holds numbers that are not finite"),
     "-Inf": (holding(-math.inf), "params/weight holds numbers that are not finite"),
-    "NaN in a bare tensor": (Payload(GOOD, mean=torch.full((4,), math.nan)), "mean holds numbers that are not finite"),
+    "NaN in a bare tensor": (
+        Payload(GOOD, mean=torch.full((4,), math.nan)),
+        "mean holds numbers that are not finite",
+    ),
     "NaN for a number": (Payload(GOOD, gini=math.nan), "gini is nan"),
     "Inf for a number": (Payload(GOOD, gini=math.inf), "gini is inf"),
-    "wrong shape": (params(weight=torch.zeros(3, 2)), r"params/weight has shape \(3, 2\), not \(2, 3\)"),
+    "wrong shape": (
+        params(weight=torch.zeros(3, 2)),
+        r"params/weight has shape \(3, 2\), not \(2, 3\)",
+    ),
     "one axis more": (params(bias=torch.zeros(1, 2)), r"params/bias has shape \(1, 2\)"),
     "zero-size": (params(weight=torch.zeros(0, 3)), r"params/weight has shape \(0, 3\)"),
     "a broadcastable ()": (params(bias=torch.zeros(())), r"params/bias has shape \(\)"),
@@ -76,16 +86,31 @@ POISONED: dict[str, tuple[Payload, str]] = {
     "extra group": (Payload(GOOD, secret=1), r"not asked for \['secret'\]"),
     "path-like group": (Payload({**GOOD, "../x": 1}), r"not asked for \['../x'\]"),
     "nothing at all": (Payload(), "missing"),
-    "wrong dtype": (params(weight=PARAMS["weight"].double()), "params/weight is torch.float64, not torch.float32"),
+    "wrong dtype": (
+        params(weight=PARAMS["weight"].double()),
+        "params/weight is torch.float64, not torch.float32",
+    ),
     "half precision": (params(weight=PARAMS["weight"].half()), "torch.float16"),
     "complex": (params(weight=torch.zeros(2, 3, dtype=torch.complex64)), "torch.complex64"),
-    "a float counter": (params(seen=torch.tensor(5.0)), "params/seen is torch.float32, not torch.int64"),
+    "a float counter": (
+        params(seen=torch.tensor(5.0)),
+        "params/seen is torch.float32, not torch.int64",
+    ),
     "sparse": (params(weight=torch.eye(2, 3).to_sparse()), "params/weight is not a dense tensor"),
     "a list for a tensor": (params(weight=[[1.0]]), "params/weight is not a dense tensor"),
     "a number for tensors": (Payload(GOOD, params=1.0), "params is a float, not named tensors"),
-    "a tensor for tensors": (Payload(GOOD, params=torch.zeros(2)), "params is a Tensor, not named tensors"),
-    "tensors for a tensor": (Payload(GOOD, mean={"a": torch.zeros(4)}), "mean is not a dense tensor"),
-    "a tensor for a number": (Payload(GOOD, gini=torch.tensor(0.5)), "gini is of type Tensor, not float"),
+    "a tensor for tensors": (
+        Payload(GOOD, params=torch.zeros(2)),
+        "params is a Tensor, not named tensors",
+    ),
+    "tensors for a tensor": (
+        Payload(GOOD, mean={"a": torch.zeros(4)}),
+        "mean is not a dense tensor",
+    ),
+    "a tensor for a number": (
+        Payload(GOOD, gini=torch.tensor(0.5)),
+        "gini is of type Tensor, not float",
+    ),
     "a string for a number": (Payload(GOOD, gini="0.5"), "gini is of type str, not float"),
     "yes for a number": (Payload(GOOD, visits=True), "visits is of type bool, not int"),
     "half a visit": (Payload(GOOD, visits=0.5), "visits is of type float, not int"),
@@ -165,7 +190,13 @@ def test_good_replies_are_accepted_and_sorted() -> None:
         Payload({name: GOOD[name] for name in reversed(list(GOOD))}),
         params(weight=PARAMS["weight"].t().contiguous().t()),
     ],
-    ids=["just below the limit", "a whole number for a float", "the longest string", "another order", "other strides"],
+    ids=[
+        "just below the limit",
+        "a whole number for a float",
+        "the longest string",
+        "another order",
+        "other strides",
+    ],
 )
 def test_what_is_unusual_and_legal_is_accepted(up: Payload) -> None:
     accepted, refused = screened(reply(BAD, up))
@@ -180,7 +211,8 @@ def test_counts_at_the_ends_of_the_range_are_accepted(count: int) -> None:
 def test_a_claim_is_compared_with_the_census_where_there_is_one() -> None:
     labels = torch.zeros(8, 5, dtype=torch.int64)
     labels[0, 3], labels[BAD, 1] = 10, 11
-    replies = [reply(0), reply(BAD), replace(reply(4), examples=11)]  # 10 and 12 examples; client 4 gave no census
+    # 10 and 12 examples; client 4 gave no census
+    replies = [reply(0), reply(BAD), replace(reply(4), examples=11)]
     accepted, refused = screen(lambda _: EXPECTED, STAGE, DOWNS, replies, DEFAULT, labels)
     assert [r.client for r in accepted] == [0, 4]
     assert refused == [Refusal(BAD, "claims 12 examples, and 11 in the census")]
@@ -225,7 +257,13 @@ def test_a_report_that_is_unusual_and_honest_is_accepted() -> None:
         "scores": [0.5, math.nan],
         "teachers": ["peer 3"],
         "seconds_mine.py": 0.0,
-        "report": {"probe": [0.1] * 1000, "teachers": [1, 2], "why": "because", "nothing": None, "deep": {"a": [[1]]}},
+        "report": {
+            "probe": [0.1] * 1000,
+            "teachers": [1, 2],
+            "why": "because",
+            "nothing": None,
+            "deep": {"a": [[1]]},
+        },
     }
     assert screened(replace(reply(BAD), metrics=metrics))[1] == []
 

@@ -51,9 +51,17 @@ __all__ = [
 
 
 def main() -> None:
-    """Run the command in ``sys.argv`` and exit; a second Ctrl-C ends at once, whatever clients are training."""
+    """Run the command in ``sys.argv`` and exit; a second Ctrl-C ends at once, whatever clients are
+    training.
+    """
     if sys.platform == "win32":
-        sys.exit(say("this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is Linux", 2))
+        sys.exit(
+            say(
+                "this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is "
+                "Linux",
+                2,
+            )
+        )
     print_what_is_near()
     signal.signal(signal.SIGINT, _interrupted)
     try:
@@ -63,9 +71,11 @@ def main() -> None:
 
 
 def _interrupted(_: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; but end at once where a module is being imported, which would make another error of it.
+    """Raise KeyboardInterrupt; but end at once where a module is being imported, which would make
+    another error of it.
 
-    NumPy and torch are half imported then, and what they raise, or abort with, says nothing of the interrupt.
+    NumPy and torch are half imported then, and what they raise, or abort with, says nothing of the
+    interrupt.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -81,7 +91,9 @@ def _end_at_once() -> None:
 
 
 def _at_home(given: Any) -> Any:
-    """A value of a command; a path as it was meant where a shell leaves ``~`` as it is, as in --out=~/runs."""
+    """A value of a command; a path as it was meant where a shell leaves ``~`` as it is, as in
+    --out=~/runs.
+    """
     if isinstance(given, tuple):
         return tuple(map(_at_home, given))
     return named_path(given) if isinstance(given, Path) else given
@@ -93,9 +105,15 @@ def call(tokens: list[str]) -> int:
         if hint := no_value(tokens) or spaced_list(tokens):
             return say(hint, 2)
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
-        result = command(*map(_at_home, bound.args), **{k: _at_home(v) for k, v in bound.kwargs.items()})
+        result = command(
+            *map(_at_home, bound.args), **{k: _at_home(v) for k, v in bound.kwargs.items()}
+        )
     except UnusedCliTokensError as error:
-        return say(unused_words(tokens) or f"nothing takes {' '.join(map(repr, error.unused_tokens or ()))} here", 2)
+        return say(
+            unused_words(tokens)
+            or f"nothing takes {' '.join(map(repr, error.unused_tokens or ()))} here",
+            2,
+        )
     except UnknownOptionError as error:
         return say(as_key(tokens, error.token.keyword or error.token.value) or str(error), 2)
     except MissingArgumentError as error:
@@ -108,8 +126,12 @@ def call(tokens: list[str]) -> int:
         return say(str(stopped), 1)
     except BrokenPipeError:
         return 1
-    except OSError as error:  # of a path that was named: a folder one may not enter, a name that is too long
+    except (
+        OSError
+    ) as error:  # of a path that was named: a folder one may not enter, a name that is too long
         if not (error.filename and error.strerror):
             raise
-        return say(f"cannot use {cut_reason(str(error.filename))}: {error.strerror}; name another path", 2)
+        return say(
+            f"cannot use {cut_reason(str(error.filename))}: {error.strerror}; name another path", 2
+        )
     return result if isinstance(result, int) else 0

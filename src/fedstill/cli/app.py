@@ -16,7 +16,8 @@ from fedstill.version import VERSION
 
 app = App(
     name="fedstill",
-    help="Federated learning that does not forget: train, measure and compare methods when clients' data differ.",
+    help="Federated learning that does not forget: train, measure and compare methods when "
+    "clients' data differ.",
     version=VERSION,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
@@ -27,8 +28,14 @@ def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     """``1,2,3`` as a tuple; each part is converted, so that a wrong one is named."""
     one = get_args(type_)[0]
     parts = [part.strip() for token in tokens for part in token.value.split(",") if part.strip()]
-    if one is int and (wrong := next((part for part in parts if re.fullmatch(r"[+-]?\d{1,18}", part) is None), None)):
-        raise ConfigError(f"{tokens[0].keyword}: {wrong!r} is no whole number; write 1,2,3, for example")
+    if one is int and (
+        wrong := next(
+            (part for part in parts if re.fullmatch(r"[+-]?\d{1,18}", part) is None), None
+        )
+    ):
+        raise ConfigError(
+            f"{tokens[0].keyword}: {wrong!r} is no whole number; write 1,2,3, for example"
+        )
     return tuple(one(part) for part in parts)
 
 
@@ -36,7 +43,9 @@ def _one_kind(type_: Any, tokens: Sequence[Token]) -> str:
     """A kind of things, in the singular or the plural; raises UnknownName for any other."""
     kinds = get_args(type_)
     (said,) = (token.value for token in tokens)
-    plurals = {f"{kind.removesuffix('y')}{'ies' if kind.endswith('y') else 's'}": kind for kind in kinds}
+    plurals = {
+        f"{kind.removesuffix('y')}{'ies' if kind.endswith('y') else 's'}": kind for kind in kinds
+    }
     if said not in kinds and said not in plurals:
         raise UnknownName("kind", said, kinds)
     return str(plurals.get(said, said))
@@ -50,13 +59,18 @@ Names = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
 Seeds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="1,2,...")]
 Rounds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="50,100,...")]
 Grid = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=A,B,...")]
-Settings = Annotated[tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")]
+Settings = Annotated[
+    tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")
+]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 Kind = Annotated[
-    Literal["method", "dataset", "partition", "model", "topology", "measure", "stream"], Parameter(converter=_one_kind)
+    Literal["method", "dataset", "partition", "model", "topology", "measure", "stream"],
+    Parameter(converter=_one_kind),
 ]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
-"""The values of the config's key ``engine``, which is known when torch is imported; a test compares them."""
+"""The values of the config's key ``engine``, which is known when torch is imported; a test compares
+them.
+"""
 Debug = Annotated[bool, _FLAG]
 Track = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
 Overwrite = Annotated[bool, _FLAG]
@@ -66,7 +80,9 @@ Quiet = Annotated[bool, _FLAG, Parameter(name=["--quiet", "-q"])]
 
 @contextmanager
 def tracebacks(shown: bool) -> Iterator[None]:
-    """Print the traceback of an error, and of what caused it, if they are to be shown; the error goes on."""
+    """Print the traceback of an error, and of what caused it, if they are to be shown; the error
+    goes on.
+    """
     try:
         yield
     except (FedstillError, OSError) as error:

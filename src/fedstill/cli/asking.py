@@ -29,21 +29,27 @@ def query(
     out: Path | None = None,
     set_: Settings = (),
 ) -> int:
-    """Let one client of a finished local run ask its peers for classes; show what it gains and forgets, and from whom.
+    """Let one client of a finished local run ask its peers for classes; show what it gains and
+    forgets, and from whom.
 
     Args:
         run: The run's directory; its clients must have trained alone (method local_only).
         client: The client that asks.
         classes: The classes that it asks for, by number or name, e.g. 7,9.
-        by: Instead of classes, what is reason to ask: lack (too few examples), accuracy (its model is too often wrong),
-            need (it will need the class).
-        under: By accuracy: it asks for classes on which its model is less accurate, on examples that it holds out.
-        need: By need: the classes that it will need and asks for, whatever it has of them, by number or name, e.g. 7,9.
-        student: The file of the model that the client has by now, e.g. of an earlier query; unset, the run's.
-        new_data: A data set or folder with new examples of the client, on which it first trains alone again.
+        by: Instead of classes, what is reason to ask: lack (too few examples), accuracy (its model
+            is too often wrong), need (it will need the class).
+        under: By accuracy: it asks for classes on which its model is less accurate, on examples
+            that it holds out.
+        need: By need: the classes that it will need and asks for, whatever it has of them, by
+            number or name, e.g. 7,9.
+        student: The file of the model that the client has by now, e.g. of an earlier query; unset,
+            the run's.
+        new_data: A data set or folder with new examples of the client, on which it first trains
+            alone again.
         teachers: Model files that may teach too, in addition to the run's clients.
         out: The file for the student's model. Unset, one in the working directory.
-        set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
+        set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10.
+            May be repeated.
     """
     from fedstill.data.sources import load_dataset
     from fedstill.experiment.answering import ask, numbered
@@ -54,7 +60,9 @@ def query(
     from fedstill.written_over import MODEL, refuse_other_kind
 
     if bool(by) == bool(classes):
-        raise ConfigError("say which classes the client asks for (--classes 7,9), or why it asks (--by lack)")
+        raise ConfigError(
+            "say which classes the client asks for (--classes 7,9), or why it asks (--by lack)"
+        )
     if ("accuracy" in by) != (under is not None):
         raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
     if ("need" in by) != bool(need):
@@ -64,11 +72,15 @@ def query(
     reason |= {"needs": {str(client): tuple(numbered(run, need))}} if need else {}
     asked = reason if by else numbered(run, classes)
     later = Later(student, load_dataset(new_data) if new_data else None)
-    answered = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later)
+    answered = ask(
+        run, client, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later
+    )
     screen = terminal.console()
     for line in answer.answer_tables(answered):
         screen.print(line)
-    path = out or Path(f"{run.name}-client{client}-asked-{'-'.join(map(str, answered.query))}.safetensors")
+    path = out or Path(
+        f"{run.name}-client{client}-asked-{'-'.join(map(str, answered.query))}.safetensors"
+    )
     save_model(path, answered.model, answered.params)
     screen.print(f"\nthe student's model: {path}")
     return 0

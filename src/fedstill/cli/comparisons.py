@@ -7,7 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.cli.app import Debug, Grid, Jobs, Names, Overwrite, Quiet, Seeds, Settings, Track, app, say
+from fedstill.cli.app import (
+    Debug,
+    Grid,
+    Jobs,
+    Names,
+    Overwrite,
+    Quiet,
+    Seeds,
+    Settings,
+    Track,
+    app,
+    say,
+)
 from fedstill.files import in_shell
 
 if TYPE_CHECKING:
@@ -31,8 +43,8 @@ def compare_command(
 ) -> int:
     """Run several methods, settings and seeds side by side, print one table, and write a report.
 
-    The table and the differences between methods, paired by seed, are written under OUT/tables, as CSV, Markdown and
-    LaTeX.
+    The table and the differences between methods, paired by seed, are written under OUT/tables, as
+    CSV, Markdown and LaTeX.
 
     The same command goes on where it was stopped; finished runs are left alone.
 
@@ -40,13 +52,17 @@ def compare_command(
         config: What all runs have in common, a TOML file. Unset, the defaults.
         methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's.
         seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
-        grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be repeated.
+        grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be
+            repeated.
         out: The directory of all runs and the report. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.
-        track: Tell trackers of every round: tensorboard (then: tensorboard --logdir OUT), mlflow, wandb.
-        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other files or data.
-        debug: Print the traceback of what fails; a client that fails ends its run, whatever clients.failures says.
+        track: Tell trackers of every round: tensorboard (then: tensorboard --logdir OUT), mlflow,
+            wandb.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other
+            files or data.
+        debug: Print the traceback of what fails; a client that fails ends its run, whatever
+            clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
@@ -55,7 +71,9 @@ def compare_command(
 
     experiment = load(config, set_)
     folder = out or new_folder("compare")
-    runs = variants(experiment, folder, from_here(methods, experiment.base), seeds, parse_grid(grid))
+    runs = variants(
+        experiment, folder, from_here(methods, experiment.base), seeds, parse_grid(grid)
+    )
     return carry_out(runs, folder, jobs, quiet=quiet, track=track, debug=debug, overwrite=overwrite)
 
 
@@ -68,13 +86,15 @@ def demo(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> int:
-    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show which forgets.
+    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and
+    show which forgets.
 
     Args:
         seeds: Seeds of the runs. Unset, 1,2,3.
         out: The directory of all runs and the report. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other files or data.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other
+            files or data.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from importlib import resources
@@ -97,12 +117,15 @@ def report(
     against: str = "",
     tensorboard: Path | None = None,
 ) -> int:
-    """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ, cost.
+    """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ,
+    cost.
 
     Args:
         directories: At least one: directories of runs, or with runs below them, or packs.
-        out: The page. Unset, report.html in the first directory, or in that of which a pack was made.
-        tables: Also write the results and differences paired by seed to this directory, as CSV, Markdown and LaTeX.
+        out: The page. Unset, report.html in the first directory, or in that of which a pack was
+            made.
+        tables: Also write the results and differences paired by seed to this directory, as CSV,
+            Markdown and LaTeX.
         against: The label of the runs that differences are to. Unset, the first.
         tensorboard: Also write TensorBoard scalars to this directory.
     """
@@ -127,10 +150,12 @@ def report(
 
 @app.command(name="pack")
 def pack_command(directory: Path) -> int:
-    """Write configs, journals, splits and summaries of all runs below a directory to one file, DIRECTORY.runs.tar.xz.
+    """Write configs, journals, splits and summaries of all runs below a directory to one file,
+    DIRECTORY.runs.tar.xz.
 
-    `fedstill report` and `fedstill reproduce --table` read it in place of the directory. Models, checkpoints and what
-    clients remember are not in it: keep the directory to use a model or to resume a run.
+    `fedstill report` and `fedstill reproduce --table` read it in place of the directory. Models,
+    checkpoints and what clients remember are not in it: keep the directory to use a model or to
+    resume a run.
 
     Args:
         directory: A directory with runs below it.
@@ -139,13 +164,16 @@ def pack_command(directory: Path) -> int:
 
     packed = evidence.pack(directory)
     size, unpack = f"{packed.stat().st_size / 1e3:,.0f} kB", f"`fedstill unpack {in_shell(packed)}`"
-    print(f"{packed}: {size}; {unpack} restores configs, journals, splits and summaries, not models")
+    print(
+        f"{packed}: {size}; {unpack} restores configs, journals, splits and summaries, not models"
+    )
     return 0
 
 
 @app.command(name="unpack")
 def unpack_command(file: Path) -> int:
-    """Restore the configs, journals, splits and summaries that `fedstill pack` wrote to a file; it has no models.
+    """Restore the configs, journals, splits and summaries that `fedstill pack` wrote to a file; it
+    has no models.
 
     Args:
         file: A file NAME.runs.tar.xz.
@@ -167,7 +195,8 @@ def carry_out(
     overwrite: bool = False,
     show: bool = True,
 ) -> int:
-    """Do the runs and show how far they are, then print their table (unless not to ``show``) and write the report.
+    """Do the runs and show how far they are, then print their table (unless not to ``show``) and
+    write the report.
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
@@ -178,7 +207,9 @@ def carry_out(
     if restored(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
-        outcomes = followed_outcomes(runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track)
+        outcomes = followed_outcomes(
+            runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track
+        )
         if begun := begun_of(runs, outcomes):
             _present(begun, folder, show=show)
     worst = 0
@@ -186,10 +217,14 @@ def carry_out(
         if debug and o.trace:
             print(o.trace, file=sys.stderr)
         if o.problem:
-            worst = max(worst, say(f"{o.variant.label}, seed {o.variant.seed}: {o.problem}", o.exit_code))
+            worst = max(
+                worst, say(f"{o.variant.label}, seed {o.variant.seed}: {o.problem}", o.exit_code)
+            )
     left = sum(o.state in ("waiting", "stopped") for o in outcomes)
     if left:
-        worst = max(worst, say(f"stopped; the same command goes on with {left} of {len(outcomes)} runs", 1))
+        worst = max(
+            worst, say(f"stopped; the same command goes on with {left} of {len(outcomes)} runs", 1)
+        )
     return worst
 
 

@@ -11,24 +11,35 @@ from fedstill.cli.app import app
 from fedstill.files import in_shell, write_secret
 from fedstill.version import VERSION
 
-deploy = App(name="deploy", help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.")
+deploy = App(
+    name="deploy",
+    help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.",
+)
 app.command(deploy)
 
-Hosts = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)]
+Hosts = Annotated[
+    tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)
+]
 Insecure = Annotated[bool, Parameter(negative="")]
 
 
 @deploy.command(name="init")
 def init_command(
-    directory: Path, *, clients: int, host: Hosts = ("127.0.0.1",), listen: str = "127.0.0.1", port: int = 8443
+    directory: Path,
+    *,
+    clients: int,
+    host: Hosts = ("127.0.0.1",),
+    listen: str = "127.0.0.1",
+    port: int = 8443,
 ) -> int:
-    """Make a federation's folder: a certificate authority, the server's certificate, a key for each client.
+    """Make a federation's folder: a certificate authority, the server's certificate, a key for each
+    client.
 
     Args:
         directory: New or empty.
         clients: How many clients.
-        host: A name or address under which clients reach the server, for its certificate. May be repeated. Unset,
-            127.0.0.1.
+        host: A name or address under which clients reach the server, for its certificate. May be
+            repeated. Unset, 127.0.0.1.
         listen: The address that the server listens on.
         port: The server's one port.
     """
@@ -36,17 +47,27 @@ def init_command(
 
     made = folder.init(directory, clients, host, listen, port, VERSION)
     name = str(directory)
-    print(f"{name}: the federation of {clients} clients. Do not copy {name}/ca.key to any other machine. Then:")
+    print(
+        f"{name}: the federation of {clients} clients. Do not copy {name}/ca.key to any other "
+        "machine. Then:"
+    )
     print(f"  fedstill deploy server {name}")
     for client in range(clients):
-        print(f"  fedstill deploy client {name}/client{client}      # with that folder alone, at its site")
-    print(f"  fedstill run my.toml --engine flower --federation {name}    # topology.clients = {made.clients}")
+        print(
+            f"  fedstill deploy client {name}/client{client}      # with that folder alone, at its "
+            "site"
+        )
+    print(
+        f"  fedstill run my.toml --engine flower --federation {name}    # topology.clients = "
+        f"{made.clients}"
+    )
     return 0
 
 
 @deploy.command
 def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
-    """Start the server of a federation, Flower's SuperLink, and let in the clients whose keys are listed.
+    """Start the server of a federation, Flower's SuperLink, and let in the clients whose keys are
+    listed.
 
     Args:
         directory: The federation's folder.
@@ -65,8 +86,13 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
             supervising.wait_for_port(federation, process)
             for line in () if insecure_for_testing else programs.admit(federation):
                 print(line, flush=True)
-            with supervising.running(programs.tasks_of_server(federation, insecure_for_testing), env) as tasks:
-                print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
+            with supervising.running(
+                programs.tasks_of_server(federation, insecure_for_testing), env
+            ) as tasks:
+                print(
+                    f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
+                    flush=True,
+                )
                 return supervising.until_it_ends(process, tasks)
 
 
@@ -77,7 +103,8 @@ def admit_command(directory: Path) -> int:
     It lets in clients that are new on the list, and shuts out those that are no longer on it.
 
     Args:
-        directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for each client.
+        directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for
+            each client.
     """
     from fedstill.deploy import folder, programs
 
@@ -104,7 +131,8 @@ def key_command(directory: Path, client: int) -> int:
 
 @deploy.command(name="renew")
 def renew_command(directory: Path, *, host: Hosts = ()) -> int:
-    """Renew the server's certificate, before or after it expires; then restart the server. Clients need no change.
+    """Renew the server's certificate, before or after it expires; then restart the server. Clients
+    need no change.
 
     Args:
         directory: The federation's folder, with its ca.key.
@@ -114,7 +142,10 @@ def renew_command(directory: Path, *, host: Hosts = ()) -> int:
 
     federation = folder.renew(folder.load_federation(directory), host)
     until = certificates.last_day(federation.server / "server.crt")
-    print(f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; start the server again")
+    print(
+        f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; start "
+        "the server again"
+    )
     return 0
 
 

@@ -19,10 +19,11 @@ DEAR = 0.25
 
 @app.command
 def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
-    """Check a config as a run would; show every value that counts, its origin, a run's arithmetic, the data's split.
+    """Check a config as a run would; show every value that counts, its origin, a run's arithmetic,
+    the data's split.
 
-    Where the ranking's maps (fedstill rank map) have a cell near this setting, and data are images as theirs, it says
-    what they found there.
+    Where the ranking's maps (fedstill rank map) have a cell near this setting, and data are images
+    as theirs, it says what they found there.
 
     Args:
         config: The experiment, a TOML file. Unset, the defaults.
@@ -66,13 +67,17 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         for drawn in drawn_data(prepared, min(screen.width, 160)):
             screen.print(drawn)
     like = prepared.dataset.about.kind == "image"  # as the maps' digits are
-    for line in told_of_maps(shipped_maps(), settings.named.method.name, setting_of(prepared) if like else None):
+    for line in told_of_maps(
+        shipped_maps(), settings.named.method.name, setting_of(prepared) if like else None
+    ):
         screen.print(line)
     return 0
 
 
 def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) -> None:
-    """Every value, its origin and what it is: a row each, or in a narrow terminal what it is on a line of its own."""
+    """Every value, its origin and what it is: a row each, or in a narrow terminal what it is on a
+    line of its own.
+    """
     from rich.padding import Padding
 
     from fedstill.report import terminal
@@ -96,8 +101,16 @@ def _explain_measures(costs: Sequence[Cost], many: str) -> None:
         screen.print(terminal.table(head, [c.row for c in costs], words=2))
     for cost in costs:
         if cost.share is not None and cost.share > DEAR:
-            more = "more than training itself" if cost.share > 1 else f"{100 * cost.share:.0f} % of what training costs"
-            todo = "raise measure_every, or leave it out" if cost.rounds > 1 else "leave it out if you do not need it"
+            more = (
+                "more than training itself"
+                if cost.share > 1
+                else f"{100 * cost.share:.0f} % of what training costs"
+            )
+            todo = (
+                "raise measure_every, or leave it out"
+                if cost.rounds > 1
+                else "leave it out if you do not need it"
+            )
             terminal.tell(screen, f"warning: measure {cost.name} costs {more}; {todo}")
 
 

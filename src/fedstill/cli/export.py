@@ -1,4 +1,6 @@
-"""The command that takes something out of a run: its model in several forms, and its numbers as tables."""
+"""The command that takes something out of a run: its model in several forms, and its numbers as
+tables.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,28 @@ def export_command(
     parquet: Path | None = None,
     csv: Path | None = None,
 ) -> int:
-    """Write a run's model so that it can be used without fedstill, normalisation inside; or its numbers as tables.
+    """Write a run's model so that it can be used without fedstill, normalisation inside; or its
+    numbers as tables.
 
     Args:
-        run: The run's directory; of a run that was stopped, the model of its last checkpoint is taken.
-        onnx: The file for the model as ONNX. It is compared with the model in onnxruntime, if that is installed.
+        run: The run's directory; of a run that was stopped, the model of its last checkpoint is
+            taken.
+        onnx: The file for the model as ONNX. It is compared with the model in onnxruntime, if that
+            is installed.
         pt2: The file for the model as a program of torch.export, which torch.export.load reads.
-        folder: A new folder to share: weights, a model card, and a script that needs torch and safetensors alone.
+        folder: A new folder to share: weights, a model card, and a script that needs torch and
+            safetensors alone.
         client: Whose model, for methods that answer with a model for each client.
-        parquet: A folder for rounds.parquet and clients.parquet: one row a round, and one for each client and stage.
+        parquet: A folder for rounds.parquet and clients.parquet: one row a round, and one for each
+            client and stage.
         csv: A folder for the same tables as CSV.
     """
     from fedstill.errors import ConfigError
 
     if not (onnx or pt2 or folder or parquet or csv):
         raise ConfigError(
-            "export: say what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or --csv DIR"
+            "export: say what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or "
+            "--csv DIR"
         )
     if onnx or pt2 or folder:
         _write_model(run, onnx, pt2, folder, client)
@@ -55,7 +63,9 @@ def _write_tables(run: Path, kind: str, folder: Path) -> None:
         print(f"{path}: {rows} rows, {columns} columns")
 
 
-def _write_model(run: Path, onnx: Path | None, pt2: Path | None, folder: Path | None, client: int | None) -> None:
+def _write_model(
+    run: Path, onnx: Path | None, pt2: Path | None, folder: Path | None, client: int | None
+) -> None:
     from fedstill.experiment.trained import exporting
     from fedstill.experiment.trained.loading import load_model
     from fedstill.experiment.trained.upload_folder import write_folder
@@ -65,13 +75,25 @@ def _write_model(run: Path, onnx: Path | None, pt2: Path | None, folder: Path | 
         away = exporting.write_onnx(model, onnx)
         print(f"{onnx}: ONNX, {_compared('onnxruntime', away)}")
     if pt2:
-        print(f"{pt2}: a program of torch.export, {_compared('torch', exporting.write_program(model, pt2))}")
+        print(
+            f"{pt2}: a program of torch.export, "
+            f"{_compared('torch', exporting.write_program(model, pt2))}"
+        )
     if folder:
         away = write_folder(model, run, folder)
-        print(f"{folder}: a folder to share, {_compared('its model.py', away)}; state the licence in README.md")
+        print(
+            f"{folder}: a folder to share, {_compared('its model.py', away)}; state the licence in "
+            "README.md"
+        )
 
 
 def _compared(what: str, away: float | None) -> str:
     if away is None:
-        return f"not compared with the model: {what} is not installed (pip install 'fedstill[onnx]')"
-    return f"in {what} its logits differ by {away:.0e} of the largest" if away else f"in {what} its logits are the same"
+        return (
+            f"not compared with the model: {what} is not installed (pip install 'fedstill[onnx]')"
+        )
+    return (
+        f"in {what} its logits differ by {away:.0e} of the largest"
+        if away
+        else f"in {what} its logits are the same"
+    )

@@ -21,14 +21,16 @@ def forgetting_command(
     initial: Numbers = (),
     class_tasks: ClassTasks = (),
 ) -> int:
-    """What a model forgot over tasks, by everybody's definition, and how these differ; any matrix or run will do.
+    """What a model forgot over tasks, by everybody's definition, and how these differ; any matrix
+    or run will do.
 
-    A CSV file has a row for each task's end and a column for each task: the accuracy on it, blank for tasks to come.
-    Where the first column counts the rows, a first row 0 is the untrained model.
+    A CSV file has a row for each task's end and a column for each task: the accuracy on it, blank
+    for tasks to come. Where the first column counts the rows, a first row 0 is the untrained model.
 
     Args:
         matrices: At least one: CSV files of accuracies, directories of runs with tasks, or both.
-        unit: Whether a file's accuracies are percentages or shares. Unset, percentages where one is above 1.
+        unit: Whether a file's accuracies are percentages or shares. Unset, percentages where one is
+            above 1.
         initial: The untrained model's accuracy in each column, for forward transfer.
         class_tasks: Where columns are classes: the task of each, counted from 0 or from 1.
     """
@@ -38,8 +40,14 @@ def forgetting_command(
     from fedstill.report.run_matrix import run_matrices
 
     if not matrices:
-        raise ConfigError("forgetting: give a CSV file, a row for each task's end and a column for each task, or a run")
-    each = [run_matrices(p) if p.is_dir() else [read_matrix(p, unit, initial, class_tasks)] for p in matrices]
+        raise ConfigError(
+            "forgetting: give a CSV file, a row for each task's end and a column for each task, or "
+            "a run"
+        )
+    each = [
+        run_matrices(p) if p.is_dir() else [read_matrix(p, unit, initial, class_tasks)]
+        for p in matrices
+    ]
     read = [matrix for some in each for matrix in some]
     screen = terminal.console(sentences=True)
     for matrix in read:

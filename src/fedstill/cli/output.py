@@ -1,4 +1,6 @@
-"""What the standard streams do with characters that their encoding lacks, as Latin-1 lacks the en dash."""
+"""What the standard streams do with characters that their encoding lacks, as Latin-1 lacks the en
+dash.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ NAME = "fedstill.near"
 
 
 def print_what_is_near() -> None:
-    """From now on, standard output and error print something near a character that their encoding lacks, or ``?``."""
+    """From now on, standard output and error print something near a character that their encoding
+    lacks, or ``?``.
+    """
     codecs.register_error(NAME, _near)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -23,6 +23,8 @@ def refuse_strays(given: Sequence[str]) -> None:
     asked = next((question for question in GOES_WITH if question in given), "")
     misfits = [name for name in given if name != asked and name not in GOES_WITH[asked]]
     if misfits and not asked:
-        raise ConfigError(f"{' and '.join(misfits)}: name the client to leave out as well, with --without")
+        raise ConfigError(
+            f"{' and '.join(misfits)}: name the client to leave out as well, with --without"
+        )
     if misfits:
         raise ConfigError(f"{misfits[0]} does not go with {asked}")

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
     from fedstill.experiment.ranking.suites import Suite
 
-rank = App(name="rank", help="The ranking: a benchmark of forgetting that anybody can run, extend and check.")
+rank = App(
+    name="rank",
+    help="The ranking: a benchmark of forgetting that anybody can run, extend and check.",
+)
 app.command(rank)
 
 Text = Annotated[str, Parameter(show_default=False)]
@@ -25,7 +28,8 @@ RUNS = Path("runs/rank")
 
 @rank.default
 def list_suites(*, tier: Text = "") -> int:
-    """List the suites: rows, columns, runs, and core-minutes on this machine, for which it times a few rounds first.
+    """List the suites: rows, columns, runs, and core-minutes on this machine, for which it times a
+    few rounds first.
 
     Args:
         tier: Only this one: digits or small. Unset, both.
@@ -44,13 +48,36 @@ def list_suites(*, tier: Text = "") -> int:
         todo = len([row for row in suite.competing if row not in suite.chosen])
         what = suites.TRACKS[suite.track]
         lines.append(
-            [name, what, str(len(suite.recipe.rows)), str(len(suite.recipe.columns)), runs, *minutes, str(todo)]
+            [
+                name,
+                what,
+                str(len(suite.recipe.rows)),
+                str(len(suite.recipe.columns)),
+                runs,
+                *minutes,
+                str(todo),
+            ]
         )
-    head = ["suite", "question", "rows", "columns", "runs", "core-minutes", "to choose", "rows without fields"]
+    head = [
+        "suite",
+        "question",
+        "rows",
+        "columns",
+        "runs",
+        "core-minutes",
+        "to choose",
+        "rows without fields",
+    ]
     screen = terminal.console()
     screen.print(terminal.table(head, lines, words=2))
-    screen.print("\nCore-minutes are estimates for this machine, from rounds of FedAvg; –: the data are not here.")
-    screen.print("fedstill rank run digits --track space    runs a track; fedstill rank page shows what ships.")
+    screen.print(
+        "\nCore-minutes are estimates for this machine, from rounds of FedAvg; –: the data are not "
+        "here."
+    )
+    screen.print(
+        "fedstill rank run digits --track space    runs a track; fedstill rank page shows what "
+        "ships."
+    )
     return 0
 
 
@@ -64,14 +91,17 @@ def rank_run(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Do all runs of a tier with the fields that were chosen, write an entry of each row, and print the tables.
+    """Do all runs of a tier with the fields that were chosen, write an entry of each row, and print
+    the tables.
 
     The same command goes on where it was stopped. Entries are in OUT/entries, one folder a suite.
 
     Args:
-        tier: digits (seconds a run), small (minutes a run), or the file of a suite of yours, e.g. clinics.toml.
+        tier: digits (seconds a run), small (minutes a run), or the file of a suite of yours, e.g.
+            clinics.toml.
         track: Only this one: space, time, both, chain, public or peers. Unset, all.
-        methods: Only these rows, by name or by their method's, e.g. --methods fedavg,fedntd. Unset, all and the bounds.
+        methods: Only these rows, by name or by their method's, e.g. --methods fedavg,fedntd. Unset,
+            all and the bounds.
         out: The folder of runs and entries.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
@@ -100,16 +130,19 @@ def rank_choose(
     into_suite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
-    """Choose each row's fields among the suite's tries, on training images that clients lack and on seeds 100 to 102.
+    """Choose each row's fields among the suite's tries, on training images that clients lack and on
+    seeds 100 to 102.
 
-    Shipped suites have their fields already, but for small-public and small-peers. Of a track whose fields another one
-    chooses (both: time) it says so. The same command goes on where it was stopped.
+    Shipped suites have their fields already, but for small-public and small-peers. Of a track whose
+    fields another one chooses (both: time) it says so. The same command goes on where it was
+    stopped.
 
     Args:
         tier: digits, small, or the file of a suite of yours.
         track: Only this one. Unset, all.
         methods: Only these rows, by name or by their method's. Unset, all.
-        out: The folder of the runs; what is chosen is written to OUT/SUITE/chosen.toml, which rank run reads.
+        out: The folder of the runs; what is chosen is written to OUT/SUITE/chosen.toml, which rank
+            run reads.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         into_suite: Also write it into the package, as who keeps the suites does.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
@@ -122,7 +155,10 @@ def rank_choose(
 
     for suite in suites_of(tier, track):
         if suite.there:
-            print(f"{suite.name} has the fields that are chosen in {suite.there.name}: {suite.choosing}")
+            print(
+                f"{suite.name} has the fields that are chosen in {suite.there.name}: "
+                f"{suite.choosing}"
+            )
             continue
         rows = suite.rows_named(methods) or suite.competing
         with doing(out / suite.name, jobs, quiet) as do:
@@ -146,11 +182,12 @@ def rank_enter(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Enter a method of yours: check it, choose its fields, do its runs, write its entry, and print its row.
+    """Enter a method of yours: check it, choose its fields, do its runs, write its entry, and print
+    its row.
 
-    Its tries are the class variable `tries` of the method: at most five tables of its fields. Without it the tries of
-    the suite's FedAvg are taken: five learning rates (time, both: heads and rates; peers: the defaults alone). The same
-    command goes on where it was stopped.
+    Its tries are the class variable `tries` of the method: at most five tables of its fields.
+    Without it the tries of the suite's FedAvg are taken: five learning rates (time, both: heads and
+    rates; peers: the defaults alone). The same command goes on where it was stopped.
 
     Args:
         method: The method's file, as docs/add_a_method.md says how to write one.
@@ -170,7 +207,8 @@ def rank_enter(
             chosen = competing.choose_fields(entered, [row], out, do)
         with doing(out / suite.name, jobs, quiet) as do:
             (entry,) = competing.compete(chosen, [row], out, do, method.resolve())
-        beside = entry.folder.parent if tier.endswith(".toml") else entry.folder  # of a suite of yours nothing ships
+        # of a suite of yours nothing ships
+        beside = entry.folder.parent if tier.endswith(".toml") else entry.folder
         _print_tables([beside], shipped=True)
         print(f"entry: {entry.folder}\ncheck it: fedstill rank check {entry.folder} --replay 1")
     return 0
@@ -186,7 +224,9 @@ def suites_of(tier: str, track: str) -> list[Suite]:
 
 
 @contextmanager
-def doing(folder: Path | None, jobs: int | None, quiet: bool) -> Iterator[Callable[[Sequence[Variant]], list[Outcome]]]:
+def doing(
+    folder: Path | None, jobs: int | None, quiet: bool
+) -> Iterator[Callable[[Sequence[Variant]], list[Outcome]]]:
     """What carries runs out and shows how far they are; one command at a time in a folder."""
     from contextlib import nullcontext
 

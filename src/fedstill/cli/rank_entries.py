@@ -1,4 +1,6 @@
-"""The commands of the ranking that read entries, and the map of a method: rank check, rank page, rank map."""
+"""The commands of the ranking that read entries, and the map of a method: rank check, rank page,
+rank map.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,21 @@ def rank_check(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Check entries: settings, completeness, digests, sums, the choice, and what is drawn here; run nothing of them.
+    """Check entries: settings, completeness, digests, sums, the choice, and what is drawn here; run
+    nothing of them.
 
-    Exit code 1 where one is not as it should be, or cannot be replayed as its data are not here. With --replay the
-    method's own file is executed, if it has one.
+    Exit code 1 where one is not as it should be, or cannot be replayed as its data are not here.
+    With --replay the method's own file is executed, if it has one.
 
     Args:
         entries: At least one: folders of entries, or folders or packs with entries below them.
         replay: Do so many of each entry's runs again, and say how near they come.
-        rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are done.
-        draw: The number by which these runs are drawn. Unset, one by chance, which nobody who makes an entry knows; it
-            is printed, and draws the same runs again.
-        note: Write the level that a replay reached to replayed.csv in this folder, which rank page reads.
+        rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are
+            done.
+        draw: The number by which these runs are drawn. Unset, one by chance, which nobody who makes
+            an entry knows; it is printed, and draws the same runs again.
+        note: Write the level that a replay reached to replayed.csv in this folder, which rank page
+            reads.
         suite: The file of a suite of yours, of which entries are. May be repeated.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
@@ -56,7 +61,8 @@ def rank_check(
     places = [place for folder in entries for place in entries_below(folder)]
     if not places:
         raise ConfigError(
-            "rank check: name at least one folder of an entry, e.g. runs/rank/entries/digits-space/fedgap"
+            "rank check: name at least one folder of an entry, e.g. "
+            "runs/rank/entries/digits-space/fedgap"
         )
     number = secrets.randbelow(MOST_DRAWS) if draw is None else draw
     with doing(None, jobs, quiet) as do:
@@ -74,14 +80,17 @@ def say_all(lines: Iterator[tuple[str, bool]]) -> int:
 
 @rank.command(name="page")
 def rank_page(
-    *entries: Path, out: Path = RUNS / "page", shipped: Annotated[bool, Parameter()] = True, suite: Suites = ()
+    *entries: Path,
+    out: Path = RUNS / "page",
+    shipped: Annotated[bool, Parameter()] = True,
+    suite: Suites = (),
 ) -> int:
     """Write the page of the ranking, and its tables as Markdown, CSV and LaTeX.
 
     Args:
         entries: Folders or packs of entries, beside what ships.
-        out: The folder for index.html (one file, no network), table.md, table.csv (a line a run), standings.csv and
-            table.tex.
+        out: The folder for index.html (one file, no network), table.md, table.csv (a line a run),
+            standings.csv and table.tex.
         shipped: Whether what ships is in it, maps too.
         suite: The file of a suite of yours, of which entries are. May be repeated.
     """
@@ -115,19 +124,23 @@ def rank_map(
     into_package: Flag = False,
     quiet: Quiet = False,
 ) -> int:
-    """Show where a method helps: its gain over FedAvg, cell by cell, on the settings of the suite TIER-space.
+    """Show where a method helps: its gain over FedAvg, cell by cell, on the settings of the suite
+    TIER-space.
 
-    A row of the suite has the fields chosen there; any other method its documented ones. Cells are four splits x three
-    numbers of local epochs x three numbers of clients a round, on three seeds. The same command goes on where it was
-    stopped.
+    A row of the suite has the fields chosen there; any other method its documented ones. Cells are
+    four splits x three numbers of local epochs x three numbers of clients a round, on three seeds.
+    The same command goes on where it was stopped.
 
     Args:
-        method: A row of the suite or any method, e.g. fedntd or fedlc (fedstill list method), or a method's file.
+        method: A row of the suite or any method, e.g. fedntd or fedlc (fedstill list method), or a
+            method's file.
         tier: digits (minutes a method), small (hours), or the file of a suite of yours.
         grid: Other axes: a key and its values, e.g. --grid topology.sampled=2,5. May be repeated.
-        out: The folder of the runs, and of index.html, map.csv (a line a run) and map.md. Unset, one under runs/rank.
+        out: The folder of the runs, and of index.html, map.csv (a line a run) and map.md. Unset,
+            one under runs/rank.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        into_package: Also put it among the maps that ship, as who keeps the suites does: tier digits, the usual axes.
+        into_package: Also put it among the maps that ship, as who keeps the suites does: tier
+            digits, the usual axes.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.errors import ConfigError
@@ -143,7 +156,9 @@ def rank_map(
     suite, row = row_to_map(suite, method)
     name = str(suite.method(row)["name"])
     if into_package and (tier != "digits" or grid or ".py" in name):
-        raise ConfigError("a map that ships is of a method of fedstill on the tier digits, without --grid")
+        raise ConfigError(
+            "a map that ships is of a method of fedstill on the tier digits, without --grid"
+        )
     folder = out or RUNS / f"map-{tier}"
     with doing(folder, jobs, quiet) as do:
         drawn = grid_of(suite, row, parse_grid(grid) or AXES, folder / "runs", do)

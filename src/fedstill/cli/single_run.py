@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.cli.app import Debug, Engine, Kind, Overwrite, Quiet, Settings, Track, app, say, tracebacks
+from fedstill.cli.app import (
+    Debug,
+    Engine,
+    Kind,
+    Overwrite,
+    Quiet,
+    Settings,
+    Track,
+    app,
+    say,
+    tracebacks,
+)
 from fedstill.errors import Interrupted
 from fedstill.files import in_shell
 
@@ -42,10 +53,13 @@ def run_command(
         out: The run's directory, new or empty, or to overwrite. Unset, one is made under runs/.
         set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
         engine: How stages are carried out, over the file's.
-        federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
-        track: Tell trackers of every round: tensorboard (files in the run's directory), mlflow, wandb.
+        federation: The folder that `deploy init` made: with --engine flower, the run is done by its
+            clients.
+        track: Tell trackers of every round: tensorboard (files in the run's directory), mlflow,
+            wandb.
         overwrite: Begin anew in OUT: delete the run that is there, if there is nothing else.
-        debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
+        debug: Print the traceback of what fails; a client that fails ends the run, whatever
+            clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.config.experiment import load
@@ -59,20 +73,30 @@ def run_command(
     settings = settle(experiment)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:
-            result = runner.run(experiment, out, watch=watch, debug=debug, overwrite=overwrite, track=track)
+            result = runner.run(
+                experiment, out, watch=watch, debug=debug, overwrite=overwrite, track=track
+            )
         except Interrupted as stopped:
-            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(str(stopped))}", 1)
+            return say(
+                "stopped after a whole stage; go on with: fedstill resume "
+                f"{in_shell(str(stopped))}",
+                1,
+            )
     return _show(result, again=settings.query.again is not None)
 
 
 @app.command(name="resume")
-def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, quiet: Quiet = False) -> int:
+def resume_command(
+    directory: Path, *, track: Track = (), debug: Debug = False, quiet: Quiet = False
+) -> int:
     """Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.
 
     Args:
         directory: The run's directory.
-        track: Tell these trackers too, from the first round on; those that the run had go on by themselves.
-        debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
+        track: Tell these trackers too, from the first round on; those that the run had go on by
+            themselves.
+        debug: Print the traceback of what fails; a client that fails ends the run, whatever
+            clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.run_directory.begun import refuse_changed, settings_of
@@ -85,7 +109,11 @@ def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, 
         try:
             result = runner.resume(directory, watch=watch, debug=debug, track=track)
         except Interrupted as stopped:
-            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(str(stopped))}", 1)
+            return say(
+                "stopped after a whole stage; go on with: fedstill resume "
+                f"{in_shell(str(stopped))}",
+                1,
+            )
     return _show(result, again=settings.query.again is not None)
 
 
@@ -112,7 +140,9 @@ def list_(
         if kind:
             screen.print(*catalogue.overview(entries))
         else:
-            screen.print(terminal.table([one, "what it is"], [(e.name, e.summary) for e in entries], words=3))
+            screen.print(
+                terminal.table([one, "what it is"], [(e.name, e.summary) for e in entries], words=3)
+            )
             screen.print()
     return 0
 
@@ -132,7 +162,10 @@ def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary.get("answer") != "clients":
         return []
     measured = f"{summary['personal_clients']} of {summary['clients']}"
-    return [*((m.title, percent(summary[m.key])) for m in PERSONAL), ("clients that were measured", measured)]
+    return [
+        *((m.title, percent(summary[m.key])) for m in PERSONAL),
+        ("clients that were measured", measured),
+    ]
 
 
 def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
@@ -150,7 +183,11 @@ def _show(result: Result, again: bool) -> int:
     s = result.summary
     rows = [
         *_for_the_clients(s),
-        *(((what, terminal.percent(s[key])) for what, key in OF_SERVER) if s["accuracy"] is not None else ()),
+        *(
+            ((what, terminal.percent(s[key])) for what, key in OF_SERVER)
+            if s["accuracy"] is not None
+            else ()
+        ),
         *(
             (m.title, terminal.percent(s[m.key]))
             for m in COLUMNS
@@ -165,7 +202,10 @@ def _show(result: Result, again: bool) -> int:
         *over_time(s),
         *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
         ("seconds", f"{s['seconds']:.1f}"),
-        *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
+        *(
+            (f"of these, measure {name}", f"{spent:.1f}")
+            for name, spent in s.get("seconds_measures", {}).items()
+        ),
         ("directory", str(result.directory)),
     ]
     screen = terminal.console()

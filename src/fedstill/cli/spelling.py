@@ -1,4 +1,6 @@
-"""What to write instead of a command line that cannot be read: spaced lists, keys as options, missing arguments."""
+"""What to write instead of a command line that cannot be read: spaced lists, keys as options,
+missing arguments.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ WITH_SETTINGS: dict[str, tuple[str, ...]] = {
     "run": (),
     "tune": ("--seed",),
 }
-"""Commands that take keys of a config with -s, and what is rather a slip for an option of theirs."""
+"""Commands that take keys of a config with -s, and what is rather a slip for an option of
+theirs.
+"""
 
 _A_RUN = ("a run's directory", "runs/fedavg-digits-seed0-1")
 
@@ -57,18 +61,21 @@ def no_value(tokens: Sequence[str]) -> str:
     ('--out has an empty value; give one, or leave it out', '--out has an empty value; give one, or leave it out')
     >>> no_value(["run", "my.toml", "-s", "data.name="])
     ''
-    """
+    """  # noqa: E501
     for before, token in zip(["", *tokens], tokens, strict=False):
         if not token or (token.startswith("--") and token.find("=") == len(token) - 1):
             what = (token or before).removesuffix("=")
             return (
-                f"{what} has an empty value; give one, or leave it out" if what.startswith("-") else "a word is empty"
+                f"{what} has an empty value; give one, or leave it out"
+                if what.startswith("-")
+                else "a word is empty"
             )
     return ""
 
 
 def as_key(tokens: Sequence[str], option: str) -> str:
-    """What to write in the place of an option that is none, but a key of the config; empty if it is not.
+    """What to write in the place of an option that is none, but a key of the config; empty if it is
+    not.
 
     >>> as_key(["run", "my.toml", "--seed", "3"], "--seed")
     '--seed is a key of the config, not an option; write -s seed=3'
@@ -89,15 +96,20 @@ def first_argument(tokens: Sequence[str]) -> str:
 
     >>> first_argument(["run"]), first_argument(["run", "-q"]), first_argument(["list"])
     ('run needs a config, e.g. fedstill run my.toml', 'run needs a config, e.g. fedstill run my.toml', '')
-    """
-    if not tokens or tokens[0] not in NEEDS or any(words and not option for option, words in _values(tokens[1:])):
+    """  # noqa: E501
+    if (
+        not tokens
+        or tokens[0] not in NEEDS
+        or any(words and not option for option, words in _values(tokens[1:]))
+    ):
         return ""
     what, example = NEEDS[tokens[0]]
     return f"{tokens[0]} needs {what}, e.g. fedstill {tokens[0]} {example}"
 
 
 def spaced_list(tokens: Sequence[str]) -> str:
-    """A line on the first list that has spaces in place of commas, so that its parts look like other arguments.
+    """A line on the first list that has spaces in place of commas, so that its parts look like
+    other arguments.
 
     >>> spaced_list(["compare", "--methods", "fedavg", "fedntd"])
     'a list is written with commas: --methods fedavg,fedntd'
@@ -108,7 +120,8 @@ def spaced_list(tokens: Sequence[str]) -> str:
 
 
 def unused_words(tokens: Sequence[str]) -> str:
-    """The same where the command had no use for some words, whatever they look like; also of options to repeat.
+    """The same where the command had no use for some words, whatever they look like; also of
+    options to repeat.
 
     >>> unused_words(["run", "my.toml", "plan.lr=0.1"])
     'to override a value of the config, write -s before it: -s plan.lr=0.1'
@@ -119,15 +132,26 @@ def unused_words(tokens: Sequence[str]) -> str:
     return _corrected(tokens, LISTS | REPEATED, lambda _: True)
 
 
-def _corrected(tokens: Sequence[str], options: frozenset[str], is_part: Callable[[str], bool]) -> str:
+def _corrected(
+    tokens: Sequence[str], options: frozenset[str], is_part: Callable[[str], bool]
+) -> str:
     for option, words in _values(tokens):
         parts = [words[0], *filter(is_part, words[1:])] if words else []
         if option in options and len(parts) > 1:
             if option == "--grid" and not any("=" in part for part in parts[1:]):
-                return f"the values of a key are written with commas: --grid {','.join(p.strip(',') for p in parts)}"
+                return (
+                    "the values of a key are written with commas: --grid "
+                    f"{','.join(p.strip(',') for p in parts)}"
+                )
             if option in REPEATED:
-                return f"each value has its own {option}: {' '.join(f'{option} {part}' for part in parts)}"
-            return f"a list is written with commas: {option} {','.join(part.strip(',') for part in parts)}"
+                return (
+                    f"each value has its own {option}: "
+                    f"{' '.join(f'{option} {part}' for part in parts)}"
+                )
+            return (
+                f"a list is written with commas: {option} "
+                f"{','.join(part.strip(',') for part in parts)}"
+            )
     return ""
 
 
@@ -137,7 +161,9 @@ def _values(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     for token in tokens:
         if token.startswith("-") and not token.lstrip("-")[:1].isdigit():
             yield option, words
-            option, equals, value = token.partition("=") if token.startswith("--") else (token, "", "")
+            option, equals, value = (
+                token.partition("=") if token.startswith("--") else (token, "", "")
+            )
             words = [value] if equals else []
         else:
             words.append(token)
@@ -145,7 +171,9 @@ def _values(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _is_part(word: str) -> bool:
-    """Whether a word after the first of a list is more likely a part of it than a config or a directory."""
+    """Whether a word after the first of a list is more likely a part of it than a config or a
+    directory.
+    """
     if ".py" in word:
         return True
     return not (word.endswith(".toml") or "/" in word or Path(word).exists())

@@ -33,16 +33,19 @@ def tune_command(
 ) -> int:
     """Look for good values of fields by trials (Optuna's TPE); each trial is one run per seed.
 
-    Then print the command that reports the best values on other seeds. The same command goes on where it was stopped,
-    with --out; more trials continue the search. It needs the extra tune.
+    Then print the command that reports the best values on other seeds. The same command goes on
+    where it was stopped, with --out; more trials continue the search. It needs the extra tune.
 
     Args:
         config: What all runs have in common, a TOML file. Unset, the defaults.
-        space: What may vary, KEY=LOW..HIGH[:log] or KEY=A,B,..., e.g. --space plan.lr=0.001..1:log. May be repeated.
+        space: What may vary, KEY=LOW..HIGH[:log] or KEY=A,B,..., e.g. --space plan.lr=0.001..1:log.
+            May be repeated.
         trials: How many trials, those that are done already included.
-        seeds: Seeds of each trial's runs. Unset, 100,101,102. The values are to be reported on others.
-        goal: A number of a run's summary: query_average_accuracy, personal_accuracy, mean_accuracy_last_10, accuracy,
-            best_accuracy, forgetting or personal_forgetting. Unset, the first of these that the runs have.
+        seeds: Seeds of each trial's runs. Unset, 100,101,102. The values are to be reported on
+            others.
+        goal: A number of a run's summary: query_average_accuracy, personal_accuracy,
+            mean_accuracy_last_10, accuracy, best_accuracy, forgetting or personal_forgetting.
+            Unset, the first of these that the runs have.
         out: The directory of all trials and the page. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.
@@ -62,7 +65,11 @@ def tune_command(
     with claimed(folder), followed_runs(quiet, trials * len(seeds)) as shown:
 
         def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
-            before.extend(ended := compared.carry_out_runs(runs, count, lambda now: shown.show([*before, *now])))
+            before.extend(
+                ended := compared.carry_out_runs(
+                    runs, count, lambda now: shown.show([*before, *now])
+                )
+            )
             return ended
 
         tuning = Tuning(experiment, parse_space(space), seeds, folder, do, goal)
@@ -75,6 +82,8 @@ def tune_command(
         screen.print(f"page: {folder / 'tuning.html'}", soft_wrap=True)
     if len(tuning.trials) < trials:
         return say(
-            f"stopped after {len(tuning.trials)} of {trials} trials; the same command with --out {folder} goes on", 1
+            f"stopped after {len(tuning.trials)} of {trials} trials; the same command with --out "
+            f"{folder} goes on",
+            1,
         )
     return 0 if any(t.scores for t in tuning.trials) else 1

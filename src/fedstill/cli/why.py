@@ -38,12 +38,14 @@ def why_command(
     open_: Annotated[Flag, Parameter(name="--open")] = False,
     quiet: Quiet = False,
 ) -> int:
-    """Say who made the model forget: what a class lost in a round by local training and by averaging, and by client.
+    """Say who made the model forget: what a class lost in a round by local training and by
+    averaging, and by client.
 
-    Without the measure contributions in the journal, the rounds since the nearest checkpoint are gone through again;
-    keep_checkpoints_every in the config makes that short. Where a method's fold is not a sum, contributions are
-    computed from the two end points instead of along a path; the answer says so. What was found out is kept for the
-    next time and for the report, but not what --exact and --game answer: they change no other answer.
+    Without the measure contributions in the journal, the rounds since the nearest checkpoint are
+    gone through again; keep_checkpoints_every in the config makes that short. Where a method's fold
+    is not a sum, contributions are computed from the two end points instead of along a path; the
+    answer says so. What was found out is kept for the next time and for the report, but not what
+    --exact and --game answer: they change no other answer.
 
     Args:
         directory: The run's directory.
@@ -56,15 +58,23 @@ def why_command(
         from_: The first round without it. Unset, --round, or that of the deepest fall.
         rounds: How many rounds are gone through without it. Unset, 5.
         once: Leave it out in the first of these rounds alone.
-        draws: Go through the round with so many other draws of its clients, e.g. 10: how far who was drawn explains it.
-        client: Where clients learn from peers: what this one learned in --round, by phase and by teacher.
+        draws: Go through the round with so many other draws of its clients, e.g. 10: how far who
+            was drawn explains it.
+        client: Where clients learn from peers: what this one learned in --round, by phase and by
+            teacher.
         open_: Write the run's page with the pictures, and open it.
         quiet: Say nothing of progress.
     """
     from fedstill.experiment.answering import numbered
     from fedstill.experiment.why.falls import the_moment
 
-    given = {"--client": client, "--without": without, "--draws": draws or None, "--class": class_, "--game": game}
+    given = {
+        "--client": client,
+        "--without": without,
+        "--draws": draws or None,
+        "--class": class_,
+        "--game": game,
+    }
     given |= {"--from": from_, "--rounds": rounds, "--once": once or None, "--open": open_ or None}
     given |= {"--worst": worst if worst > 1 else None, "--exact": exact or None}
     refuse_strays([name for name, value in given.items() if value is not None])
@@ -102,7 +112,13 @@ def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: i
         terminal.tell(terminal.console(sentences=True), said)
 
 
-def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "absent"] | None, quiet: bool) -> None:
+def _tell(
+    directory: Path,
+    moment: Moment,
+    exact: bool,
+    game: Literal["idle", "absent"] | None,
+    quiet: bool,
+) -> None:
     from fedstill.experiment.measures.contributions import Contributions
     from fedstill.experiment.why.again import looked_at, refuse_many, taken_up
     from fedstill.experiment.why.falls import add_looks, looks_of, told_of
@@ -111,7 +127,12 @@ def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "a
 
     told = None if exact or game else told_of(moment, looks_of(directory))
     if told is None:
-        known = {c for look in looks_of(directory) if look["round"] == moment.round for c in look.get("classes", ())}
+        known = {
+            c
+            for look in looks_of(directory)
+            if look["round"] == moment.round
+            for c in look.get("classes", ())
+        }
         kept = taken_up(directory, moment.round)
         if exact:
             refuse_many(kept, moment.round)
@@ -122,7 +143,9 @@ def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "a
         told = told_of(moment, looks)
     screen, run = terminal.console(sentences=True), read_run(directory)
     if told is None:
-        terminal.tell(screen, f"In round {moment.round} nothing is known of class {run.classes[moment.of]!r}.")
+        terminal.tell(
+            screen, f"In round {moment.round} nothing is known of class {run.classes[moment.of]!r}."
+        )
         return
     terminal.tell(screen, why_said.sentence_of(run, told))
     if told.clients:
@@ -130,41 +153,61 @@ def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "a
         terminal.tell(screen, why_said.how_of(told))
     if hint := why_said.hint_of(told):
         terminal.tell(screen, hint)
-    if taken := [c for c in sorted(told.clients, key=lambda c: told.clients[c]) if told.clients[c] < 0]:
-        command = f"fedstill why {in_shell(directory)} --class {moment.of} --without {taken[0]} --from {moment.round}"
-        screen.print(f"What would have been without {why_said.who(run, taken[0])}: {command}", soft_wrap=True)
+    if taken := [
+        c for c in sorted(told.clients, key=lambda c: told.clients[c]) if told.clients[c] < 0
+    ]:
+        command = (
+            f"fedstill why {in_shell(directory)} --class {moment.of} --without {taken[0]} --from "
+            f"{moment.round}"
+        )
+        screen.print(
+            f"What would have been without {why_said.who(run, taken[0])}: {command}", soft_wrap=True
+        )
 
 
-def _without(directory: Path, moment: Moment, client: int, first: int, count: int, once: bool, quiet: bool) -> int:
+def _without(
+    directory: Path, moment: Moment, client: int, first: int, count: int, once: bool, quiet: bool
+) -> int:
     from fedstill.experiment.why.again import Without, accuracies, taken_up
     from fedstill.report import terminal, why_said
     from fedstill.report.runs import read_run
 
     kept, run = taken_up(directory, first), read_run(directory)
-    clients, last = kept.prepared.settings.clients, min(first + count - 1, kept.prepared.settings.rounds)
+    clients, last = (
+        kept.prepared.settings.clients,
+        min(first + count - 1, kept.prepared.settings.rounds),
+    )
     if client >= clients:
         return say(f"--without {client}: the run has clients 0 to {clients - 1}", 2)
     if first > last:
         return say(f"--from {first}: the run has rounds 1 to {last}", 2)
-    left_out = accuracies(kept, first, last, Without(client, first, once), _progress(kept, last, quiet))
+    left_out = accuracies(
+        kept, first, last, Without(client, first, once), _progress(kept, last, quiet)
+    )
     was = {e["round"]: e["class_accuracy"] for e in run.rounds}
     rows = []
     for round, row in left_out.items():
         with_, without = was[round][moment.of], row[moment.of]
         if with_ is not None and without is not None:
-            cells = (terminal.percent(with_), terminal.percent(without), why_said.points(without - with_))
+            cells = (
+                terminal.percent(with_),
+                terminal.percent(without),
+                why_said.points(without - with_),
+            )
             rows.append((str(round), *cells))
     said = f"in round {first} alone" if once else f"from round {first} on"
     screen = terminal.console(sentences=True)
     terminal.tell(
         screen,
-        f"Class {run.classes[moment.of]!r} without {why_said.who(run, client)} {said}; all else as it was, the clients "
+        f"Class {run.classes[moment.of]!r} without {why_said.who(run, client)} {said}; all else as "
+        "it was, the clients "
         "of each round as drawn.",
     )
     screen.print(terminal.table(["round", "as it was", "without", "difference [points]"], rows))
     terminal.tell(
         screen,
-        "This is what leaving the client out would have done, which is another question than its contribution to a "
+        "This is what leaving the client out would have done, which is another question than its "
+        "contribution to a "
         "round: both are shown, neither is the other.",
     )
     return 0
@@ -197,11 +240,17 @@ def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
     kept, run = taken_up(directory, round), read_run(directory)
     settings = kept.prepared.settings
     if client >= settings.clients or round > settings.rounds:
-        return say(f"the run has clients 0 to {settings.clients - 1} and rounds 1 to {settings.rounds}", 2)
+        return say(
+            f"the run has clients 0 to {settings.clients - 1} and rounds 1 to {settings.rounds}", 2
+        )
 
     def exchanges(count: int) -> None:
         if not quiet:
-            say(f"then client {client}'s exchange {count} times: with all of its teachers, some, and none", 0)
+            say(
+                f"then client {client}'s exchange {count} times: with all of its teachers, some, "
+                "and none",
+                0,
+            )
 
     taught = taught_by_peers(kept, client, round, _progress(kept, round, quiet), exchanges)
     screen = terminal.console(sentences=True)
@@ -225,7 +274,11 @@ def _progress(kept: TakenUp, last: int, quiet: bool) -> OnAgain:
         if quiet:
             return
         if round == kept.start:
-            where = f"from the checkpoint before round {round}" if kept.restored is not None else "from round 1"
+            where = (
+                f"from the checkpoint before round {round}"
+                if kept.restored is not None
+                else "from round 1"
+            )
             rounds = f"rounds {round} to {last}" if round < last else f"round {round}"
             say(f"going through {rounds} again, {where}: about {total:.0f} s, as then", 0)
         elif time.monotonic() - said[0] > 5:

@@ -1,6 +1,8 @@
-"""New data: of its examples a client has some in round 1, and the rest comes with the rounds, by a stated rule.
+"""New data: of its examples a client has some in round 1, and the rest comes with the rounds, by a
+stated rule.
 
-Source: QKT, section 5, leaves "real-time and highly dynamic scenarios" to future work, without a rule.
+Source: QKT, section 5, leaves "real-time and highly dynamic scenarios" to future work, without a
+rule.
 Reading: what arrives is the client's own part of the split, in equal parts; what has arrived stays.
 """
 
@@ -20,7 +22,9 @@ Order = Literal["mixed", "by_class"]
 
 @dataclass(frozen=True)
 class Arrival:
-    """In which order a client's examples arrive, the share ``at_first`` in (0, 1] of round 1, in how many rounds."""
+    """In which order a client's examples arrive, the share ``at_first`` in (0, 1] of round 1, in
+    how many rounds.
+    """
 
     order: Order
     at_first: float
@@ -28,7 +32,8 @@ class Arrival:
     seed: int
 
     def share(self, round: int) -> float:
-        """The share of its examples that a client has in a round; the census, round 0, is before round 1.
+        """The share of its examples that a client has in a round; the census, round 0, is before
+        round 1.
 
         >>> [Arrival("mixed", 0.5, rounds=3, seed=0).share(r) for r in (0, 1, 2, 3)]
         [0.5, 0.5, 0.75, 1.0]
@@ -38,7 +43,9 @@ class Arrival:
         return self.at_first + (1 - self.at_first) * (max(round, 1) - 1) / (self.rounds - 1)
 
     def turns(self, client: int, labels: Tensor) -> Tensor:
-        """When each of a client's examples arrives, given its labels (n,): (n,) int64, 0 for the first."""
+        """When each of a client's examples arrives, given its labels (n,): (n,) int64, 0 for the
+        first.
+        """
         draw = generator(seed_for(self.seed, 0, 0, client, "arrival"))
         order = torch.randperm(len(labels), generator=draw)
         if self.order == "by_class":
@@ -48,9 +55,11 @@ class Arrival:
         return order.argsort()
 
     def there(self, turns: Tensor, some: Tensor, round: int) -> Tensor:
-        """Those of some of a client's examples (k,), given by number, that have arrived by a round, in their order.
+        """Those of some of a client's examples (k,), given by number, that have arrived by a round,
+        in their order.
 
-        turns: (n,) of all its examples. At least one of them: the first to arrive, if the round has none of them yet.
+        turns: (n,) of all its examples. At least one of them: the first to arrive, if the round has
+        none of them yet.
         """
         count = max(1, int(self.share(round) * len(turns) + 0.5))
         arrived = some[turns[some] < count]

@@ -1,7 +1,8 @@
-"""Batches made of raw images: augmented and normalised on tensors, with every draw from the generator given.
+"""Batches made of raw images: augmented and normalised on tensors, with every draw from the
+generator given.
 
-Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is black), then
-normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).
+Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is
+black), then normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).
 """
 
 from __future__ import annotations
@@ -29,18 +30,26 @@ HOLE = 16
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(x / 255 - mean) / std by channel. images: (B, C, H, W) uint8; mean, std: C numbers -> (B, C, H, W) float32."""
+    """(x / 255 - mean) / std by channel. images: (B, C, H, W) uint8; mean, std: C numbers -> (B, C,
+    H, W) float32.
+    """
     shift, scale = (_by_channel(tuple(v), images.device) for v in (mean, std))
     return images.to(torch.float32).div_(255).sub_(shift).div_(scale)
 
 
 def augment(
-    images: Tensor, steps: Collection[str], mean: Sequence[float], std: Sequence[float], generator: torch.Generator
+    images: Tensor,
+    steps: Collection[str],
+    mean: Sequence[float],
+    std: Sequence[float],
+    generator: torch.Generator,
 ) -> Tensor:
-    """A training batch: the named steps in the papers' order, whatever order they are listed in, and normalisation.
+    """A training batch: the named steps in the papers' order, whatever order they are listed in,
+    and normalisation.
 
-    images: (B, C, H, W) uint8; steps: names of ``STEPS``, none for ``normalise`` alone -> (B, C, H, W) float32.
-    Every image has draws of its own, all from ``generator``. Raises UnknownName or ConfigError for ``check_steps``.
+    images: (B, C, H, W) uint8; steps: names of ``STEPS``, none for ``normalise`` alone -> (B, C, H,
+    W) float32. Every image has draws of its own, all from ``generator``. Raises UnknownName or
+    ConfigError for ``check_steps``.
     """
     check_steps(steps)
     count, _, height, width = images.shape
@@ -56,7 +65,10 @@ def augment(
         mirrored = resident(torch.rand(count, generator=generator) < 0.5, device).view(-1, 1, 1)
         columns = torch.where(mirrored, width - 1 - columns, columns)
     if "crop" in steps or "crop_reflect" in steps:
-        offsets = resident(torch.randint(2 * PADDING + 1, (count, 2), generator=generator), device) - PADDING
+        offsets = (
+            resident(torch.randint(2 * PADDING + 1, (count, 2), generator=generator), device)
+            - PADDING
+        )
         rows, columns = rows + offsets[:, 0].view(-1, 1, 1), columns + offsets[:, 1].view(-1, 1, 1)
         if "crop_reflect" in steps:
             rows, columns = _mirror(rows, height), _mirror(columns, width)
@@ -66,12 +78,16 @@ def augment(
 
 
 def check_steps(steps: Collection[str]) -> None:
-    """Raise UnknownName for a step that does not exist, ConfigError for both kinds of crop at once."""
+    """Raise UnknownName for a step that does not exist, ConfigError for both kinds of crop at
+    once.
+    """
     for step in steps:
         if step not in STEPS:
             raise UnknownName("augmentation", step, STEPS)
     if {"crop", "crop_reflect"} <= set(steps):
-        raise ConfigError("augmentations 'crop' and 'crop_reflect' exclude each other; leave one out")
+        raise ConfigError(
+            "augmentations 'crop' and 'crop_reflect' exclude each other; leave one out"
+        )
 
 
 @lru_cache(maxsize=32)
@@ -84,7 +100,9 @@ def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
 def _grid(count: int, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Row and column of every pixel: (B, H, W) int64 each."""
     rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
-    return rows.view(1, -1, 1).expand(count, height, width), columns.view(1, 1, -1).expand(count, height, width)
+    return rows.view(1, -1, 1).expand(count, height, width), columns.view(1, 1, -1).expand(
+        count, height, width
+    )
 
 
 def _draw_angles(count: int, generator: torch.Generator) -> Tensor:
@@ -93,18 +111,29 @@ def _draw_angles(count: int, generator: torch.Generator) -> Tensor:
     return ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
 
 
-def _rotation(rows: Tensor, columns: Tensor, angles: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the pixels of images turned about their centre come from, and whether that is inside."""
+def _rotation(
+    rows: Tensor, columns: Tensor, angles: Tensor, height: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the pixels of images turned about their centre come from, and whether that is
+    inside.
+    """
     y, x = rows + 0.5 - height / 2, columns + 0.5 - width / 2
     cos, sin = angles.cos(), angles.sin()
     source_rows = (cos * y - sin * x + height / 2).floor().long()
     source_columns = (sin * y + cos * x + width / 2).floor().long()
-    inside = (source_rows >= 0) & (source_rows < height) & (source_columns >= 0) & (source_columns < width)
+    inside = (
+        (source_rows >= 0)
+        & (source_rows < height)
+        & (source_columns >= 0)
+        & (source_columns < width)
+    )
     return source_rows, source_columns, inside
 
 
 def _mirror(index: Tensor, size: int) -> Tensor:
-    """Positions reflected at the border pixels, which are not repeated; those far outside stay outside."""
+    """Positions reflected at the border pixels, which are not repeated; those far outside stay
+    outside.
+    """
     index = index.abs()
     return torch.where(index >= size, 2 * (size - 1) - index, index)
 
@@ -118,7 +147,9 @@ def _gather(images: Tensor, rows: Tensor, columns: Tensor, inside: Tensor) -> Te
 
 
 def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
-    """One hole an image, its centre uniform over the pixels; the hole reaches HOLE / 2 up and left, less one down."""
+    """One hole an image, its centre uniform over the pixels; the hole reaches HOLE / 2 up and left,
+    less one down.
+    """
     count, _, height, width = batch.shape
     draws = [torch.randint(size, (count, 1), generator=generator) for size in (height, width)]
     centre_row, centre_column = (resident(draw, batch.device) for draw in draws)

@@ -1,4 +1,6 @@
-"""Where decoded data, slow splits and replies are kept: ``FEDSTILL_CACHE``, or the user's cache folder."""
+"""Where decoded data, slow splits and replies are kept: ``FEDSTILL_CACHE``, or the user's cache
+folder.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ CACHE = "FEDSTILL_CACHE"
 def cache_folder() -> Path:
     """The cache folder; it may not exist yet, and deleting it loses nothing but time.
 
-    Raises ConfigError if ``FEDSTILL_CACHE`` names a file. A folder in which nothing can be written is done without.
+    Raises ConfigError if ``FEDSTILL_CACHE`` names a file. A folder in which nothing can be written
+    is done without.
     """
     folder = Path(os.environ.get(CACHE) or user_cache_dir("fedstill"))
     with contextlib.suppress(PermissionError):
         if folder.is_file():
-            raise ConfigError(f"{CACHE} = {str(folder)!r} is a file; name a folder, which may be one to be made")
+            raise ConfigError(
+                f"{CACHE} = {str(folder)!r} is a file; name a folder, which may be one to be made"
+            )
     return folder
 
 
@@ -32,7 +37,8 @@ REUSE_GB = "FEDSTILL_REUSE_GB"
 
 
 def reuse_bytes() -> int:
-    """How many bytes of replies may be kept: 10 GB, or what ``FEDSTILL_REUSE_GB`` says; 0 keeps none.
+    """How many bytes of replies may be kept: 10 GB, or what ``FEDSTILL_REUSE_GB`` says; 0 keeps
+    none.
 
     Raises ConfigError if that is no number of at least 0.
     """

@@ -1,4 +1,6 @@
-"""How a run's data are dealt out: whose examples are where, their labels, and what each client has of each class."""
+"""How a run's data are dealt out: whose examples are where, their labels, and what each client has
+of each class.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from fedstill.data.partition.flat import FlatParts, bounds, ends_of
 
 @dataclass(frozen=True, eq=False)
 class LabelCounts(Sequence[list[int]]):
-    """Label counts (C,) of each client, made when they are asked for; only classes that a client has are kept.
+    """Label counts (C,) of each client, made when they are asked for; only classes that a client
+    has are kept.
 
-    classes: C. held: class ids, client after client, each client's ascending; counts: how many examples it has of
-    each. ends: where each client's stop in both (clients,).
+    classes: C. held: class ids, client after client, each client's ascending; counts: how many
+    examples it has of each. ends: where each client's stop in both (clients,).
 
     >>> LabelCounts.of_labels(np.array([2, 0, 2, 1]), np.array([3, 4]), classes=3)[0]
     [1, 0, 2]
@@ -32,7 +35,9 @@ class LabelCounts(Sequence[list[int]]):
 
     @staticmethod
     def of_labels(labels: NDArray[Any], ends: NDArray[np.int64], classes: int) -> LabelCounts:
-        """From the labels (n,) of all clients' examples, client after client, and where each client's stop."""
+        """From the labels (n,) of all clients' examples, client after client, and where each
+        client's stop.
+        """
         owners = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         cells, counts = np.unique(owners * classes + labels, return_counts=True)
         per_client = np.bincount(cells // max(classes, 1), minlength=len(ends))
@@ -43,12 +48,22 @@ class LabelCounts(Sequence[list[int]]):
         """From a table (clients, C)."""
         counts = np.asarray(table).reshape(len(table), classes)
         clients, held = np.nonzero(counts)
-        return LabelCounts(classes, held, counts[clients, held], ends_of(np.bincount(clients, minlength=len(table))))
+        return LabelCounts(
+            classes,
+            held,
+            counts[clients, held],
+            ends_of(np.bincount(clients, minlength=len(table))),
+        )
 
     @property
     def key(self) -> tuple[int, bytes, bytes, bytes]:
         """The same for equal counts."""
-        return self.classes, self.held.tobytes(), self.counts.astype(np.float64).tobytes(), self.ends.tobytes()
+        return (
+            self.classes,
+            self.held.tobytes(),
+            self.counts.astype(np.float64).tobytes(),
+            self.ends.tobytes(),
+        )
 
     def table(self) -> NDArray[Any]:
         """All of them as one array (clients, C)."""
@@ -70,11 +85,14 @@ class LabelCounts(Sequence[list[int]]):
         return np.diff(self.ends, prepend=0)
 
     def mean_shares(self, among: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """The shares (C,) that classes have of a client's examples, the mean over clients; of some classes (C,) only.
+        """The shares (C,) that classes have of a client's examples, the mean over clients; of some
+        classes (C,) only.
 
         Clients that have none of these are left out; NaN where that leaves nobody.
 
-        >>> LabelCounts.of_table([[3, 1], [0, 2], [0, 0]], 2).mean_shares(np.array([True, True])).tolist()
+        >>> LabelCounts.of_table([[3, 1], [0, 2], [0, 0]], 2).mean_shares(
+        ...     np.array([True, True])
+        ... ).tolist()
         [0.375, 0.625]
         """
         owners, counts = self.owners, self.counts * among[self.held]
@@ -102,9 +120,11 @@ class LabelCounts(Sequence[list[int]]):
 
 @dataclass(frozen=True, eq=False)
 class DealtOut:
-    """A run's split: each client's positions in the training set, and the labels (n,) of these, client after client.
+    """A run's split: each client's positions in the training set, and the labels (n,) of these,
+    client after client.
 
-    names, networks: where clients have different networks, their names, and the number of each client's (clients,).
+    names, networks: where clients have different networks, their names, and the number of each
+    client's (clients,).
     """
 
     parts: FlatParts[NDArray[np.int64]]

@@ -1,4 +1,6 @@
-"""A data set in memory: its splits, its class names, what normalises its inputs; and a fair part of some examples."""
+"""A data set in memory: its splits, its class names, what normalises its inputs; and a fair part of
+some examples.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from fedstill.records import SERVER, Examples
 class Dataset:
     """A data set ready for use: verified splits, class names, and what is known of its inputs.
 
-    mean, std: of images, one number a channel, for pixels scaled to [0, 1]; of other numbers, one a column or channel
-    where the data set declares them, else none. ``about``: what examples are, and what reading left out. Values may be
-    memory-mapped copies-on-write: changing them changes no file. ``before``: of features of a backbone, what this
-    was given, as ``Inputs.stored`` tells it.
+    mean, std: of images, one number a channel, for pixels scaled to [0, 1]; of other numbers, one a
+    column or channel where the data set declares them, else none. ``about``: what examples are, and
+    what reading left out. Values may be memory-mapped copies-on-write: changing them changes no
+    file. ``before``: of features of a backbone, what this was given, as ``Inputs.stored`` tells it.
     """
 
     name: str
@@ -37,11 +39,16 @@ class Dataset:
     def __repr__(self) -> str:
         splits = {"train": self.train, "test": self.test, "validation": self.validation}
         counts = ", ".join(f"{len(e):,} {split}" for split, e in splits.items() if e is not None)
-        return f"<Dataset {self.name}: {counts}; {self.many} of {self.input_shape}, {len(self.classes)} classes>"
+        return (
+            f"<Dataset {self.name}: {counts}; {self.many} of {self.input_shape}, "
+            f"{len(self.classes)} classes>"
+        )
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of each example: of an image (C, H, W), of a vector (D,), of a series (C, L), of token ids (L,)."""
+        """The shape of each example: of an image (C, H, W), of a vector (D,), of a series (C, L),
+        of token ids (L,).
+        """
         return tuple(self.train.values.shape[1:])
 
     @property
@@ -56,7 +63,9 @@ class Dataset:
 
 
 def examples_digest(examples: Examples) -> str:
-    """The SHA-256 of values and labels, the same on whatever device they are; nothing is copied on a processor."""
+    """The SHA-256 of values and labels, the same on whatever device they are; nothing is copied on
+    a processor.
+    """
     sum_ = hashlib.sha256(f"{tuple(examples.values.shape)} {examples.values.dtype}".encode())
     for tensor in (examples.values, examples.labels):
         sum_.update(tensor.cpu().contiguous().numpy().data)
@@ -64,7 +73,9 @@ def examples_digest(examples: Examples) -> str:
 
 
 def stratified(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:
-    """Positions of ``size`` examples, in order, with the classes' shares kept as near as whole numbers allow."""
+    """Positions of ``size`` examples, in order, with the classes' shares kept as near as whole
+    numbers allow.
+    """
     draw = generator(seed_for(seed, 0, 0, SERVER, "stratified"))
     counts = torch.bincount(labels)
     exact = counts.double() * size / len(labels)

@@ -1,4 +1,6 @@
-"""What an example is made of: which columns, of what kind, and what is done about missing values and long texts."""
+"""What an example is made of: which columns, of what kind, and what is done about missing values
+and long texts.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["image", "table", "vector", "series", "text"]
-"""What examples are: pixels; a row of a table; numbers of one meaning (features); channels over time; token ids."""
+"""What examples are: pixels; a row of a table; numbers of one meaning (features); channels over
+time; token ids.
+"""
 
 Missing = Literal["refuse", "drop", "mean"]
-"""What is done about a missing number: the data are refused, the row is left out, or it counts as the mean."""
+"""What is done about a missing number: the data are refused, the row is left out, or it counts as
+the mean.
+"""
 
 Value = str | int | float | bool
 
@@ -30,15 +36,17 @@ LENGTH = 64
 class Form:
     """What examples are made of. Every field can be left out.
 
-    ``kind``: "auto" looks at the columns. ``columns``: those of a table; empty: all columns of numbers but the label,
-    the owner and a pandas index. ``categorical``: of a table, columns whose values are names, and these names (none:
-    those in the training data); each becomes a column of 0 and 1. ``input``: the column of texts, vectors or series.
-    ``missing``: see ``Missing``; ``marks``: a further column of 0 and 1 for each column with missing numbers, or for
-    those that are named.
-    ``tokenizer``: "words", "bytes", or a file of Hugging Face's tokenizers; ``vocabulary``: how many token ids words
-    are given; ``length``: of a text or a series, what is longer is cut (0: 64 tokens, and series as they are).
-    ``owner``: the column that says whose an example is, or, with ``cuts``, when it was taken: these are the dates on
-    which tasks begin, and test examples are held out of each.
+    ``kind``: "auto" looks at the columns. ``columns``: those of a table; empty: all columns of
+    numbers but the label, the owner and a pandas index. ``categorical``: of a table, columns whose
+    values are names, and these names (none: those in the training data); each becomes a column of 0
+    and 1. ``input``: the column of texts, vectors or series.
+    ``missing``: see ``Missing``; ``marks``: a further column of 0 and 1 for each column with
+    missing numbers, or for those that are named.
+    ``tokenizer``: "words", "bytes", or a file of Hugging Face's tokenizers; ``vocabulary``: how
+    many token ids words are given; ``length``: of a text or a series, what is longer is cut (0: 64
+    tokens, and series as they are).
+    ``owner``: the column that says whose an example is, or, with ``cuts``, when it was taken: these
+    are the dates on which tasks begin, and test examples are held out of each.
     """
 
     kind: Kind | Literal["auto"] = "auto"
@@ -58,11 +66,14 @@ class Form:
 class About:
     """What reading made of the examples of a data set.
 
-    ``vocabulary``: how many token ids there are, 0 for numbers. ``owners``: their names, by number. ``columns``: those
-    that a table was made of; ``categories``: those of them whose values are names, and these names; ``features``: the
-    names of its inputs; ``marks``: which of these (positions) are 0 or 1 and are not standardised.
-    ``tokenizer``: what made ids of texts, as in ``Form``; ``tokenizer_sha``: the SHA-256 of its file, if it is one.
-    ``notes``: what was left out or cut, a sentence each; ``cautions``: what of it a run says when it begins.
+    ``vocabulary``: how many token ids there are, 0 for numbers. ``owners``: their names, by
+    number. ``columns``: those that a table was made of; ``categories``: those of them whose values
+    are names, and these names; ``features``: the names of its inputs; ``marks``: which of these
+    (positions) are 0 or 1 and are not standardised.
+    ``tokenizer``: what made ids of texts, as in ``Form``; ``tokenizer_sha``: the SHA-256 of its
+    file, if it is one.
+    ``notes``: what was left out or cut, a sentence each; ``cautions``: what of it a run says when
+    it begins.
     """
 
     kind: Kind = "image"

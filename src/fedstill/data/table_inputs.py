@@ -1,4 +1,6 @@
-"""The names of a table's inputs: of columns of numbers, of categories, and of the marks of missing numbers."""
+"""The names of a table's inputs: of columns of numbers, of categories, and of the marks of missing
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ MISSING = " is missing"
 
 @dataclass(frozen=True)
 class TableInputs:
-    """What a table's inputs are made of: its columns, the names in those of names, the columns that have a mark."""
+    """What a table's inputs are made of: its columns, the names in those of names, the columns that
+    have a mark.
+    """
 
     columns: tuple[str, ...]
     categories: Mapping[str, tuple[str, ...]]
@@ -36,14 +40,28 @@ class TableInputs:
             features += [f"{column}={name}" for name in names]
         marks += range(len(features), len(features) + len(self.marked))
         features += [f"{column}{MISSING}" for column in self.marked]
-        named = tuple((column, self.categories[column]) for column in self.columns if column in self.categories)
-        return About("table", columns=self.columns, categories=named, features=tuple(features), marks=tuple(marks))
+        named = tuple(
+            (column, self.categories[column])
+            for column in self.columns
+            if column in self.categories
+        )
+        return About(
+            "table",
+            columns=self.columns,
+            categories=named,
+            features=tuple(features),
+            marks=tuple(marks),
+        )
 
     @staticmethod
-    def named_by(columns: Sequence[str], features: Sequence[str], marks: Collection[int]) -> TableInputs:
+    def named_by(
+        columns: Sequence[str], features: Sequence[str], marks: Collection[int]
+    ) -> TableInputs:
         """What inputs of these names are made of.
 
-        >>> TableInputs.named_by(["age", "sex"], ["age", "sex=f", "sex=m", "age is missing"], [1, 2, 3]).categories
+        >>> TableInputs.named_by(
+        ...     ["age", "sex"], ["age", "sex=f", "sex=m", "age is missing"], [1, 2, 3]
+        ... ).categories
         {'sex': ('f', 'm')}
         """
         at, categories = 0, dict[str, tuple[str, ...]]()

@@ -16,9 +16,10 @@ from fedstill.stream import Stream, Transform
 class TaskData:
     """A cut of the training set, on the clock of a stream.
 
-    ``task_of``: (n,) int64, the task of each training example; None where every task shows all of them. ``transforms``:
-    how each task shows its images; empty: as they are. ``by_domain``: whether each task has test examples of its own,
-    those of its value of a column. ``tests``: a real site's own test sets of the tasks so far.
+    ``task_of``: (n,) int64, the task of each training example; None where every task shows all of
+    them. ``transforms``: how each task shows its images; empty: as they are. ``by_domain``: whether
+    each task has test examples of its own, those of its value of a column. ``tests``: a real site's
+    own test sets of the tasks so far.
     """
 
     stream: Stream
@@ -28,7 +29,8 @@ class TaskData:
     tests: Mapping[int, Examples] = field(default_factory=dict)
 
     def had(self, client: int, round: int) -> list[int]:
-        """The tasks whose data a client has in a round: its own first, then the older ones in order, if these are kept.
+        """The tasks whose data a client has in a round: its own first, then the older ones in
+        order, if these are kept.
 
         The older ones are those that it has been in; none before it joins.
         """
@@ -36,7 +38,9 @@ class TaskData:
         return [*been[-1:], *(been[:-1] if self.stream.kept else ())]
 
     def of_task(self, part: Tensor, task: int) -> Tensor:
-        """Which of a client's examples, given their positions in the training set, belong to a task, by number."""
+        """Which of a client's examples, given their positions in the training set, belong to a
+        task, by number.
+        """
         if self.task_of is None:
             return torch.arange(len(part))
         return (self.task_of[part] == task).nonzero().flatten()
@@ -44,7 +48,11 @@ class TaskData:
     def shown(self, examples: Examples, task: int) -> Examples:
         """Examples as a task shows them."""
         change = self.transforms[task] if self.transforms else None
-        return examples if change is None else Examples(change(examples.values), examples.labels, examples.owners)
+        return (
+            examples
+            if change is None
+            else Examples(change(examples.values), examples.labels, examples.owners)
+        )
 
 
 def below(pieces: list[Examples]) -> Examples:

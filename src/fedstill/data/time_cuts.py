@@ -11,20 +11,27 @@ from fedstill.errors import ConfigError, DataError
 
 
 def cut_times(cuts: Sequence[str]) -> list[datetime.datetime]:
-    """The moments at which each task but the first begins; raises ConfigError for what is no date, or out of order."""
+    """The moments at which each task but the first begins; raises ConfigError for what is no date,
+    or out of order.
+    """
     moments = []
     for cut in cuts:
         if (moment := moment_of(cut)) is None:
-            raise ConfigError(f"stream.cuts has {cut!r}, which is no date; write dates as 2023-01-31")
+            raise ConfigError(
+                f"stream.cuts has {cut!r}, which is no date; write dates as 2023-01-31"
+            )
         moments.append(moment)
     for k, (before, after) in enumerate(pairwise(moments)):
         if before >= after:
-            raise ConfigError(f"stream.cuts must ascend, and {cuts[k + 1]} does not come after {cuts[k]}")
+            raise ConfigError(
+                f"stream.cuts must ascend, and {cuts[k + 1]} does not come after {cuts[k]}"
+            )
     return moments
 
 
 def tasks_of_times(what: str, column: str, values: Sequence[str], cuts: Sequence[str]) -> list[int]:
-    """The task of each value of a time column, from 0: as many as there are cuts that are not after it.
+    """The task of each value of a time column, from 0: as many as there are cuts that are not after
+    it.
 
     Raises DataError for a value that is no date.
 
@@ -35,7 +42,8 @@ def tasks_of_times(what: str, column: str, values: Sequence[str], cuts: Sequence
     for value in values:
         if (moment := moment_of(value)) is None:
             raise DataError(
-                f"{what}: column {column!r} has {value[:40]!r}, which is no date; write dates as 2023-01-31"
+                f"{what}: column {column!r} has {value[:40]!r}, which is no date; write dates as "
+                "2023-01-31"
             )
         tasks.append(bisect_right(moments, moment))
     return tasks

@@ -1,4 +1,6 @@
-"""What each site sees: its part of a data set in a simulation, its own data at a real site; and the public set."""
+"""What each site sees: its part of a data set in a simulation, its own data at a real site; and the
+public set.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ from fedstill.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, V
 
 @dataclass(frozen=True)
 class SiteViews:
-    """The views of sites over one training set: all clients' in a simulation, one client's at a real site.
+    """The views of sites over one training set: all clients' in a simulation, one client's at a
+    real site.
 
-    ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
-    Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.
-    ``own_tests``: test sets of clients, which at real sites stay there.
-    ``plans`` say by stage what share of its own data a client holds out; ``held_out`` which: drawn by key, or the last
-    of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data. ``arrival``: how the data
-    of clients grow with the rounds; None: all are there from the start. ``tasks``: which data belong to which task.
+    ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the
+    server's data. Its labels are shown in the stages named in ``labelled`` only, and are -1 in all
+    others.
+    ``own_tests``: test sets of clients, which at real sites stay there. ``plans`` say by stage what
+    share of its own data a client holds out; ``held_out`` which: drawn by key, or the last of its
+    part. ``queries``: what clients ask for. ``passes``: how a model is run over data. ``arrival``:
+    how the data of clients grow with the rounds; None: all are there from the start. ``tasks``:
+    which data belong to which task.
     ``flipped``: clients that train on false labels, C - 1 - label.
     """
 
@@ -55,11 +60,15 @@ class SiteViews:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
 
     def counts(self, client: int, round: int | None = None) -> Tensor:
-        """Label counts (C,) of a client's own data, held-out ones included: of what it has in a round, or of all."""
+        """Label counts (C,) of a client's own data, held-out ones included: of what it has in a
+        round, or of all.
+        """
         return self._counts(self.train.labels[self._had(client, round)])
 
     def all_counts(self, round: int | None = None) -> Tensor:
-        """The label counts (clients, C) of all clients, as ``counts``; (0, C) where the sites keep them."""
+        """The label counts (clients, C) of all clients, as ``counts``; (0, C) where the sites keep
+        them.
+        """
         parts = self.parts if isinstance(self.parts, Sequence) else ()
         if round is not None and (self.tasks is not None or self.arrival is not None):
             parts = [self._had(client, round) for client in range(len(parts))]
@@ -124,7 +133,9 @@ class SiteViews:
         part, trained, apart = self.parts[client], list[Examples](), list[Examples]()
         for task in self.tasks.had(client, round):
             some = part[self.tasks.of_task(part, task)]
-            for pieces, which in zip((trained, apart), self._held_apart(client, len(some), share, task), strict=True):
+            for pieces, which in zip(
+                (trained, apart), self._held_apart(client, len(some), share, task), strict=True
+            ):
                 pieces.append(self.tasks.shown(self.train.take(some[which]), task))
         nothing = self.train.take(part[:0])
         return below(trained or [nothing]), below(apart or [nothing])
@@ -140,7 +151,9 @@ class SiteViews:
         return self.public and Examples(self.public.values, torch.full_like(self.public.labels, -1))
 
     def _split(self, client: int, share: float, round: int | None = None) -> tuple[Tensor, Tensor]:
-        """Positions in ``train`` of what a client trains on, and of the share that it holds out; of a round, or all."""
+        """Positions in ``train`` of what a client trains on, and of the share that it holds out; of
+        a round, or all.
+        """
         part = self.parts[client]
         own, held = self._held_apart(client, len(part), share)
         if round is not None and self.arrival is not None:
@@ -148,8 +161,12 @@ class SiteViews:
             own, held = (self.arrival.there(turns, some, round) for some in (own, held))
         return part[own], part[held]
 
-    def _held_apart(self, client: int, size: int, share: float, task: int = 0) -> tuple[Tensor, Tensor]:
-        """Which of a client's examples (by their number, from 0) it trains on, and which it holds out."""
+    def _held_apart(
+        self, client: int, size: int, share: float, task: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Which of a client's examples (by their number, from 0) it trains on, and which it holds
+        out.
+        """
         everything = torch.arange(size)
         if self.held_out == "last" and share > 0 and size > 1:
             rounded = int((1 - share) * size)  # down, as in HiPer-FedKD's notebooks
@@ -158,5 +175,7 @@ class SiteViews:
         held = max(1, round(share * size)) if share > 0 and size > 1 else 0
         if not held:
             return everything, everything[:0]
-        order = torch.randperm(size, generator=generator(seed_for(self.seed, task, 0, client, "validation")))
+        order = torch.randperm(
+            size, generator=generator(seed_for(self.seed, task, 0, client, "validation"))
+        )
         return order[held:].sort().values, order[:held].sort().values

@@ -1,1 +1,3 @@
-"""Deployments: a federation's folder with its certificates and keys, and Flower's own programs, started safely."""
+"""Deployments: a federation's folder with its certificates and keys, and Flower's own programs,
+started safely.
+"""

@@ -1,4 +1,6 @@
-"""Certificates and keys of a federation: its own certificate authority, the server's certificate, a key per client."""
+"""Certificates and keys of a federation: its own certificate authority, the server's certificate, a
+key per client.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ DAYS, AUTHORITY_DAYS = 825, 3650
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate authority: the certificate that all get, and the key that signs, which is not given away."""
+    """A certificate authority: the certificate that all get, and the key that signs, which is not
+    given away.
+    """
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -33,7 +37,9 @@ def require_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"deploying needs Flower: pip install 'fedstill[flower]' ({error})") from error
+        raise ConfigError(
+            f"deploying needs Flower: pip install 'fedstill[flower]' ({error})"
+        ) from error
 
 
 def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
@@ -47,20 +53,28 @@ def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
     builder = _builder(_named(name), _named(name), key.public_key(), days)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(usage, critical=True)
-    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    builder = builder.add_extension(
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+    )
     return Authority(builder.sign(key, hashes.SHA256()), key)
 
 
 def make_server(folder: Path, authority: Authority, hosts: Sequence[str], days: int = DAYS) -> None:
-    """Write ``ca.crt``, ``server.crt`` and ``server.key``; the certificate names these hosts and addresses."""
+    """Write ``ca.crt``, ``server.crt`` and ``server.key``; the certificate names these hosts and
+    addresses.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(authority.certificate.subject, _named(hosts[0]), key.public_key(), days)
-    builder = builder.add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(
+        x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False
+    )
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
     signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = builder.add_extension(signer, critical=False)
     server = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
@@ -90,14 +104,20 @@ def named_hosts(path: Path) -> set[str]:
 
 
 def make_client(path: Path) -> None:
-    """Write a client's private key, and its public half beside it as ``.pub``; both as OpenSSH has them."""
+    """Write a client's private key, and its public half beside it as ``.pub``; both as OpenSSH has
+    them.
+    """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP384R1())
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
     none = serialization.NoEncryption()
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, none)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, none
+    )
     write_secret(path, private)
     write_whole(path.with_name(path.name + ".pub"), public + b"\n")
 
@@ -115,7 +135,9 @@ def authority_of(folder: Path) -> Authority:
         certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} holds no certificate authority, ca.crt and ca.key: {error}") from error
+        raise ConfigError(
+            f"{folder} holds no certificate authority, ca.crt and ca.key: {error}"
+        ) from error
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return Authority(certificate, key)
 
@@ -134,7 +156,11 @@ def _builder(
     now = datetime.datetime.now(datetime.UTC)
     begin, end = now - datetime.timedelta(minutes=5), now + datetime.timedelta(days=days)
     builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
-    return builder.serial_number(x509.random_serial_number()).not_valid_before(min(begin, end)).not_valid_after(end)
+    return (
+        builder.serial_number(x509.random_serial_number())
+        .not_valid_before(min(begin, end))
+        .not_valid_after(end)
+    )
 
 
 def _named(name: str) -> x509.Name:
@@ -161,5 +187,9 @@ def _pem(certificate: x509.Certificate) -> bytes:
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
-    kinds = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    kinds = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
     return key.private_bytes(*kinds)

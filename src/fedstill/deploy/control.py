@@ -1,4 +1,6 @@
-"""What the operator asks of a federation's server: to start a run, to stop it, how it goes, which sites there are."""
+"""What the operator asks of a federation's server: to start a run, to stop it, how it goes, which
+sites there are.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class NotListening(NoAnswer):
 
 
 class OperatorKey:
-    """Puts the operator's key into every request of one of Flower's clients; an interceptor, as Flower has them."""
+    """Puts the operator's key into every request of one of Flower's clients; an interceptor, as
+    Flower has them.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key.decode()
@@ -46,9 +50,11 @@ class OperatorKey:
 
 @dataclass(frozen=True)
 class Control:
-    """The server of a federation, asked by its operator. Raises NoAnswer, or DeployFailed with the server's reason.
+    """The server of a federation, asked by its operator. Raises NoAnswer, or DeployFailed with the
+    server's reason.
 
-    ``address``: host and port. ``certificates``: the authority's, a PEM; None for a server without TLS.
+    ``address``: host and port. ``certificates``: the authority's, a PEM; None for a server without
+    TLS.
     """
 
     address: str
@@ -67,7 +73,9 @@ class Control:
             ca = None if link.get("insecure") else Path(link["root-certificates"]).read_bytes()
             return Control(str(link["address"]), ca, federation.key.read_bytes())
         except PermissionError as error:
-            raise DeployFailed(f"{error.filename} is for the operator, the user who made the federation") from error
+            raise DeployFailed(
+                f"{error.filename} is for the operator, the user who made the federation"
+            ) from error
         except (OSError, ValueError, KeyError) as error:
             how = f"start the server first: fedstill deploy server {federation.folder}"
             raise DeployFailed(f"{how} ({error})") from error
@@ -84,7 +92,9 @@ class Control:
         packed = build_fab_from_disk(app)
         fab = fab_to_proto(Fab(digest(packed), packed, {}))
         with self._asked("start-run") as client:
-            answer = client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(values))))
+            answer = client.StartRun(
+                StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(values)))
+            )
         return int(answer.run_id)
 
     def stop(self, run: int) -> None:
@@ -110,7 +120,11 @@ class Control:
 
         with self._asked("list-nodes") as client:
             answer = client.ListNodes(ListNodesRequest())
-        return {n.node_id: (n.name, n.public_key) for n in answer.nodes_info if n.status != "unregistered"}
+        return {
+            n.node_id: (n.name, n.public_key)
+            for n in answer.nodes_info
+            if n.status != "unregistered"
+        }
 
     def register(self, name: str, key: bytes) -> None:
         """Let a node in under a name."""
@@ -134,22 +148,31 @@ class Control:
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
         said = [RuntimeVersionHttpInterceptor(component_name="flwr CLI"), OperatorKey(self.key)]
-        client = ControlHttpClient.from_server_address(self.address, self.certificates is None, self.certificates, said)
+        client = ControlHttpClient.from_server_address(
+            self.address, self.certificates is None, self.certificates, said
+        )
         try:
             yield client
         except httpx.HTTPStatusError as error:
             said_why = " ".join(error.response.text.split())[:300]
-            raise DeployFailed(f"the server refused {what}: {error.response.status_code} {said_why}") from error
+            raise DeployFailed(
+                f"the server refused {what}: {error.response.status_code} {said_why}"
+            ) from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise NotListening(f"the server at {self.address} cannot be reached for {what}: {error}") from error
+            raise NotListening(
+                f"the server at {self.address} cannot be reached for {what}: {error}"
+            ) from error
         except httpx.HTTPError as error:
-            raise NoAnswer(f"the server at {self.address} did not answer {what}: {error}") from error
+            raise NoAnswer(
+                f"the server at {self.address} did not answer {what}: {error}"
+            ) from error
         finally:
             client.close()
 
 
 def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
-    """What a question is answered; it is asked again for some seconds if the server cannot be reached (yet).
+    """What a question is answered; it is asked again for some seconds if the server cannot be
+    reached (yet).
 
     A question that may have arrived is not asked again: the server would start a run twice.
     """
@@ -164,7 +187,9 @@ def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
 
 
 def public_key(path: Path) -> bytes:
-    """The public key in an OpenSSH ``.pub`` file, as Flower's server stores it; raises ConfigError if it is none."""
+    """The public key in an OpenSSH ``.pub`` file, as Flower's server stores it; raises ConfigError
+    if it is none.
+    """
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
@@ -174,5 +199,8 @@ def public_key(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no public key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
-        raise ConfigError(f"{path} is a key of another kind: Flower takes keys of a NIST curve, as `deploy init` makes")
+        raise ConfigError(
+            f"{path} is a key of another kind: Flower takes keys of a NIST curve, as `deploy init` "
+            "makes"
+        )
     return bytes(public_key_to_bytes(key))

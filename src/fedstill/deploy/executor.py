@@ -1,7 +1,8 @@
 """What carries Flower's tasks out: not the code that an app brings, but what is installed here.
 
-Flower hands out a task for every run at the server and for every message at a site. Its own executor unpacks the app
-that came with it and runs that. This one starts a process of ours instead, from one that has imported torch already.
+Flower hands out a task for every run at the server and for every message at a site. Its own
+executor unpacks the app that came with it and runs that. This one starts a process of ours instead,
+from one that has imported torch already.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 class Door:
     """Where tasks are to be had, and what opens it.
 
-    ``address``: host and port. ``key``: the secret. ``certificates``: the authority's, a PEM; None without TLS.
+    ``address``: host and port. ``key``: the secret. ``certificates``: the authority's, a PEM; None
+    without TLS.
     """
 
     address: str
@@ -64,10 +66,14 @@ class Door:
 
 
 Does = Callable[[Door, str, str, int], None]
-"""Does a task: at a door, of a kind, with the task's token; ends if the process with this id has ended."""
+"""Does a task: at a door, of a kind, with the task's token; ends if the process with this id has
+ended.
+"""
 
 
-def execute(door: Door, kinds: Collection[str], does: Does, parent: int, preload: Sequence[str]) -> None:
+def execute(
+    door: Door, kinds: Collection[str], does: Does, parent: int, preload: Sequence[str]
+) -> None:
     """Do every task of some kinds in a process of its own, as long as the parent process is there.
 
     ``preload``: the modules that the process imports from which all others are forked.

@@ -1,7 +1,8 @@
 """fedstill as a Flower app: the files that make it one, and whether an app is that one.
 
-Flower wants an app with every run, and would run its code on the server and at every site. fedstill does not: both run
-what is installed there. So the app holds no more than two imports, and an app that holds anything else is refused.
+Flower wants an app with every run, and would run its code on the server and at every site. fedstill
+does not: both run what is installed there. So the app holds no more than two imports, and an app
+that holds anything else is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ config = '''
 {config}'''
 out = ""          # the run's directory on the server; empty: one is made under runs/
 resume = false
-"""
+"""  # noqa: E501
 
 SIDE = '''\
 """The {side} of fedstill."""
@@ -68,13 +69,18 @@ clients = {clients}
 
 CODE = {
     "fedstill_app/__init__.py": b'"""fedstill as a Flower app."""\n',
-    **{f"fedstill_app/{side}.py": SIDE.format(side=side).encode() for side in ("client_app", "server_app")},
+    **{
+        f"fedstill_app/{side}.py": SIDE.format(side=side).encode()
+        for side in ("client_app", "server_app")
+    },
 }
 """All code of the app, by its path in it."""
 
 
 def write_app(folder: Path, clients: int, version: str) -> None:
-    """Write the Flower app: ``flwr run`` in its folder runs a trial; it holds no code but two imports."""
+    """Write the Flower app: ``flwr run`` in its folder runs a trial; it holds no code but two
+    imports.
+    """
     make_folder(folder / "fedstill_app")
     trial = TRIAL.format(clients=clients)
     write_whole(folder / "pyproject.toml", PYPROJECT.format(version=version, config=trial).encode())
@@ -83,19 +89,27 @@ def write_app(folder: Path, clients: int, version: str) -> None:
 
 
 def require_own_app(packed: bytes) -> None:
-    """Raises Refused if an app, packed as Flower packs them, is another one than ``write_app`` writes."""
+    """Raises Refused if an app, packed as Flower packs them, is another one than ``write_app``
+    writes.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(packed)) as files:
             names = set(files.namelist())
             code = {name: _read(files, name) for name in CODE.keys() & names}
             components = _components(_read(files, "pyproject.toml"))
-    except Exception as error:  # a stranger's bytes: whatever reading them raises, they are not this app
-        raise Refused(f"the app is not fedstill's: it cannot be read ({type(error).__name__})") from error
+    except (
+        Exception
+    ) as error:  # a stranger's bytes: whatever reading them raises, they are not this app
+        raise Refused(
+            f"the app is not fedstill's: it cannot be read ({type(error).__name__})"
+        ) from error
     other = sorted(name for name in names if name.endswith(".py") and name not in CODE)
     if other:
         raise Refused(f"the app is not fedstill's: it brings code of its own, {other[0][:80]!r}")
     if code != CODE or components != _components(PYPROJECT.encode()):
-        raise Refused("the app is not fedstill's: its code is not what `fedstill deploy init` writes")
+        raise Refused(
+            "the app is not fedstill's: its code is not what `fedstill deploy init` writes"
+        )
 
 
 def _read(files: zipfile.ZipFile, name: str) -> bytes:

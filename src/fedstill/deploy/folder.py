@@ -1,4 +1,6 @@
-"""A federation's folder: what `fedstill deploy init` writes, and what the other commands read from it."""
+"""A federation's folder: what `fedstill deploy init` writes, and what the other commands read from
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from fedstill.files import make_folder, write_secret, write_whole
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that stand for all of a machine's, and by which the machine itself reaches what listens there."""
+"""Addresses that stand for all of a machine's, and by which the machine itself reaches what listens
+there.
+"""
 NODE_PORT = 9100
 MAX_CLIENTS = 10_000
 
@@ -38,13 +42,14 @@ memory = "memory"        # what the client remembers from round to round; must s
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
 # files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
 # refuse = ["contributions"]  # measures that this site takes part in no run with
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
 class Federation:
-    """``hosts``: names and addresses under which clients reach the server, the first of them preferred. ``listen``: the
-    address the server listens on. ``port``: its one port. ``folder``: the folder of all its files.
+    """``hosts``: names and addresses under which clients reach the server, the first of them
+    preferred. ``listen``: the address the server listens on. ``port``: its one port. ``folder``:
+    the folder of all its files.
     """
 
     folder: Path
@@ -87,8 +92,12 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str) -> Federation:
-    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for invalid names."""
+def init(
+    folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str
+) -> Federation:
+    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for invalid
+    names.
+    """
     certificates.require_cryptography()
     if not 1 <= clients <= MAX_CLIENTS:
         raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
@@ -120,7 +129,8 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
     authority, place = certificates.authority_of(federation.folder), federation.folder / "ca.crt"
     if certificates.last_day(place) <= datetime.datetime.now(datetime.UTC):
         raise ConfigError(
-            f"{place}, which signs certificates, has expired: make a new federation with `fedstill deploy init`"
+            f"{place}, which signs certificates, has expired: make a new federation with `fedstill "
+            "deploy init`"
         )
     federation = replace(federation, hosts=tuple(dict.fromkeys((*federation.hosts, *hosts))))
     _certify(federation, authority)
@@ -129,7 +139,8 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
 
 
 def rekey(federation: Federation, client: int) -> Path:
-    """Make a client a new key and list it in the place of the old one; the client's folder, made again if it is gone.
+    """Make a client a new key and list it in the place of the old one; the client's folder, made
+    again if it is gone.
 
     Raises ConfigError for a client that the federation does not have.
     """
@@ -141,10 +152,14 @@ def rekey(federation: Federation, client: int) -> Path:
 
 def load_federation(folder: Path) -> Federation:
     """The federation in a folder; raises ConfigError if there is none."""
-    values = _read(folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`")
+    values = _read(
+        folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`"
+    )
     try:
         hosts = tuple(str(h) for h in values["hosts"])
-        federation = Federation(folder.resolve(), hosts, str(values["listen"]), values["port"], values["clients"])
+        federation = Federation(
+            folder.resolve(), hosts, str(values["listen"]), values["port"], values["clients"]
+        )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder / 'federation.toml'} is not one: {error}") from error
     return federation
@@ -152,7 +167,9 @@ def load_federation(folder: Path) -> Federation:
 
 @dataclass(frozen=True)
 class Membership:
-    """A client's folder: which server it belongs to, and where its own small server for its apps listens."""
+    """A client's folder: which server it belongs to, and where its own small server for its apps
+    listens.
+    """
 
     folder: Path
     client: int
@@ -174,7 +191,9 @@ def membership(folder: Path) -> Membership:
     """The membership in a client's folder; raises ConfigError if there is none."""
     values = _read(folder / "client.toml", "give a folder clientN that `fedstill deploy init` made")
     try:
-        return Membership(folder.resolve(), int(values["client"]), str(values["address"]), int(values["port"]))
+        return Membership(
+            folder.resolve(), int(values["client"]), str(values["address"]), int(values["port"])
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / 'client.toml'} is not one: {error}") from error
 
@@ -186,7 +205,9 @@ def client_of_key(name: str) -> int | None:
 
 
 def ensure_key(federation: Federation) -> None:
-    """Make the operator's key if there is none: a federation made by an earlier version has none."""
+    """Make the operator's key if there is none: a federation made by an earlier version has
+    none.
+    """
     federation.server.chmod(0o700)
     if not federation.key.is_file():
         write_secret(federation.key, new_key())
@@ -213,12 +234,15 @@ def _check_hosts(hosts: Sequence[str]) -> None:
 
 def _certify(federation: Federation, authority: certificates.Authority) -> None:
     listen = () if federation.listen in WILDCARDS else (federation.listen,)
-    names = dict.fromkeys((*federation.hosts, *listen, *LOOPBACK))  # the last are for programs beside the server
+    # the last are for programs beside the server
+    names = dict.fromkeys((*federation.hosts, *listen, *LOOPBACK))
     certificates.make_server(federation.server, authority, list(names))
 
 
 def _write(federation: Federation) -> None:
-    values = {k: v for k, v in asdict(federation).items() if k != "folder"} | {"hosts": list(federation.hosts)}
+    values = {k: v for k, v in asdict(federation).items() if k != "folder"} | {
+        "hosts": list(federation.hosts)
+    }
     write_whole(federation.folder / "federation.toml", tomli_w.dumps(values).encode())
 
 

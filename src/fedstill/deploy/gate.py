@@ -1,8 +1,10 @@
-"""The gate in front of a federation's port: sites reach what Flower has for sites, the operator the rest.
+"""The gate in front of a federation's port: sites reach what Flower has for sites, the operator the
+rest.
 
-Flower serves three interfaces on one port. One is for sites, each of which signs its requests. The other two start and
-stop runs and hand out their work; Flower asks for no password there. So the gate asks for the operator's key, a secret
-in a header, for every path that is not one of the sites'. A path that nobody thought of is the operator's too.
+Flower serves three interfaces on one port. One is for sites, each of which signs its requests. The
+other two start and stop runs and hand out their work; Flower asks for no password there. So the
+gate asks for the operator's key, a secret in a header, for every path that is not one of the
+sites'. A path that nobody thought of is the operator's too.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ MAX_BODY = 64 << 20
 """Bytes of one request; Flower cuts arrays into pieces of 5 MB."""
 
 MAX_SIGNER = 1000
-"""Bytes of a public key, and of a time, as they stand in a header; those of a site have 288 and 32."""
+"""Bytes of a public key, and of a time, as they stand in a header; those of a site have 288
+and 32.
+"""
 
 SIGNED_SECONDS = 330.0
 """Longer than Flower takes a signed time for now."""
@@ -74,10 +78,13 @@ def check_paths(paths: Iterable[str]) -> None:
 
 @dataclass
 class Gate:
-    """An ASGI application that passes on to ``app`` what sites and the operator may ask, and nothing else.
+    """An ASGI application that passes on to ``app`` what sites and the operator may ask, and
+    nothing else.
 
-    ``key``: the operator's. Whoever asks is known by it alone: not by an address, and by no header that a proxy sets.
-    ``listed``: whether sites have listed keys; then a request that is not signed is refused before its body is read.
+    ``key``: the operator's. Whoever asks is known by it alone: not by an address, and by no header
+    that a proxy sets.
+    ``listed``: whether sites have listed keys; then a request that is not signed is refused before
+    its body is read.
     """
 
     app: Asgi
@@ -87,7 +94,9 @@ class Gate:
 
     def __post_init__(self) -> None:
         if len(self.key) < 32:
-            raise ConfigError("the operator's key is shorter than 32 bytes: delete it, and a new one is made")
+            raise ConfigError(
+                "the operator's key is shorter than 32 bytes: delete it, and a new one is made"
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection's request, as ASGI has it."""
@@ -105,7 +114,9 @@ class Gate:
         """A site's request: never twice with the same key and time, and of limited size."""
         signed = _signed_by(scope)
         if not _is_sized(scope):
-            return await _refuse(scope, send, 413, f"a site's request says its length, at most {MAX_BODY} bytes")
+            return await _refuse(
+                scope, send, 413, f"a site's request says its length, at most {MAX_BODY} bytes"
+            )
         if signed is None and self.listed:
             return await _refuse(scope, send, 401, "this request is not signed")
         if signed is not None and self._is_known(signed):
@@ -114,7 +125,11 @@ class Gate:
             self._signed[signed] = time.monotonic() + SIGNED_SECONDS
 
         async def watched(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and 400 <= message["status"] < 500 and signed is not None:
+            if (
+                message["type"] == "http.response.start"
+                and 400 <= message["status"] < 500
+                and signed is not None
+            ):
                 self._signed.pop(
                     signed, None
                 )  # it was not taken, and perhaps not by that key: it says nothing of its owner
@@ -130,14 +145,19 @@ class Gate:
 
 
 def _is_sized(scope: Scope) -> bool:
-    """Whether a request has a length that is not too large; the web server sees that it is the true one."""
+    """Whether a request has a length that is not too large; the web server sees that it is the true
+    one.
+    """
     length = _header(scope, b"content-length")
-    plain = length.isdigit() and length == str(int(length[: len(str(MAX_BODY))])).encode()  # no zeros before it
+    # no zeros before it
+    plain = length.isdigit() and length == str(int(length[: len(str(MAX_BODY))])).encode()
     return not _header(scope, b"transfer-encoding") and plain and int(length) <= MAX_BODY
 
 
 def _counted(receive: Receive) -> Receive:
-    """The same body, cut off where it is larger than any may be, whatever length it was said to have."""
+    """The same body, cut off where it is larger than any may be, whatever length it was said to
+    have.
+    """
     left = MAX_BODY
 
     async def counted() -> MutableMapping[str, Any]:
@@ -150,7 +170,8 @@ def _counted(receive: Receive) -> Receive:
 
 
 def _signed_by(scope: Scope) -> tuple[bytes, bytes] | None:
-    """The key and the time that a request claims to be signed by and at; None if Flower will refuse it for having none.
+    """The key and the time that a request claims to be signed by and at; None if Flower will refuse
+    it for having none.
 
     The key's bytes, not its text: a text can be written in more than one way.
     """
@@ -163,7 +184,9 @@ def _signed_by(scope: Scope) -> tuple[bytes, bytes] | None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    return next((bytes(value).strip() for key, value in scope["headers"] if key.lower() == name), b"")
+    return next(
+        (bytes(value).strip() for key, value in scope["headers"] if key.lower() == name), b""
+    )
 
 
 async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:

@@ -1,4 +1,6 @@
-"""A client's first check of its server: wait until it listens, and say in one line why the two cannot talk."""
+"""A client's first check of its server: wait until it listens, and say in one line why the two
+cannot talk.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ PATIENCE, AGAIN = 30.0, 2.0
 """Seconds for a connection, and between two tries."""
 
 EXPIRED, NOT_YET, OTHER_HOST, OTHER_ADDRESS = 10, 9, 62, 64
-"""OpenSSL's codes for what is wrong with a certificate; all others mean that it was not signed by our authority."""
+"""OpenSSL's codes for what is wrong with a certificate; all others mean that it was not signed by
+our authority.
+"""
 
 
 def greet(member: Membership, insecure: bool) -> None:
     """Wait until the server listens, then look at its certificate as Flower's client will.
 
-    Raises DeployFailed if the certificate is not good, or if one of the two speaks TLS and the other does not.
+    Raises DeployFailed if the certificate is not good, or if one of the two speaks TLS and the
+    other does not.
     """
     told = False
     while (why := _why_not(member, insecure)) is None:
@@ -47,7 +52,11 @@ def _why_not(member: Membership, insecure: bool) -> str | None:
     except ssl.SSLEOFError:
         return None
     except ssl.SSLError:
-        return "" if insecure else f"{where} does not speak TLS: start it without --insecure-for-testing"
+        return (
+            ""
+            if insecure
+            else f"{where} does not speak TLS: start it without --insecure-for-testing"
+        )
     except OSError:
         return None
 
@@ -55,7 +64,9 @@ def _why_not(member: Membership, insecure: bool) -> str | None:
 def _host_and_port(member: Membership) -> tuple[str, int]:
     host, _, port = member.address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"{member.folder / 'client.toml'}: address = {member.address!r} must be HOST:PORT")
+        raise ConfigError(
+            f"{member.folder / 'client.toml'}: address = {member.address!r} must be HOST:PORT"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -77,12 +88,17 @@ def _wrong(where: str, host: str, error: ssl.SSLCertVerificationError) -> str:
     if error.verify_code == EXPIRED:
         return f"the certificate of {where} has expired; on the server: fedstill deploy renew DIR"
     if error.verify_code == NOT_YET:
-        return f"the certificate of {where} is not valid yet: set this machine's clock, or the server's"
+        return (
+            f"the certificate of {where} is not valid yet: set this machine's clock, or the "
+            "server's"
+        )
     if error.verify_code in (OTHER_HOST, OTHER_ADDRESS):
         return (
-            f"the certificate of {where} does not name {host}; on the server: fedstill deploy renew DIR --host {host}"
+            f"the certificate of {where} does not name {host}; on the server: fedstill deploy "
+            f"renew DIR --host {host}"
         )
     return (
-        f"the certificate of {where} is not signed by this client's ca.crt ({error.verify_message}): it is another "
+        f"the certificate of {where} is not signed by this client's ca.crt "
+        f"({error.verify_message}): it is another "
         "server, or its federation was made again; copy this client's folder from there"
     )

@@ -1,7 +1,9 @@
-"""Flower's server behind the gate: ``python -m fedstill.deploy.superlink``, with Flower's own options.
+"""Flower's server behind the gate: ``python -m fedstill.deploy.superlink``, with Flower's own
+options.
 
-Flower's application is made by Flower's own function, and served here, inside the gate. It starts none of the programs
-that would run an app's code: those who ask for work must know the operator's key, and ours do what is installed.
+Flower's application is made by Flower's own function, and served here, inside the gate. It starts
+none of the programs that would run an app's code: those who ask for work must know the operator's
+key, and ours do what is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ OTHER_PORTS = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
 def gated() -> tuple[Gate, Any]:
     """Flower's application behind the gate, and what its options came to.
 
-    Raises ConfigError if Flower's paths are not as the gate knows them, or the options would leave it.
+    Raises ConfigError if Flower's paths are not as the gate knows them, or the options would leave
+    it.
     """
     require_flower()
     for name in OTHER_PORTS:
@@ -33,15 +36,20 @@ def gated() -> tuple[Gate, Any]:
         from flwr.common.constant import ISOLATION_MODE_PROCESS
         from flwr.superlink.main import create_app
 
-        flower = import_module("flwr.superlink.cli.flower_superlink")  # its package has a function of that name
+        # its package has a function of that name
+        flower = import_module("flwr.superlink.cli.flower_superlink")
         config = flower._parse_superlink_lifespan_config()
         app = create_app(config, flower.SuperLinkLifespan)
         check_paths(str(route.path) for route in iter_route_contexts(app.routes))
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"this version of Flower starts its server otherwise than fedstill knows: {error}") from error
+        raise ConfigError(
+            f"this version of Flower starts its server otherwise than fedstill knows: {error}"
+        ) from error
     if config.isolation != ISOLATION_MODE_PROCESS or config.simulation:
         raise ConfigError("the server does not start: its options let it run the code of an app")
-    return Gate(app, config.superexec_auth_secret or b"", listed=config.enable_supernode_auth), config
+    return Gate(
+        app, config.superexec_auth_secret or b"", listed=config.enable_supernode_auth
+    ), config
 
 
 def serve() -> int:

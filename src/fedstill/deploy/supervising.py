@@ -1,4 +1,6 @@
-"""Programs that run beside this one: started in groups of their own, watched, and ended with all that they started."""
+"""Programs that run beside this one: started in groups of their own, watched, and ended with all
+that they started.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,25 @@ SECONDS = 180.0
 
 @contextmanager
 def alone(folder: Path, what: str) -> Iterator[None]:
-    """While the block runs, no other process enters one for this folder; raises DeployFailed if one is in it."""
+    """While the block runs, no other process enters one for this folder; raises DeployFailed if one
+    is in it.
+    """
     try:
         with FileLock(folder / "lock", timeout=0):
             yield
     except Timeout:
-        raise DeployFailed(f"{what} already runs from {folder}: stop it first, or leave it") from None
+        raise DeployFailed(
+            f"{what} already runs from {folder}: stop it first, or leave it"
+        ) from None
 
 
 @contextmanager
-def running(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A program and whatever it starts, in a group of their own, all ended with this block or this process."""
+def running(
+    command: Sequence[str], env: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program and whatever it starts, in a group of their own, all ended with this block or this
+    process.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     process = subprocess.Popen(list(command), env=dict(env), start_new_session=True, **streams)
     try:
@@ -54,7 +64,9 @@ def running(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> I
 
 
 def end_with_parent() -> None:
-    """Let this process end, as by SIGTERM, when the one that started it has: also where that was killed."""
+    """Let this process end, as by SIGTERM, when the one that started it has: also where that was
+    killed.
+    """
     parent = os.getppid()
 
     def watch() -> None:
@@ -65,12 +77,14 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str, str], wait: float) -> int:
+def keep_running(
+    command: Sequence[str], beside: Sequence[str], env: Mapping[str, str], wait: float
+) -> int:
     """Run a client until it ends, with a program beside it; its status.
 
-    One that the server refuses is started again for ``wait`` seconds, counted from when it was refused first, or again
-    after it had run for longer. Raises DeployFailed if it is refused to the last, or if the program beside it ends
-    first.
+    One that the server refuses is started again for ``wait`` seconds, counted from when it was
+    refused first, or again after it had run for longer. Raises DeployFailed if it is refused to the
+    last, or if the program beside it ends first.
     """
     until = 0.0
     while True:
@@ -79,7 +93,8 @@ def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str
             running(beside, env) as helper,
             running(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
         ):
-            # a thread of its own: what the program has started may outlive it, and hold the pipe open
+            # a thread of its own: what the program has started may outlive it, and hold the pipe
+            # open
             echo = threading.Thread(target=_echo, args=(process, said), daemon=True)
             echo.start()
             status = until_it_ends(process, helper)
@@ -89,18 +104,25 @@ def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str
         if not until or time.monotonic() - began > wait:
             until = time.monotonic() + wait
         if time.monotonic() >= until:
-            raise DeployFailed("the server refuses this client: its key is not listed in the server's folder, allowed")
+            raise DeployFailed(
+                "the server refuses this client: its key is not listed in the server's folder, "
+                "allowed"
+            )
         time.sleep(min(5.0, max(0.0, until - time.monotonic())))
 
 
 def until_it_ends(process: subprocess.Popen[bytes], beside: subprocess.Popen[bytes]) -> int:
-    """Wait for a program's end; its status. Raises DeployFailed if what does its work beside it ends first."""
+    """Wait for a program's end; its status. Raises DeployFailed if what does its work beside it
+    ends first.
+    """
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(1.0)
         if beside.poll() is not None:
             said = f"ended with status {beside.returncode}; its output says why"
-            raise DeployFailed(f"the process that trains and aggregates {said}. Start this command again")
+            raise DeployFailed(
+                f"the process that trains and aggregates {said}. Start this command again"
+            )
 
 
 def _echo(process: subprocess.Popen[bytes], said: list[bytes]) -> None:
@@ -119,7 +141,8 @@ def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
     """
     import psutil
 
-    below = descendants(process.pid)  # before anything ends: after a process has ended, its children cannot be found
+    # before anything ends: after a process has ended, its children cannot be found
+    below = descendants(process.pid)
     _signal_group(process.pid, signal.SIGTERM)
     try:
         process.wait(seconds)
@@ -148,10 +171,13 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def demand_free(federation: Federation) -> None:
-    """Raise DeployFailed where something listens on the federation's port already: it would be taken for the server."""
+    """Raise DeployFailed where something listens on the federation's port already: it would be
+    taken for the server.
+    """
     if _listens(federation):
         raise DeployFailed(
-            f"something listens on {federation.local} already, perhaps a server whose command was killed: stop it first"
+            f"something listens on {federation.local} already, perhaps a server whose command was "
+            "killed: stop it first"
         )
 
 
@@ -164,12 +190,16 @@ def _listens(federation: Federation) -> bool:
         return False
 
 
-def wait_for_port(federation: Federation, process: subprocess.Popen[bytes], seconds: float = SECONDS) -> None:
+def wait_for_port(
+    federation: Federation, process: subprocess.Popen[bytes], seconds: float = SECONDS
+) -> None:
     """Wait until the server answers; raises DeployFailed if it ends or does not."""
     end_at = time.monotonic() + seconds
     while time.monotonic() < end_at:
         if process.poll() is not None:
-            raise DeployFailed(f"the server ended at once, with status {process.returncode}; its output says why")
+            raise DeployFailed(
+                f"the server ended at once, with status {process.returncode}; its output says why"
+            )
         if _listens(federation):
             return
         time.sleep(0.3)

@@ -1,1 +1,3 @@
-"""Engines: how a stage is carried out. The serial engine is the definition; every other is tested against it."""
+"""Engines: how a stage is carried out. The serial engine is the definition; every other is tested
+against it.
+"""

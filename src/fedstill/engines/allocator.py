@@ -1,7 +1,9 @@
-"""What the C library does with memory that was freed: kept for the next batch, not returned and requested again.
+"""What the C library does with memory that was freed: kept for the next batch, not returned and
+requested again.
 
-A batch's activations and gradients are allocated and freed in every step. Handed back, their pages must be found,
-cleared and mapped again the next time. What that is worth here, ``python -m benchmarks.allocator`` prints.
+A batch's activations and gradients are allocated and freed in every step. Handed back, their pages
+must be found, cleared and mapped again the next time. What that is worth here,
+``python -m benchmarks.allocator`` prints.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import os
 import sys
 
 KEEP = "FEDSTILL_KEEP_FREED"
-"""The environment variable that, at 0, leaves the C library as it is, with less memory held between stages."""
+"""The environment variable that, at 0, leaves the C library as it is, with less memory held between
+stages.
+"""
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's names for them
 LARGEST = 32 * 2**20  # the largest that the library takes for what is mapped on its own

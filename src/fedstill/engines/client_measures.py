@@ -1,4 +1,6 @@
-"""What clients measure of their own models at the end of a stage, and send with their replies: measures, by name."""
+"""What clients measure of their own models at the end of a stage, and send with their replies:
+measures, by name.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,10 @@ NOT_A_MEASURES = TAKEN | ENGINE.keys()
 class AtClient:
     """A stage that is done, as a measure sees it at one client.
 
-    ``start``, ``end``: the model's parameters before and after the client's work. ``by_epoch``: after each local epoch,
-    where a measure with ``each_epoch`` asks for them and the client trained on its own data. ``test``: the common test
-    set, None on real sites. ``public``: the public set with its labels, which no method may see. ``sent``: the
-    groups of its reply.
+    ``start``, ``end``: the model's parameters before and after the client's work. ``by_epoch``:
+    after each local epoch, where a measure with ``each_epoch`` asks for them and the client trained
+    on its own data. ``test``: the common test set, None on real sites. ``public``: the public set
+    with its labels, which no method may see. ``sent``: the groups of its reply.
     """
 
     stage: Stage
@@ -54,7 +56,9 @@ class AtClient:
         return self.view.client == SERVER
 
     def correct_by_class(self, params: Tensors, examples: Examples) -> list[int]:
-        """How many examples of each class (C,) these parameters of the client's network predict right."""
+        """How many examples of each class (C,) these parameters of the client's network predict
+        right.
+        """
         predict = predictor(self.view.model, params)
         counts: list[int] = correct_by_class(predict, examples, self.inputs, self.classes).tolist()
         return counts
@@ -100,7 +104,8 @@ class ClientMeasures:
         return private and self.due(stage) and any(m.each_epoch for m in self.named.values())
 
     def take(self, seen: AtClient) -> dict[str, Any]:
-        """All fields that the measures give, each measure's seconds beside them; empty if there are none.
+        """All fields that the measures give, each measure's seconds beside them; empty if there are
+        none.
 
         Raises FedstillError naming the measure that failed.
         """
@@ -110,21 +115,31 @@ class ClientMeasures:
             start = time.perf_counter()
             try:
                 given = measure.at_client(seen)
-                numbers = None if given is None else journal_fields(measure.at_client, given, NOT_A_MEASURES)
+                numbers = (
+                    None
+                    if given is None
+                    else journal_fields(measure.at_client, given, NOT_A_MEASURES)
+                )
             except Exception as error:
                 who = "the server" if seen.is_server else f"client {seen.view.client}"
-                raise FedstillError(f"measure {name} failed at {who}: {reason(error, measure)}") from error
+                raise FedstillError(
+                    f"measure {name} failed at {who}: {reason(error, measure)}"
+                ) from error
             shown.check(measure.at_client, seen.view.client)
             if numbers is not None:
                 report |= {**numbers, f"seconds_{name}": time.perf_counter() - start}
         return {**report, "seconds_measuring": time.perf_counter() - began} if report else {}
 
     def refuses(self, metrics: Mapping[str, Any], stage: Stage, classes: int) -> str:
-        """Why a reply's metrics hold what nothing in this run gives in a stage, or are malformed; empty if not."""
+        """Why a reply's metrics hold what nothing in this run gives in a stage, or are malformed;
+        empty if not.
+        """
         due = self.named if self.due(stage) else {}
         given = {name for measure in due.values() for name in measure.gives}
         known = given | {f"seconds_{name}" for name in due} | ENGINE.keys() | {OWN}
-        strange = sorted(metrics.keys() - known) if all(measure.gives for measure in due.values()) else []
+        strange = (
+            sorted(metrics.keys() - known) if all(measure.gives for measure in due.values()) else []
+        )
         if strange:
             return f"its report {strange[0][:40]!r} is none that this run asks for"
         for name, measure in due.items():
@@ -135,14 +150,19 @@ class ClientMeasures:
         if both := sorted(metrics.get(OWN, {}).keys() & reserved):
             return f"its method's report {both[0][:40]!r} is not a method's to give"
         probe = metrics.get(OWN, {}).get(PROBE, [0] * classes)
-        return "" if len(probe) == classes else f"its report {PROBE!r} has {len(probe)} numbers for {classes} classes"
+        return (
+            ""
+            if len(probe) == classes
+            else f"its report {PROBE!r} has {len(probe)} numbers for {classes} classes"
+        )
 
 
 def tested_by_task(seen: AtClient, params: Tensors, stream: Stream) -> dict[str, Any]:
-    """What a real site's model is worth on its own test sets of the tasks so far, among the classes seen by then.
+    """What a real site's model is worth on its own test sets of the tasks so far, among the classes
+    seen by then.
 
-    ``site_by_task``: the accuracy on each task, None where the site has no test examples of it, or it is still to
-    come. ``site_accuracy``: on all of them.
+    ``site_by_task``: the accuracy on each task, None where the site has no test examples of it, or
+    it is still to come. ``site_accuracy``: on all of them.
     """
     tests, right = seen.view.tests, dict[int, int]()
     on = torch.zeros(seen.classes, dtype=torch.bool)
@@ -153,7 +173,9 @@ def tested_by_task(seen: AtClient, params: Tensors, stream: Stream) -> dict[str,
         right[task] = int(some.sum())
     return {
         "site_accuracy": sum(right.values()) / sum(map(len, tests.values())),
-        "site_by_task": [right[t] / len(tests[t]) if t in tests else None for t in range(stream.tasks)],
+        "site_by_task": [
+            right[t] / len(tests[t]) if t in tests else None for t in range(stream.tasks)
+        ],
     }
 
 

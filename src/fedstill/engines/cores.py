@@ -1,4 +1,6 @@
-"""The cores of this machine: how many there are, how many to use, and side-by-side work with one torch thread each."""
+"""The cores of this machine: how many there are, how many to use, and side-by-side work with one
+torch thread each.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def cores() -> int:
 
 
 def workers() -> int:
-    """How much to do side by side; raises ConfigError if the environment says what is no number from 1."""
+    """How much to do side by side; raises ConfigError if the environment says what is no number
+    from 1.
+    """
     said = os.environ.get(WORKERS, "")
     if said and not (said.isdecimal() and int(said)):
         raise ConfigError(f"{WORKERS} = {said!r} in the environment must be a whole number from 1")
@@ -33,13 +37,17 @@ def workers() -> int:
 
 
 def lone_threads() -> int:
-    """Torch threads for work that has the machine to itself: one a core, or the first number of ``OMP_NUM_THREADS``."""
+    """Torch threads for work that has the machine to itself: one a core, or the first number of
+    ``OMP_NUM_THREADS``.
+    """
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(said) if said.isdecimal() and int(said) else cores()
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-    """What each job gives, in their order; every job has one torch thread, so the bits do not depend on ``workers``."""
+    """What each job gives, in their order; every job has one torch thread, so the bits do not
+    depend on ``workers``.
+    """
     if min(workers, len(jobs)) < 2:
         with torch_threads(1):
             return [job() for job in jobs]
@@ -49,7 +57,9 @@ def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """So many torch threads in what follows, then as many as before; it is a setting of the thread that runs it."""
+    """So many torch threads in what follows, then as many as before; it is a setting of the thread
+    that runs it.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -60,7 +70,9 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that stay, with their modules; the number of torch threads is a thread's own setting."""
+    """Threads that stay, with their modules; the number of torch threads is a thread's own
+    setting.
+    """
     return ThreadPoolExecutor(workers, "shard", torch.set_num_threads, (1,))
 
 

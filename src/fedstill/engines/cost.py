@@ -1,4 +1,5 @@
-"""What a client's step costs, and from that which engine suits a run: by arithmetic alone, never by timing.
+"""What a client's step costs, and from that which engine suits a run: by arithmetic alone, never by
+timing.
 
 A timing would choose differently from run to run, and the engines' last bits differ.
 """
@@ -14,11 +15,13 @@ from fedstill.engines.vectorised import why_not
 from fedstill.records import ModelSpec, Plan
 
 CROSSOVER = {"cpu": 60e6}
-"""Up to so many floating-point operations in a client's step, stacking clients beats training them side by side.
+"""Up to so many floating-point operations in a client's step, stacking clients beats training them
+side by side.
 
-``python -m benchmarks.crossover`` on two quiet cores, 16 clients, stages in turn: from 3.3 to 60 MFLOP stacks were 1.7
-to 3.8 times as fast; at 105 and 110 MFLOP 1.5 times for a small network, at 112 MFLOP 0.6 times for one of 1.9 million
-parameters, whose numbers no longer fit into the cache; above 500 MFLOP 0.7 to 0.8 times.
+``python -m benchmarks.crossover`` on two quiet cores, 16 clients, stages in turn: from 3.3 to 60
+MFLOP stacks were 1.7 to 3.8 times as fast; at 105 and 110 MFLOP 1.5 times for a small network, at
+112 MFLOP 0.6 times for one of 1.9 million parameters, whose numbers no longer fit into the cache;
+above 500 MFLOP 0.7 to 0.8 times.
 """
 
 FEWEST = 4
@@ -27,7 +30,9 @@ FEWEST = 4
 
 @dataclass(frozen=True)
 class Work:
-    """A stage as the cost model sees it: its plan, its clients, their architectures, the examples of the mean one."""
+    """A stage as the cost model sees it: its plan, its clients, their architectures, the examples
+    of the mean one.
+    """
 
     plan: Plan
     clients: int
@@ -36,12 +41,16 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations in a step of the costliest client, forward and backward, without teachers."""
+        """Floating-point operations in a step of the costliest client, forward and backward,
+        without teachers.
+        """
         batch = max(1.0, min(self.plan.batch, self.examples))
         return max(step_flops(spec, batch) for spec in self.specs)
 
 
-def suited_engine(stages: Collection[Work], device: str) -> tuple[Literal["pooled", "vectorised"], str]:
+def suited_engine(
+    stages: Collection[Work], device: str
+) -> tuple[Literal["pooled", "vectorised"], str]:
     """The engine for a run with these stages, "pooled" or "vectorised", and in words why."""
     wide = [s for s in stages if s.clients > 1]
     if not wide:

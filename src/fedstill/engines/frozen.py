@@ -1,4 +1,6 @@
-"""Frozen teachers of one client: run once where inputs stay the same, else once a batch; never twice on one input."""
+"""Frozen teachers of one client: run once where inputs stay the same, else once a batch; never
+twice on one input.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class FrozenModel:
 
 
 def frozen_teachers(named: Mapping[str, Teacher], own: ModelSpec) -> dict[str, FrozenModel]:
-    """The teachers of a ``Carry``, in the one form that engines know; parameters alone are of ``own`` architecture."""
+    """The teachers of a ``Carry``, in the one form that engines know; parameters alone are of
+    ``own`` architecture.
+    """
     return {name: frozen(teacher, own) for name, teacher in named.items()}
 
 
@@ -41,9 +45,9 @@ def frozen(model: Teacher, own: ModelSpec) -> FrozenModel:
 class Teachers:
     """The teachers of one client in one stage, each by its name.
 
-    ``still``: the client's inputs if they are the same in every epoch and each will be seen, else None. ``workers``:
-    how many teachers and shards at a time on the CPU, one torch thread each; the bits do not depend on it. Outputs of
-    all teachers are made when one is first asked for.
+    ``still``: the client's inputs if they are the same in every epoch and each will be seen, else
+    None. ``workers``: how many teachers and shards at a time on the CPU, one torch thread each; the
+    bits do not depend on it. Outputs of all teachers are made when one is first asked for.
     """
 
     named: Mapping[str, FrozenModel]
@@ -55,7 +59,9 @@ class Teachers:
     _laid_out: dict[str, FrozenModel] = field(default_factory=dict)
 
     def table(self, name: str, kind: str) -> Tensor | None:
-        """Logits (n, C) or features (n, D) for all still inputs, passed in fixed shards; None if there are none."""
+        """Logits (n, C) or features (n, D) for all still inputs, passed in fixed shards; None if
+        there are none.
+        """
         if self.still is None:
             return None
         if kind not in self._known.get(name, {}):
@@ -72,7 +78,11 @@ class Teachers:
 
     def _compute(self, kind: str, parts: tuple[Tensor, ...]) -> None:
         """Outputs of every teacher: a method asks all of them the same."""
-        jobs = [partial(_outputs, self._model(name), x, kind, self.precision) for name in self.named for x in parts]
+        jobs = [
+            partial(_outputs, self._model(name), x, kind, self.precision)
+            for name in self.named
+            for x in parts
+        ]
         on_cpu = all(x.device.type == "cpu" for x in parts)
         passes = side_by_side(jobs, self.workers) if on_cpu else [job() for job in jobs]
         for i, name in enumerate(self.named):
@@ -80,15 +90,21 @@ class Teachers:
             self._known[name] = {k: torch.cat([p[k] for p in own]) for k in own[0]}
 
     def _model(self, name: str) -> FrozenModel:
-        """A teacher, its parameters in the order of memory that convolutions want: changed once, not for every pass."""
+        """A teacher, its parameters in the order of memory that convolutions want: changed once,
+        not for every pass.
+        """
         if name not in self._laid_out:
             teacher = self.named[name]
-            self._laid_out[name] = FrozenModel(teacher.spec, {k: channels_last(v) for k, v in teacher.params.items()})
+            self._laid_out[name] = FrozenModel(
+                teacher.spec, {k: channels_last(v) for k, v in teacher.params.items()}
+            )
         return self._laid_out[name]
 
 
 def _outputs(teacher: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outputs:
-    """One pass of one teacher, in this thread's module; logits come along where features are asked for."""
+    """One pass of one teacher, in this thread's module; logits come along where features are asked
+    for.
+    """
     m, params, x = contract.module(teacher.spec, "frozen").eval(), teacher.params, channels_last(x)
     with torch.no_grad():
         if kind == "logits":

@@ -1,4 +1,6 @@
-"""How the clients of a stage train, and what follows from it for each: its examples, its random numbers."""
+"""How the clients of a stage train, and what follows from it for each: its examples, its random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from fedstill.records import Carry, Examples, Plan, Stage, View
 
 @dataclass(frozen=True)
 class How:
-    """How a stage trains: the same for all its clients. ``by_epoch``: keep each epoch's parameters, to measure them."""
+    """How a stage trains: the same for all its clients. ``by_epoch``: keep each epoch's parameters,
+    to measure them.
+    """
 
     plan: Plan
     stage: Stage
@@ -41,7 +45,9 @@ def trains_its_own(carry: Carry) -> bool:
 
 
 def as_carried(carry: Carry, view: View, inputs: Inputs) -> tuple[View, Inputs]:
-    """The view and the inputs of training: with the carry's network and examples, where it has its own."""
+    """The view and the inputs of training: with the carry's network and examples, where it has its
+    own.
+    """
     if carry.model is not None:
         view = replace(view, model=carry.model, validation=None)
     if carry.examples is None:
@@ -55,13 +61,21 @@ def stage_examples(view: View, stage: Stage) -> Examples:
     return view.public if stage.view == "public" and view.public is not None else view.data
 
 
-def examples_by_client(carries: Sequence[Carry], views: Sequence[View], stage: Stage) -> list[Examples]:
-    """What each site trains on of what it sees in a stage; one object where that is the same for all."""
+def examples_by_client(
+    carries: Sequence[Carry], views: Sequence[View], stage: Stage
+) -> list[Examples]:
+    """What each site trains on of what it sees in a stage; one object where that is the same for
+    all.
+    """
     if any(c.more is not None for c in carries):
-        return [_with_more(_of_site(stage_examples(v, stage), c), c) for v, c in zip(views, carries, strict=True)]
+        return [
+            _with_more(_of_site(stage_examples(v, stage), c), c)
+            for v, c in zip(views, carries, strict=True)
+        ]
     each, first = [stage_examples(v, stage) for v in views], carries[0].only
     if first is not None and all(
-        e is each[0] and c.only is not None and torch.equal(c.only, first) for e, c in zip(each, carries, strict=True)
+        e is each[0] and c.only is not None and torch.equal(c.only, first)
+        for e, c in zip(each, carries, strict=True)
     ):
         return [each[0].take(first.to(each[0].labels.device))] * len(each)
     return [_of_site(e, c) for e, c in zip(each, carries, strict=True)]
@@ -77,7 +91,9 @@ def _with_more(own: Examples, carry: Carry) -> Examples:
 
 
 def scores_count(plan: Plan) -> bool:
-    """Whether a plan asks for a client's score after each epoch: to stop early, or to keep the best one."""
+    """Whether a plan asks for a client's score after each epoch: to stop early, or to keep the best
+    one.
+    """
     return plan.keep == "best" or (plan.validation > 0 and plan.patience > 0)
 
 

@@ -1,4 +1,6 @@
-"""One client in training: its batches in their order, its inputs, and its teachers' outputs where they can be kept."""
+"""One client in training: its batches in their order, its inputs, and its teachers' outputs where
+they can be kept.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,23 @@ class LoneClient:
             for name in ("params", "teachers", "constants", "head", "trace")
         }
         self.carry: Carry = replace(carry, **there)
-        self.params = {k: channels_last(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
+        self.params = {
+            k: channels_last(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()
+        }
         self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
         self.draws = stage_generator(view.client, how, "pixels")
         plain = not how.inputs.steps
-        self.still = Examples(how.inputs.plain(self.examples.values), self.examples.labels) if plain else None
+        self.still = (
+            Examples(how.inputs.plain(self.examples.values), self.examples.labels)
+            if plain
+            else None
+        )
         lasting = self.still is not None and many_passes(how.plan, self.examples)
         self.teachers = Teachers(
             frozen_teachers(self.carry.teachers, view.model),
             self.still.values if lasting and self.still is not None else None,
-            workers() if len(how.stage.clients) == 1 else 1,  # in a stage of many, other clients have the cores
+            # in a stage of many, other clients have the cores
+            workers() if len(how.stage.clients) == 1 else 1,
             how.precision,
         )
 
@@ -76,11 +85,17 @@ class LoneClient:
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Inputs and labels of a batch."""
         some = (self.examples if self.still is None else self.still).take(batch.index)
-        x = some.values if self.still is not None else self.how.inputs.trained_on(some.values, self.draws)
+        x = (
+            some.values
+            if self.still is not None
+            else self.how.inputs.trained_on(some.values, self.draws)
+        )
         return channels_last(x), some.labels
 
     def tables(self, name: str, what: str) -> Tensor | None:
-        """A teacher's outputs for all examples, made once; None where inputs vary, or not all examples are seen."""
+        """A teacher's outputs for all examples, made once; None where inputs vary, or not all
+        examples are seen.
+        """
         return self.teachers.table(name, what)
 
     def now(self, name: str, what: str, x: Tensor) -> Tensor:

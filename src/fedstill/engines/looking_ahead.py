@@ -1,4 +1,6 @@
-"""The gradient of an objective, and where it is taken: at the parameters in training, or where a method looks ahead."""
+"""The gradient of an objective, and where it is taken: at the parameters in training, or where a
+method looks ahead.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> bool:
 
 def gradients(leaves: Tensors) -> dict[str, Tensor]:
     """Copies of the leaves' gradients; zeros where one has none."""
-    return {k: torch.zeros_like(v) if v.grad is None else v.grad.detach().clone() for k, v in leaves.items()}
+    return {
+        k: torch.zeros_like(v) if v.grad is None else v.grad.detach().clone()
+        for k, v in leaves.items()
+    }
 
 
 def looked_ahead(
@@ -43,10 +48,12 @@ def looked_ahead(
     first: Callable[..., dict[str, Tensor]] | None,
     of: tuple[Any, ...],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All parameters at the point that ``lookahead`` gives, and those of them that are trained, which are new leaves.
+    """All parameters at the point that ``lookahead`` gives, and those of them that are trained,
+    which are new leaves.
 
-    first: the objective of the first pass over a batch, ``of``; None: there is none, and the gradient is zero. After a
-    first pass the other entries are copies: a batch's statistics are taken up once.
+    first: the objective of the first pass over a batch, ``of``; None: there is none, and the
+    gradient is zero. After a first pass the other entries are copies: a batch's statistics are
+    taken up once.
     """
     rest = {k: v for k, v in params.items() if k not in leaves}
     backward({} if first is None else clients.each(first, params, *of), leaves)

@@ -1,4 +1,6 @@
-"""The one local training loop, of a client or a stack of them: objective, plan and start in, trained parameters out."""
+"""The one local training loop, of a client or a stack of them: objective, plan and start in,
+trained parameters out.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,11 @@ from fedstill.work import ClientWork
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gave: parameters and buffers, what ran, the mean of each objective term in the last epoch.
+    """What training gave: parameters and buffers, what ran, the mean of each objective term in the
+    last epoch.
 
-    ``scores``: one for each epoch, where the plan asks for them. ``by_epoch``: the parameters after each epoch, where
-    they are to be measured.
+    ``scores``: one for each epoch, where the plan asks for them. ``by_epoch``: the parameters after
+    each epoch, where they are to be measured.
     """
 
     params: Tensors
@@ -61,7 +64,9 @@ def train(
     lr_round: int | None = None,
     private: Private | None = None,
 ) -> Trained:
-    """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
+    """Train one client for one stage. A pure function of its arguments: every draw comes from the
+    run's seed by key.
+    """
     view, inputs = as_carried(carry, view, inputs)
     draws = seed_for(seed, stage.round, stage.index, view.client, "dropout")
     device = stage_examples(view, stage).labels.device
@@ -72,14 +77,19 @@ def train(
             return training.run()[0]
 
 
-def train_stack(work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How) -> list[Trained]:
-    """Train several clients of one structure (``Structures``) at once, up to rounding as ``train`` does each."""
+def train_stack(
+    work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How
+) -> list[Trained]:
+    """Train several clients of one structure (``Structures``) at once, up to rounding as ``train``
+    does each.
+    """
     with products(how.precision, stage_examples(views[0], how.stage).labels.device):
         return _Training(work, Stack(carries, views, how)).run()
 
 
 DETACHED = (
-    "gives terms that do not depend on what is trained, so nothing would be: is a tensor detached, made with .item() "
+    "gives terms that do not depend on what is trained, so nothing would be: is a tensor detached, "
+    "made with .item() "
     "or NumPy, or under torch.no_grad()?"
 )
 
@@ -101,7 +111,9 @@ class _Training:
         now = None if self.private else clients.now  # of single examples, teachers run under vmap
         if self.private and isinstance(clients, LoneClient):
             clients.make_teachers()
-        self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device, now)
+        self.networks = Networks(
+            spec, module, clients.tables, clients.how.precision, clients.device, now
+        )
         self.sums = RunningSums()
         self.kept: dict[int, list[Tensors]] = {}
         self.settles = type(work).settle is not ClientWork.settle
@@ -115,19 +127,34 @@ class _Training:
         for batch in self.clients.batches():
             self.step(batch)
             self.keep(batch)
-            if batch.ends and best.asked and best.seen(self.work.score(self.params, self.clients.view), self.params):
+            if (
+                batch.ends
+                and best.asked
+                and best.seen(self.work.score(self.params, self.clients.view), self.params)
+            ):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
         split = [self.clients.copies(tree) for tree in (params, self.trace)]
         done = batch.done if batch else [(0, 0)] * len(split[0])
         losses = self.sums.means(len(split[0]))
         return [
-            Trained(params, Ran(steps, self.lr, trace), terms, epochs, tuple(best.scores), tuple(self.kept.get(i, ())))
-            for i, (params, trace, terms, (steps, epochs)) in enumerate(zip(*split, losses, done, strict=True))
+            Trained(
+                params,
+                Ran(steps, self.lr, trace),
+                terms,
+                epochs,
+                tuple(best.scores),
+                tuple(self.kept.get(i, ())),
+            )
+            for i, (params, trace, terms, (steps, epochs)) in enumerate(
+                zip(*split, losses, done, strict=True)
+            )
         ]
 
     def close(self) -> None:
-        """Let go of recordings: left to the collector of garbage, they would go while others record."""
+        """Let go of recordings: left to the collector of garbage, they would go while others
+        record.
+        """
         self.recorder = None
 
     def keep(self, batch: Batch) -> None:
@@ -138,7 +165,9 @@ class _Training:
                 self.kept.setdefault(i, []).append(each[i])
 
     def step(self, batch: Batch) -> None:
-        """One step of every client that still trains; nothing here waits for a number from the device."""
+        """One step of every client that still trains; nothing here waits for a number from the
+        device.
+        """
         x, y = self.clients.inputs(batch)
         if self.private is not None:
             self._step_privately(batch, (x, y, batch.index, batch.rows), self.private)
@@ -149,7 +178,12 @@ class _Training:
     def _recorder(self) -> Recorder | None:
         """What records steps, of one client on a card; ``settle`` makes its trace anew in each."""
         clients, plan = self.clients, self.plan
-        if not isinstance(clients, LoneClient) or self.private or self.settles or not is_wanted(clients.device):
+        if (
+            not isinstance(clients, LoneClient)
+            or self.private
+            or self.settles
+            or not is_wanted(clients.device)
+        ):
             return None
         steps = whole_batches(plan, len(clients.examples))
         changed = lambda: [*self.params.values(), *self.optimiser.state()]  # noqa: E731
@@ -173,14 +207,18 @@ class _Training:
             self._move_only(running)
         return terms
 
-    def _step_privately(self, batch: Batch, seen: tuple[Tensor, Tensor, Tensor, Tensor], how: Private) -> None:
+    def _step_privately(
+        self, batch: Batch, seen: tuple[Tensor, Tensor, Tensor, Tensor], how: Private
+    ) -> None:
         """One step of one client, on noised gradients."""
 
         def of_one(own: Tensors, *example: Tensor) -> dict[str, Tensor]:
             objective = partial(self._objective, self.work.terms)
             return self.clients.each(objective, {**self.params, **own}, *example, None, batch.epoch)
 
-        grads, terms = example_gradients(of_one, self.leaves, seen) if len(batch.index) else ({}, {})
+        grads, terms = (
+            example_gradients(of_one, self.leaves, seen) if len(batch.index) else ({}, {})
+        )
         size = min(self.plan.batch, len(self.clients.examples))
         for name, grad in noised_mean(grads, self.leaves, how, size, self.noise).items():
             self.leaves[name].grad = grad
@@ -215,7 +253,9 @@ class _Training:
 
     def _move(self) -> None:
         if self.adjusts:
-            grads = self.clients.each(lambda carry, g: self.work.adjust(g, carry), gradients(self.leaves))
+            grads = self.clients.each(
+                lambda carry, g: self.work.adjust(g, carry), gradients(self.leaves)
+            )
             for name, leaf in self.leaves.items():
                 leaf.grad = grads[name].to(leaf.dtype)
         if self.plan.clip_norm > 0:

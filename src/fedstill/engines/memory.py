@@ -1,4 +1,6 @@
-"""What clients remember from one stage to the next: held until it is committed, then one file a client and stage."""
+"""What clients remember from one stage to the next: held until it is committed, then one file a
+client and stage.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Memory:
         return Memory.of({client: self.load(client) for client in {*self.index, *self._kept}})
 
     def load(self, client: int) -> Payload:
-        """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one that was written."""
+        """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one
+        that was written.
+        """
         if self.folder is None:
             return self._kept.get(client, NOTHING)
         if client not in self.index:
@@ -47,14 +51,20 @@ class Memory:
                 raise BadPayload("its SHA-256 is not the one noted")
             return decode(data, entries=OWN_ENTRIES)
         except (OSError, BadPayload) as error:
-            raise CorruptFile(f"{path}, the memory of client {client}, cannot be used: {error}") from error
+            raise CorruptFile(
+                f"{path}, the memory of client {client}, cannot be used: {error}"
+            ) from error
 
     def hold(self, client: int, memory: Payload) -> None:
-        """Take what a client remembers of a stage that is not committed yet; ``KEEP``: what it did before."""
+        """Take what a client remembers of a stage that is not committed yet; ``KEEP``: what it did
+        before.
+        """
         self._held[client] = self.load(client) if memory is KEEP else memory
 
     def held(self, client: int) -> Payload:
-        """What a client remembers of a stage that is not committed yet; nothing, if it remembers nothing."""
+        """What a client remembers of a stage that is not committed yet; nothing, if it remembers
+        nothing.
+        """
         return self._held.get(client, NOTHING)
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
@@ -83,7 +93,10 @@ class Memory:
         def files() -> Iterator[tuple[Path, bytes]]:
             for client, memory in kept.items():
                 data = encode(memory)
-                index[client] = (f"client{client}-round{stage.round}-stage{stage.index}.safetensors", digest(data))
+                index[client] = (
+                    f"client{client}-round{stage.round}-stage{stage.index}.safetensors",
+                    digest(data),
+                )
                 yield folder / index[client][0], data
 
         write_together(files())

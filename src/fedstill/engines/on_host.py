@@ -1,4 +1,6 @@
-"""What of a step a replay would leave undone, or undo: numbers that the host reads or draws, and others' tensors."""
+"""What of a step a replay would leave undone, or undo: numbers that the host reads or draws, and
+others' tensors.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ WAITS = {
     aten.unique_consecutive,
     aten.unique_dim,
 }
-"""Operations whose result the host needs, or that bring one of its numbers: in a replay they would not be done."""
+"""Operations whose result the host needs, or that bring one of its numbers: in a replay they would
+not be done.
+"""
 BY_MASK = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPIES = {aten._to_copy, aten.copy_}
 
@@ -42,10 +46,12 @@ _said: dict[Any, Any] = {}
 
 
 class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, while a step is done on a device, whether any of it is left to the host, or moves what is not its own.
+    """Notes, while a step is done on a device, whether any of it is left to the host, or moves what
+    is not its own.
 
-    own: the tensors that a step moves; it may write into these, and into what it makes. kept: where the step before
-    made tensors, ``made`` of its watch; one that is there still, and is read, was kept from step to step in Python.
+    own: the tensors that a step moves; it may write into these, and into what it makes. kept: where
+    the step before made tensors, ``made`` of its watch; one that is there still, and is read, was
+    kept from step to step in Python.
     ``done``: the operations, with their numbers.
     """
 
@@ -58,7 +64,11 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.done: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
@@ -72,7 +82,9 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
             away = isinstance(tensor, Tensor) and tensor.device != self.device
             self.seen |= away and (packet in COPIES or tensor.dim() > 0)
         read = {_place(tensor) for tensor in _tensors((args, kwargs))}
-        self.done.append((func, *(v for v in tree_leaves((args, kwargs)) if isinstance(v, int | float))))
+        self.done.append(
+            (func, *(v for v in tree_leaves((args, kwargs)) if isinstance(v, int | float)))
+        )
         self.seen |= not {_place(tensor) for tensor in written} <= self.own | self.made
         self.seen |= bool((read - self.own - self.made) & self.kept)
         self.made |= {_place(tensor) for tensor in _tensors(given)} - read
@@ -83,8 +95,9 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def watched(given: Sequence[Tensor], own: Sequence[Tensor], made: Set[int]) -> Iterator[OnHost]:
     """Meanwhile a step is done; afterwards ``seen`` says whether a replay would be something else.
 
-    given: what it is done on. own, made: as of ``OnHost``, of the step before. Beside single operations: whether the
-    host waited for a card, and whether anything drew from Python's or NumPy's generator.
+    given: what it is done on. own, made: as of ``OnHost``, of the step before. Beside
+    single operations: whether the host waited for a card, and whether anything drew from Python's
+    or NumPy's generator.
     """
     drawn, device = (random.getstate(), _of_numpy()), given[0].device
     kept = made - {_place(tensor) for tensor in given}
@@ -95,7 +108,9 @@ def watched(given: Sequence[Tensor], own: Sequence[Tensor], made: Set[int]) -> I
 
 @contextmanager
 def _waits_said(device: torch.device) -> Iterator[list[str]]:
-    """What torch says meanwhile of operations for which the host waits; its other warnings are passed on."""
+    """What torch says meanwhile of operations for which the host waits; its other warnings are
+    passed on.
+    """
     waits: list[str] = []
     if device.type != "cuda":
         yield waits
@@ -112,7 +127,9 @@ def _waits_said(device: torch.device) -> Iterator[list[str]]:
         if "synchronizing CUDA operation" in str(one.message):
             waits.append(str(one.message))
         elif "Synchronization debug mode" not in str(one.message):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=_said)
+            warnings.warn_explicit(
+                one.message, one.category, one.filename, one.lineno, registry=_said
+            )
 
 
 def _of_numpy() -> tuple[Any, ...]:
@@ -122,7 +139,11 @@ def _of_numpy() -> tuple[Any, ...]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes into, as its schema says."""
-    named = [(a.name, i) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    named = [
+        (a.name, i)
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info and a.alias_info.is_write
+    ]
     return _tensors([args[i] if i < len(args) else kwargs.get(name) for name, i in named])
 
 

@@ -1,8 +1,9 @@
 """Optimisers of local training: torch's own update rules, fresh for every client and stage.
 
-The fused kernels go through memory once where others go five times. They are called by torch's functional forms, since
-making a ``torch.optim.Optimizer`` imports the compiler (seconds, once a process), and since a functional step works on
-one client's tensors and on a stack of clients' alike.
+The fused kernels go through memory once where others go five times. They are called by torch's
+functional forms, since making a ``torch.optim.Optimizer`` imports the compiler (seconds, once a
+process), and since a functional step works on one client's tensors and on a stack of clients'
+alike.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def optimiser(plan: Plan, leaves: Sequence[Tensor], lr: float) -> Optimiser:
 
 
 class Sgd:
-    """Stochastic gradient descent with momentum and weight decay, as ``torch.optim.SGD(fused=True)``."""
+    """Stochastic gradient descent with momentum and weight decay, as
+    ``torch.optim.SGD(fused=True)``.
+    """
 
     def __init__(self, plan: Plan, leaves: Sequence[Tensor], lr: float) -> None:
         self.plan, self.leaves, self.lr = plan, list(leaves), lr
@@ -49,7 +52,8 @@ class Sgd:
         """One update."""
         active = [i for i, leaf in enumerate(self.leaves) if leaf.grad is not None]
         begun = [i for i in active if self.momentum[i] is not None]
-        for some in (begun, [i for i in active if self.momentum[i] is None]):  # the kernel takes them apart
+        # the kernel takes them apart
+        for some in (begun, [i for i in active if self.momentum[i] is None]):
             if not some:
                 continue
             buffers = [self.momentum[i] for i in some]
@@ -70,7 +74,9 @@ class Sgd:
 
 
 class Adam:
-    """Adam with torch's defaults (0.9, 0.999, 1e-8) and L2 weight decay, as ``torch.optim.Adam(fused=True)``."""
+    """Adam with torch's defaults (0.9, 0.999, 1e-8) and L2 weight decay, as
+    ``torch.optim.Adam(fused=True)``.
+    """
 
     def __init__(self, plan: Plan, leaves: Sequence[Tensor], lr: float) -> None:
         self.plan, self.leaves, self.lr = plan, list(leaves), lr
@@ -105,6 +111,12 @@ class Adam:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """A leaf's gradient in the leaf's order of memory: the fused kernels go through both from end to end."""
+    """A leaf's gradient in the leaf's order of memory: the fused kernels go through both from end
+    to end.
+    """
     assert leaf.grad is not None
-    return leaf.grad if leaf.grad.stride() == leaf.stride() else torch.empty_like(leaf).copy_(leaf.grad)
+    return (
+        leaf.grad
+        if leaf.grad.stride() == leaf.stride()
+        else torch.empty_like(leaf).copy_(leaf.grad)
+    )

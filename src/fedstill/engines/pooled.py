@@ -1,4 +1,6 @@
-"""The pooled engine: clients of a stage side by side on the cores, one torch thread each; the serial engine's bits."""
+"""The pooled engine: clients of a stage side by side on the cores, one torch thread each; the
+serial engine's bits.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from fedstill.records import SERVER, ModelSpec, Payload, Reply, Stage
 from fedstill.work import ClientWork
 
 LIGHT = 1e6
-"""About so many floating-point operations in a step, or fewer, and threads side by side wait for the interpreter more
-than they compute."""
+"""About so many floating-point operations in a step, or fewer, and threads side by side wait for
+the interpreter more than they compute.
+"""
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -34,22 +37,31 @@ T = TypeVar("T")
 class PooledEngine(SerialEngine):
     """Runs the clients of a stage in threads: torch's kernels release the interpreter's lock.
 
-    ``workers``: clients side by side; the bits do not depend on it, for each client has its threads, its modules and
-    its random numbers to itself. A stage of one client, of models so small that the interpreter is what takes the time,
-    or with a model that draws from torch's one generator in a process (dropout), runs as in the serial engine. So does
-    a stage, once more, in which a method is seen to draw from it, and all that follow.
+    ``workers``: clients side by side; the bits do not depend on it, for each client has its
+    threads, its modules and its random numbers to itself. A stage of one client, of models so small
+    that the interpreter is what takes the time, or with a model that draws from torch's one
+    generator in a process (dropout), runs as in the serial engine. So does a stage, once more, in
+    which a method is seen to draw from it, and all that follow.
     """
 
     workers: int = field(default_factory=workers)
     light: float = field(default_factory=lambda: LIGHT)
-    _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)  # no copy shares it
-    _shared: Unmoved | None = field(default=None, init=False, repr=False)  # while clients share the generator
+    # no copy shares it
+    _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
+    # while clients share the generator
+    _shared: Unmoved | None = field(default=None, init=False, repr=False)
     _drawn: bool = field(default=False, init=False, repr=False)
 
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
         """The replies of the clients that were sent something, in the order of the schedule."""
         clients = [c for c in stage.clients if c in downs]
-        if min(self.workers, len(clients)) < 2 or self._draws(clients) or self._light(stage, clients):
+        if (
+            min(self.workers, len(clients)) < 2
+            or self._draws(clients)
+            or self._light(stage, clients)
+        ):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
 
@@ -64,7 +76,9 @@ class PooledEngine(SerialEngine):
 
     @contextmanager
     def _sharing(self, stage: Stage, seed: int) -> Iterator[None]:
-        """While clients share torch's global generators; raises Drew if anything has drawn from them."""
+        """While clients share torch's global generators; raises Drew if anything has drawn from
+        them.
+        """
         with drawing_from(seed_for(seed, stage.round, stage.index, SERVER, "work")):
             self._shared = shared = Unmoved()
             try:
@@ -73,7 +87,9 @@ class PooledEngine(SerialEngine):
                 self._shared = None
             shared.check()
 
-    def _one_by_one(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+    def _one_by_one(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
         """The stage once more, as in the serial engine: then all draws are by key."""
         say_drawn(type(work).__name__)
         return SerialEngine.run(self, work, stage, downs, seed)
@@ -84,21 +100,27 @@ class PooledEngine(SerialEngine):
             self._shared.check()  # before the reply is kept for other runs
         return reply
 
-    def _train(self, work: ClientWork, stage: Stage, begun: Begun, seed: int) -> tuple[Trained | None, float]:
+    def _train(
+        self, work: ClientWork, stage: Stage, begun: Begun, seed: int
+    ) -> tuple[Trained | None, float]:
         own = begun.carry.model
         if self._shared is not None and own is not None and draws_random_numbers(own):
             raise Drew
         return super()._train(work, stage, begun, seed)
 
-    def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
+    def _failed(
+        self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception
+    ) -> list[Reply]:
         if isinstance(error, Drew):
             raise error
         return super()._failed(work, stage, clients, error)
 
     def _side_by_side(self, act: Callable[[A], T], on: Sequence[A], begun: Sequence[A]) -> list[T]:
-        """``act`` on each, as many at once as there are workers, in the order in which they are ``begun``.
+        """``act`` on each, as many at once as there are workers, in the order in which they are
+        ``begun``.
 
-        An exception ends what has not begun; of several the first on the list counts, as if one followed the other.
+        An exception ends what has not begun; of several the first on the list counts, as if one
+        followed the other.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, "client")
@@ -123,18 +145,24 @@ class PooledEngine(SerialEngine):
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _light(self, stage: Stage, clients: Sequence[int]) -> bool:
-        """Whether a step is little work: of images about six operations a parameter and image, and sixty a pixel."""
+        """Whether a step is little work: of images about six operations a parameter and image, and
+        sixty a pixel.
+        """
         plan = self.world.plans.get(stage.name)
         if plan is None:
             return False
         return max(_work(self.world.model(c), plan.batch) for c in clients) <= self.light
 
     def _draws(self, clients: Sequence[int]) -> bool:
-        return self._drawn or any(draws_random_numbers(spec) for spec in {self.world.model(c) for c in clients})
+        return self._drawn or any(
+            draws_random_numbers(spec) for spec in {self.world.model(c) for c in clients}
+        )
 
 
 def _work(spec: ModelSpec, batch: int) -> float:
-    """About the floating-point operations in a step; whether threads train clients depends on it, never a bit."""
+    """About the floating-point operations in a step; whether threads train clients depends on it,
+    never a bit.
+    """
     if len(spec.input_shape) == 3:
         return 6.0 * batch * (contract.size(spec) + 10 * math.prod(spec.input_shape))
     return step_flops(spec, batch) + 6 * activations(spec) * batch

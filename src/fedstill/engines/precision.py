@@ -15,8 +15,10 @@ from torch import Tensor
 from fedstill.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "tf32"]
-"""``fp32``; ``bf16``: forward passes of students and teachers, and their backward, in bfloat16, but parameters, losses
-and the optimiser in float32; ``tf32``: float32 whose products a CUDA device rounds to ten bits."""
+"""``fp32``; ``bf16``: forward passes of students and teachers, and their backward, in bfloat16, but
+parameters, losses and the optimiser in float32; ``tf32``: float32 whose products a CUDA device
+rounds to ten bits.
+"""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,11 +27,16 @@ T = TypeVar("T")
 def check_precision(precision: Precision, device: str) -> None:
     """Raise ConfigError for a precision that no device of this kind has."""
     if precision == "tf32" and device != "cuda":
-        raise ConfigError("precision = 'tf32' works on CUDA devices only; on the CPU set precision = 'fp32' or 'bf16'")
+        raise ConfigError(
+            "precision = 'tf32' works on CUDA devices only; on the CPU set precision = 'fp32' or "
+            "'bf16'"
+        )
 
 
 def check_machine(precision: Precision, device: str) -> None:
-    """Raise ConfigError where this machine has no such device, or has no units for a precision and would imitate it."""
+    """Raise ConfigError where this machine has no such device, or has no units for a precision and
+    would imitate it.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device = 'cuda': torch sees no CUDA device here; "
@@ -38,7 +45,8 @@ def check_machine(precision: Precision, device: str) -> None:
     if precision == "bf16" and not has_bfloat16(device):
         what = "CUDA device" if device == "cuda" else "processor"
         raise ConfigError(
-            f"precision = 'bf16': this {what} has no units for bfloat16, and would imitate it slowly; "
+            f"precision = 'bf16': this {what} has no units for bfloat16, and would imitate it "
+            "slowly; "
             "set 'fp32' for a new run"
         )
 
@@ -66,9 +74,11 @@ def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> 
 
 @contextmanager
 def products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Meanwhile a CUDA device rounds products to TensorFloat-32, if that is the precision; before and after, not.
+    """Meanwhile a CUDA device rounds products to TensorFloat-32, if that is the precision; before
+    and after, not.
 
-    The setting is the process's, like torch's: on a card clients train one after another. For the CPU it is left alone.
+    The setting is the process's, like torch's: on a card clients train one after another. For the
+    CPU it is left alone.
     """
     if device.type != "cuda":
         yield
@@ -81,7 +91,8 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
 
 
 def steady(device: str) -> None:
-    """Have a CUDA device compute the same bits each time, in float32; process-wide. Of the CPU nothing is changed.
+    """Have a CUDA device compute the same bits each time, in float32; process-wide. Of the CPU
+    nothing is changed.
 
     An operation that torch has in one way alone, whose bits are not the same each time, warns.
     """
@@ -105,7 +116,9 @@ def card_named(device: str) -> str:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Meanwhile torch's own kernels take the place of cuDNN's; its other settings are left alone."""
+    """Meanwhile torch's own kernels take the place of cuDNN's; its other settings are left
+    alone.
+    """
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
@@ -115,11 +128,17 @@ def without_cudnn() -> Iterator[None]:
 
 
 def _round_products(on: bool) -> None:
-    """Set torch's older switches; then the newer ones, where a process has used them and they say something else."""
+    """Set torch's older switches; then the newer ones, where a process has used them and they say
+    something else.
+    """
     torch.backends.cudnn.allow_tf32 = on
     torch.backends.cuda.matmul.allow_tf32 = on
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
-        switch = operator.attrgetter(name)(torch.backends) if hasattr(torch.backends, "fp32_precision") else None
+        switch = (
+            operator.attrgetter(name)(torch.backends)
+            if hasattr(torch.backends, "fp32_precision")
+            else None
+        )
         if switch is not None and (switch.fp32_precision == "tf32") != on:
             switch.fp32_precision = "tf32" if on else "ieee"
 

@@ -1,5 +1,6 @@
-"""Training whose steps tell little of any one example (DP-SGD): clipped gradients, noise, batches drawn example by
-example."""
+"""Training whose steps tell little of any one example (DP-SGD): clipped gradients, noise, batches
+drawn example by example.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from fedstill.wire.privacy import Privacy, secret_normal
 
 @dataclass(frozen=True)
 class Private:
-    """How steps are protected. ``clip``: the largest norm of one example's gradient. ``noise``: standard deviation of
-    the noise on their sum, in units of ``clip``. ``secret``: draws that no seed repeats, as on real sites."""
+    """How steps are protected. ``clip``: the largest norm of one example's gradient. ``noise``:
+    standard deviation of the noise on their sum, in units of ``clip``. ``secret``: draws that no
+    seed repeats, as on real sites.
+    """
 
     clip: float
     noise: float
@@ -29,28 +32,37 @@ class Private:
     @staticmethod
     def of(privacy: Privacy, secret: bool) -> Private | None:
         """What a config asks for; None where training is not protected."""
-        return None if privacy.gradient_clip is None else Private(privacy.gradient_clip, privacy.sigma, secret)
+        return (
+            None
+            if privacy.gradient_clip is None
+            else Private(privacy.gradient_clip, privacy.sigma, secret)
+        )
 
 
 def poisson_batches(
     n: int, plan: Plan, order: torch.Generator, device: torch.device, secret: bool = False
 ) -> Iterator[list[Tensor]]:
-    """As ``epoch_batches``, but each step takes each of n examples by itself, with probability ``plan.batch / n``.
+    """As ``epoch_batches``, but each step takes each of n examples by itself, with probability
+    ``plan.batch / n``.
 
-    An epoch has as many steps as it would have in batches. A step may take none. secret: ``order`` has no part.
+    An epoch has as many steps as it would have in batches. A step may take none. secret: ``order``
+    has no part.
     """
     if n == 0:
         return
     per_epoch, rate = -(-n // plan.batch), min(1.0, plan.batch / n)
     steps = plan.steps or plan.epochs * per_epoch
     for begin in range(0, steps, per_epoch):
-        draws = [_taken(n, rate, None if secret else order) for _ in range(begin, begin + per_epoch)]
+        draws = [
+            _taken(n, rate, None if secret else order) for _ in range(begin, begin + per_epoch)
+        ]
         yield [resident(taken.nonzero().flatten(), device) for taken in draws[: steps - begin]]
 
 
 def _taken(n: int, rate: float, order: torch.Generator | None) -> Tensor:
-    """Which of n examples a step takes, (n,) bool; without a generator drawn by the operating system's: a seed of
-    torch's has 32 bits, which can be tried out, and an amplification by sampling supposes draws that nobody knows.
+    """Which of n examples a step takes, (n,) bool; without a generator drawn by the operating
+    system's: a seed of torch's has 32 bits, which can be tried out, and an amplification by
+    sampling supposes draws that nobody knows.
     """
     if order is not None:
         return torch.rand(n, generator=order, dtype=torch.float64) < rate
@@ -59,11 +71,14 @@ def _taken(n: int, rate: float, order: torch.Generator | None) -> Tensor:
 
 
 CACHED = 1 << 20
-"""Numbers of float64 that are worked on at once. Of a large network the gradients of a batch have many times as many,
-and going to memory for them takes longer than computing."""
+"""Numbers of float64 that are worked on at once. Of a large network the gradients of a batch have
+many times as many, and going to memory for them takes longer than computing.
+"""
 
 Objective = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
-"""(trained entries, inputs (1, ...), labels (1,), positions (1,), rows (1,)) to the terms of its objective."""
+"""(trained entries, inputs (1, ...), labels (1,), positions (1,), rows (1,)) to the terms of its
+objective.
+"""
 
 
 def example_gradients(
@@ -84,24 +99,36 @@ def example_gradients(
     return gradients, terms
 
 
-def noised_mean(gradients: Tensors, like: Tensors, how: Private, size: float, draws: torch.Generator) -> Tensors:
-    """The sum of clipped gradients, with noise, over ``size``, the number of examples that a step takes on average.
+def noised_mean(
+    gradients: Tensors, like: Tensors, how: Private, size: float, draws: torch.Generator
+) -> Tensors:
+    """The sum of clipped gradients, with noise, over ``size``, the number of examples that a step
+    takes on average.
 
-    gradients: (B, ...) by entry, or empty where a step has taken no example; like: the entries. One that is not finite
-    counts as zeros. Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
+    gradients: (B, ...) by entry, or empty where a step has taken no example; like: the entries. One
+    that is not finite counts as zeros. Source: Abadi et al., "Deep Learning with Differential
+    Privacy" (2016), Algorithm 1.
     """
     factor = _factors(gradients, how.clip) if gradients else torch.zeros(0)
     out = {}
     for name, entry in like.items():
-        total = _weighted(gradients[name].detach(), factor) if gradients else torch.zeros(entry.shape)
+        total = (
+            _weighted(gradients[name].detach(), factor) if gradients else torch.zeros(entry.shape)
+        )
         shape = tuple(entry.shape)
-        drawn = secret_normal(shape) if how.secret else torch.randn(shape, generator=draws, dtype=torch.float64)
+        drawn = (
+            secret_normal(shape)
+            if how.secret
+            else torch.randn(shape, generator=draws, dtype=torch.float64)
+        )
         out[name] = ((total + how.noise * how.clip * drawn) / size).to(entry)
     return out
 
 
 def _factors(gradients: Tensors, clip: float) -> Tensor:
-    """What each example's gradient is multiplied by, (B,) float64: no norm is above ``clip`` after it."""
+    """What each example's gradient is multiplied by, (B,) float64: no norm is above ``clip`` after
+    it.
+    """
     norms = torch.stack([_squares(g.detach()) for g in gradients.values()]).sum(0).sqrt()
     return torch.where(norms.isfinite(), clip / norms.clamp(min=clip), 0.0)
 
@@ -112,7 +139,9 @@ def _squares(gradients: Tensor) -> Tensor:
 
 
 def _weighted(gradients: Tensor, factor: Tensor) -> Tensor:
-    """The sum of gradients (B, ...) times factors (B,), in float64; where a factor is 0, whatever the gradient is."""
+    """The sum of gradients (B, ...) times factors (B,), in float64; where a factor is 0, whatever
+    the gradient is.
+    """
     own, finite, parts = factor.to(gradients.device), bool(factor.all()), []
     for some in _in_cache(gradients):
         known = some.double() if finite else torch.nan_to_num(some.double(), 0.0, 0.0, 0.0)
@@ -121,7 +150,9 @@ def _weighted(gradients: Tensor, factor: Tensor) -> Tensor:
 
 
 def _in_cache(gradients: Tensor) -> Sequence[Tensor]:
-    """Gradients (B, ...) as (B, N), N at a time: in float64 about as many as the processor's cache holds."""
+    """Gradients (B, ...) as (B, N), N at a time: in float64 about as many as the processor's cache
+    holds.
+    """
     return torch.split(gradients.reshape(len(gradients), -1), max(1, CACHED // len(gradients)), 1)
 
 

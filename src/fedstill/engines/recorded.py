@@ -1,7 +1,9 @@
-"""Steps of training on a CUDA card as one launch: a step's kernels are recorded once, and replayed for each batch.
+"""Steps of training on a CUDA card as one launch: a step's kernels are recorded once, and replayed
+for each batch.
 
-A small network's step is a hundred kernels of a few microseconds; to launch them one by one takes longer than they do.
-Replayed, a step gives the bits that it gives otherwise: each recording is tried against the step itself.
+A small network's step is a hundred kernels of a few microseconds; to launch them one by one takes
+longer than they do. Replayed, a step gives the bits that it gives otherwise: each recording is
+tried against the step itself.
 """
 
 from __future__ import annotations
@@ -28,20 +30,25 @@ REPLAY = "FEDSTILL_REPLAY"
 """The environment variable that keeps every step as it is, if it is 0."""
 
 FIRST = 3
-"""Steps of a client before one is recorded: in the first, what a step needs is made (teachers' outputs, momentum); the
-others are watched."""
+"""Steps of a client before one is recorded: in the first, what a step needs is made (teachers'
+outputs, momentum); the others are watched.
+"""
 
 PAYS = 12
 """Steps of one kind in a client's training from which recording one pays."""
 
 SPARE = 2e9
-"""Bytes of a card that may lie unused in this process. What a recording leaves serves no other, so more goes back."""
+"""Bytes of a card that may lie unused in this process. What a recording leaves serves no other, so
+more goes back.
+"""
 
 _turn = threading.RLock()
 """Held while a client trains on a card."""
 
 _refused: set[Hashable] = set()
-"""Kinds of steps that could not be recorded or replayed in this process; they are not tried again."""
+"""Kinds of steps that could not be recorded or replayed in this process; they are not tried
+again.
+"""
 
 Terms = dict[str, Tensor]
 Of = tuple[Any, ...]
@@ -50,7 +57,9 @@ Of = tuple[Any, ...]
 
 @dataclass
 class Recording:
-    """A step's kernels, with the tensors that they read and the terms that they leave; ``tried``: on another batch."""
+    """A step's kernels, with the tensors that they read and the terms that they leave; ``tried``:
+    on another batch.
+    """
 
     graph: torch.cuda.CUDAGraph
     of: Of
@@ -67,11 +76,12 @@ class Recording:
 
 @dataclass
 class Recorder:
-    """A client's steps: ``act`` does one, in place of ``moves``, and gives its terms; recorded where that pays.
+    """A client's steps: ``act`` does one, in place of ``moves``, and gives its terms; recorded
+    where that pays.
 
-    ``asked``: what the objective has asked of a step beside its tensors; a recording holds for one epoch alone if it
-    has asked for that. ``steps``: how many whole batches training has, and an epoch. ``kind``: what such steps have in
-    common, of which one that fails is told.
+    ``asked``: what the objective has asked of a step beside its tensors; a recording holds for one
+    epoch alone if it has asked for that. ``steps``: how many whole batches training has, and an
+    epoch. ``kind``: what such steps have in common, of which one that fails is told.
     """
 
     act: Callable[[Of], Terms]
@@ -87,14 +97,20 @@ class Recorder:
     def __call__(self, of: Of) -> Terms:
         """One step, as ``act`` does it."""
         epoch = of[5] if "epoch" in self.asked else -1
-        if len(of[1]) != self.batch or self.kind in _refused or self.steps["epoch" in self.asked] < PAYS:
+        if (
+            len(of[1]) != self.batch
+            or self.kind in _refused
+            or self.steps["epoch" in self.asked] < PAYS
+        ):
             return self.act(of)
         if recording := self.recordings.get(epoch):
             return recording.replay(of) if recording.tried else self._try(recording, of)
         self.done[epoch] = done = self.done.get(epoch, 0) + 1
         if done == 1:
             return self.act(of)
-        with watched(of[:3], self.moves(), self.watch.made if self.watch and done == FIRST else frozenset()) as watch:
+        with watched(
+            of[:3], self.moves(), self.watch.made if self.watch and done == FIRST else frozenset()
+        ) as watch:
             terms = self.act(of)
         before, self.watch = self.watch, watch
         if watch.seen:
@@ -106,7 +122,9 @@ class Recorder:
         return terms
 
     def _record(self, of: Of, epoch: int) -> None:
-        """Record the kernels of a step; nothing is computed. It is given tensors that no pass has been kept of."""
+        """Record the kernels of a step; nothing is computed. It is given tensors that no pass has
+        been kept of.
+        """
         self.recordings.clear()  # each holds a step's memory, and epochs do not come back
         mine: Of = (of[0].clone(), of[1].clone(), index := of[2].clone(), index, None, of[5])
         before, pool = {id(tensor) for tensor in self.moves()}, torch.cuda.graph_pool_handle()
@@ -121,27 +139,33 @@ class Recorder:
             _stopped(error, of[0].device, pool)
             self._refuse(on_one_line(error))
         else:
-            self.recordings[epoch] = Recording(graph, mine, {k: v.detach() for k, v in given.items()})
+            self.recordings[epoch] = Recording(
+                graph, mine, {k: v.detach() for k, v in given.items()}
+            )
         for late in [tensor for tensor in self.moves() if id(tensor) not in before]:
             late.detach().zero_()  # momentum that began while nothing was computed
             self._refuse("momentum begins late")
 
     def _try(self, recording: Recording, of: Of) -> Terms:
-        """This step, done twice from one place: as it is, and replayed. The recording is kept if no bit differs.
+        """This step, done twice from one place: as it is, and replayed. The recording is kept if no
+        bit differs.
 
         It was made of another batch: what it has kept of that one shows.
         """
         state, drawn = self.moves(), torch.cuda.get_rng_state()
         start = [v.detach().clone() for v in state]
         terms = {k: v.detach().clone() for k, v in self.act(of).items()}
-        if len(self.moves()) != len(state) or {*terms} != {*recording.terms}:  # momentum begins late
+        # momentum begins late
+        if len(self.moves()) != len(state) or {*terms} != {*recording.terms}:
             self._refuse("momentum begins late")
             return terms
         end, drawn_then = [v.detach().clone() for v in state], torch.cuda.get_rng_state()
         put(state, start)
         torch.cuda.set_rng_state(drawn)
         replayed = recording.replay(of)
-        recording.tried = all_equal([*state, *(replayed[k] for k in terms)], [*end, *terms.values()])
+        recording.tried = all_equal(
+            [*state, *(replayed[k] for k in terms)], [*end, *terms.values()]
+        )
         if not recording.tried:
             self._refuse("replayed it ends at other bits")
             put(state, end)
@@ -157,12 +181,14 @@ class Recorder:
 def _stopped(error: RuntimeError, device: torch.device, pool: Any) -> None:
     """A recording was broken off: the card is as before, and Ctrl-C is raised again.
 
-    Its memory is no longer set aside for the recording, which torch does only of one that ends well (then the first
-    call says so); and its generator no longer believes that it is recorded, as in some versions.
+    Its memory is no longer set aside for the recording, which torch does only of one that ends well
+    (then the first call says so); and its generator no longer believes that it is recorded, as in
+    some versions.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError, StopIteration):
-        named = [f"_cuda_endAllocate{what}ToPool" for what in ("", "CurrentStream")]  # the second before torch 2.8
+        # the second before torch 2.8
+        named = [f"_cuda_endAllocate{what}ToPool" for what in ("", "CurrentStream")]
         next(getattr(torch._C, name) for name in named if hasattr(torch._C, name))(index, pool)
         torch._C._cuda_releasePool(index, pool)
     with suppress(RuntimeError, AttributeError):
@@ -173,7 +199,8 @@ def _stopped(error: RuntimeError, device: torch.device, pool: Any) -> None:
 
 
 def whole_batches(plan: Plan, examples: int) -> tuple[int, int]:
-    """How many batches training has that are not cut short by an epoch's end, and how many of them an epoch.
+    """How many batches training has that are not cut short by an epoch's end, and how many of them
+    an epoch.
 
     >>> whole_batches(Plan(epochs=5, batch=64), 500), whole_batches(Plan(steps=30, batch=8), 20)
     ((35, 7), (20, 2))
@@ -190,7 +217,9 @@ def put(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tensors are equal, one by one, and not a number at the same places; the host waits once."""
+    """Whether tensors are equal, one by one, and not a number at the same places; the host waits
+    once.
+    """
     pairs = zip(some, others, strict=True)
     return bool(torch.stack([((a == b) | ((a != a) & (b != b))).all() for a, b in pairs]).all())
 
@@ -202,9 +231,11 @@ def is_wanted(device: torch.device) -> bool:
 
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
-    """On a CUDA card, in a stream in which steps can be recorded; what came before is done first, threads take turns.
+    """On a CUDA card, in a stream in which steps can be recorded; what came before is done first,
+    threads take turns.
 
-    What another thread did meanwhile would be recorded, too, and would draw from the same generator.
+    What another thread did meanwhile would be recorded, too, and would draw from the same
+    generator.
     """
     if device.type != "cuda":
         yield

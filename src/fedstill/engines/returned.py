@@ -1,4 +1,6 @@
-"""What functions of a client's work and of measures gave; anything but what is asked for names the function."""
+"""What functions of a client's work and of measures gave; anything but what is asked for names the
+function.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def carry_of(work: ClientWork, given: object) -> Carry:
 
 
 def terms_of(said: Callable[..., object], given: object, batch: int) -> Mapping[str, Tensor]:
-    """What ``terms`` or ``ascend`` gave for a batch; raises BadReturn unless it is named tensors, (B,) or () each."""
+    """What ``terms`` or ``ascend`` gave for a batch; raises BadReturn unless it is named tensors,
+    (B,) or () each.
+    """
     if not isinstance(given, Mapping):
         raise bad_return(said, f"gives {of_kind(given)}, not a dict of tensors by name")
     if not given:
@@ -29,7 +33,9 @@ def terms_of(said: Callable[..., object], given: object, batch: int) -> Mapping[
             raise bad_return(said, f"gives {of_kind(value)} as {name!r}, not a tensor")
         if value.shape not in ((), (batch,)):
             raise bad_return(
-                said, f"gives {name!r} of shape {tuple(value.shape)}, not ({batch},), a value an example, or ()"
+                said,
+                f"gives {name!r} of shape {tuple(value.shape)}, not ({batch},), a value an "
+                "example, or ()",
             )
     return given
 
@@ -39,15 +45,20 @@ def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Paylo
     both = given if isinstance(given, tuple) else ()
     if len(both) != 2 or not all(isinstance(one, Payload) for one in both):
         kinds = f"a tuple of {', '.join(map(of_kind, both))}" if both else of_kind(given)
-        raise bad_return(work.end, f"gives {kinds}, not two Payloads: what is sent and what is remembered")
+        raise bad_return(
+            work.end, f"gives {kinds}, not two Payloads: what is sent and what is remembered"
+        )
     return both
 
 
-def journal_fields(said: Callable[..., object], given: object, taken: Collection[str] = ()) -> dict[str, Any]:
-    """What ``report`` or a measure's function gave, as a journal holds it; numbers of NumPy and torch become Python's.
+def journal_fields(
+    said: Callable[..., object], given: object, taken: Collection[str] = ()
+) -> dict[str, Any]:
+    """What ``report`` or a measure's function gave, as a journal holds it; numbers of NumPy and
+    torch become Python's.
 
-    taken: names of fields that are the run's own. Raises BadReturn for one of them, for anything but a dict, and for
-    what no journal can hold.
+    taken: names of fields that are the run's own. Raises BadReturn for one of them, for anything
+    but a dict, and for what no journal can hold.
     """
     if not isinstance(given, Mapping):
         raise bad_return(said, f"gives {of_kind(given)}, not a dict of numbers and words by name")
@@ -55,7 +66,9 @@ def journal_fields(said: Callable[..., object], given: object, taken: Collection
         if not isinstance(name, str):
             raise bad_return(said, f"gives a field named {name!r:.40}; a name is a text")
         if name in taken:
-            raise bad_return(said, f"gives {name!r}, which is a field of the run's own; choose another name")
+            raise bad_return(
+                said, f"gives {name!r}, which is a field of the run's own; choose another name"
+            )
     return {name: _plain(said, name, value) for name, value in given.items()}
 
 
@@ -68,4 +81,7 @@ def _plain(said: Callable[..., object], name: str, value: object) -> Any:
         return [_plain(said, name, v) for v in value]
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return _plain(said, name, value.tolist())
-    raise bad_return(said, f"gives {of_kind(value)} as {name!r}, and not numbers, words, or lists and tables of them")
+    raise bad_return(
+        said,
+        f"gives {of_kind(value)} as {name!r}, and not numbers, words, or lists and tables of them",
+    )

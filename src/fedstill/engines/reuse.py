@@ -1,9 +1,11 @@
-"""Replies kept for other runs: what clients train alone is trained once and serves every method of a comparison.
+"""Replies kept for other runs: what clients train alone is trained once and serves every method of
+a comparison.
 
-A method names the stages whose replies may be kept (``Method.reusable``). A reply is kept under the hash of all that it
-depends on: the client's data, its model, what it was sent and remembers, the plan, the work and its fields, the seeds'
-place (run seed, round, stage, client), the test set if it was measured, this library's source, torch and the kind of
-processor. So the bits are those of training again, and a killed run has kept the clients that had finished.
+A method names the stages whose replies may be kept (``Method.reusable``). A reply is kept under the
+hash of all that it depends on: the client's data, its model, what it was sent and remembers, the
+plan, the work and its fields, the seeds' place (run seed, round, stage, client), the test set if it
+was measured, this library's source, torch and the kind of processor. So the bits are those of
+training again, and a killed run has kept the clients that had finished.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ from fedstill.work import ClientWork
 log = logging.getLogger("fedstill.reuse")
 
 LOCKED_BY = 3
-"""Keys that begin with the same so many hexadecimal digits have one lock: few files, and seldom two that wait."""
+"""Keys that begin with the same so many hexadecimal digits have one lock: few files, and seldom two
+that wait.
+"""
 
 
 @dataclass(frozen=True)
 class KeptReplies:
-    """A folder of replies, the names of the stages whose replies may be kept there, and how many bytes they may take.
+    """A folder of replies, the names of the stages whose replies may be kept there, and how many
+    bytes they may take.
 
     Where they take more, those that were not used for longest are deleted.
     """
@@ -55,10 +60,10 @@ class KeptReplies:
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The reply kept under a key, or the one that ``make`` gives, kept from now on.
 
-        Of several processes that want it one makes it and the others wait; in a folder where no lock can be written
-        each makes it, and one warning says so. A damaged file counts as missing and is logged; a reply that cannot be
-        written is not kept. Times of a reply that was not made now are 0, except
-        ``seconds_reused``.
+        Of several processes that want it one makes it and the others wait; in a folder where no
+        lock can be written each makes it, and one warning says so. A damaged file counts as missing
+        and is logged; a reply that cannot be written is not kept. Times of a reply that was not
+        made now are 0, except ``seconds_reused``.
         """
         path, locks = self.folder / f"{key}.reply", self.folder / "locks"
         with contextlib.ExitStack() as locked:
@@ -100,16 +105,33 @@ def _tell_of(folder: Path, why: str) -> None:
     log.warning("replies are not kept in %s for other runs: %s", folder, why)
 
 
-def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: int, sent: Payload, *more: Any) -> str:
-    """The key of a client's reply in a stage, as hexadecimal; ``more``: whatever else it depends on, as text."""
-    own: dict[str, str] = {f.name: repr(getattr(work, f.name)) for f in fields(work)} if is_dataclass(work) else {}
+def key_of(
+    work: ClientWork,
+    stage: Stage,
+    view: View,
+    plan: Plan | None,
+    seed: int,
+    sent: Payload,
+    *more: Any,
+) -> str:
+    """The key of a client's reply in a stage, as hexadecimal; ``more``: whatever else it depends
+    on, as text.
+    """
+    own: dict[str, str] = (
+        {f.name: repr(getattr(work, f.name)) for f in fields(work)} if is_dataclass(work) else {}
+    )
     there = view.data.values.device
     known = {
         "stage": [stage.round, stage.index, stage.name, stage.view, view.client, seed],
         "work": [class_identity(type(work)), own],
         "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
         "plan": asdict(plan) if plan else None,
-        "machine": [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _library()],
+        "machine": [
+            torch.__version__,
+            platform.machine(),
+            torch.backends.cpu.get_cpu_capability(),
+            _library(),
+        ],
         "device": str(there) + (f" {card_named(there.type)}" if there.type == "cuda" else ""),
         "more": [str(m) for m in more],
     }
@@ -130,13 +152,15 @@ def _is_own(thing: Any) -> bool:
 
 
 def _source(thing: Any) -> str:
-    """The SHA-256 of a user's file that defines a thing, with what it imports from its folder; the library's own files
-    are hashed together.
+    """The SHA-256 of a user's file that defines a thing, with what it imports from its folder; the
+    library's own files are hashed together.
     """
     if _is_own(thing):
         return ""
     try:
-        return digest(b"".join(path.read_bytes() for path in files_of(Path(inspect.getfile(thing)))))
+        return digest(
+            b"".join(path.read_bytes() for path in files_of(Path(inspect.getfile(thing))))
+        )
     except (TypeError, OSError):
         return ""
 
@@ -146,12 +170,16 @@ def _library() -> str:
     """The SHA-256 of the library's source."""
     root = Path(__file__).parents[1]
     files = sorted(p for p in root.rglob("*.py"))
-    return digest("".join(f"{p.relative_to(root)} {digest(p.read_bytes())}\n" for p in files).encode())
+    return digest(
+        "".join(f"{p.relative_to(root)} {digest(p.read_bytes())}\n" for p in files).encode()
+    )
 
 
 def _sealed(reply: Reply) -> bytes:
     """A reply as bytes that begin with their SHA-256."""
-    rest = json.dumps({"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)})
+    rest = json.dumps(
+        {"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)}
+    )
     data = encode(Payload({**{f"up {k}": v for k, v in reply.up.items()}, "rest": rest}))
     return digest(data).encode() + data
 
@@ -170,7 +198,9 @@ def _read(path: Path) -> Reply | None:
         up = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
         return Reply(rest["client"], up, rest["examples"], _not_now(rest["metrics"]))
     except (BadPayload, ValueError, KeyError, TypeError) as error:
-        log.warning("%s, a reply kept from another run, is damaged and is computed again: %s", path, error)
+        log.warning(
+            "%s, a reply kept from another run, is damaged and is computed again: %s", path, error
+        )
         return None
 
 

@@ -28,7 +28,18 @@ from fedstill.files import digest
 from fedstill.keys import drawing_from, seed_for
 from fedstill.origin import reason
 from fedstill.raised import as_sent, raises
-from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, View, World
+from fedstill.records import (
+    NOTHING,
+    SERVER,
+    Carry,
+    Examples,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    View,
+    World,
+)
 from fedstill.watch import place
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
@@ -37,8 +48,13 @@ from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
 
-CARD_FAILED = (torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError))
-"""A card without memory, and one that computes nothing more: what else was going on decides when, not the client."""
+CARD_FAILED = (
+    torch.cuda.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError),
+)
+"""A card without memory, and one that computes nothing more: what else was going on decides when,
+not the client.
+"""
 
 
 class Sites(Protocol):
@@ -59,12 +75,15 @@ class Sites(Protocol):
         """What a client sees in a stage."""
 
     def size(self, client: int) -> int:
-        """About how many examples a client has: only the order in which clients begin depends on it."""
+        """About how many examples a client has: only the order in which clients begin depends on
+        it.
+        """
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A client that has read what it was sent: what it sees, what it starts with, and the seconds that took.
+    """A client that has read what it was sent: what it sees, what it starts with, and the seconds
+    that took.
 
     ``sent``: what it was sent, as it was before.
     """
@@ -79,13 +98,14 @@ class Begun:
 class SerialEngine:
     """Runs the clients of a stage in the order of the schedule.
 
-    ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack of them; part of a
-    run's definition, because the last bit of a sum depends on them. ``measures``: what clients measure of their own
-    models, in float32 whatever the ``precision`` of training is. ``kept``: replies that other runs have kept, for the
-    stages that allow it. ``privacy``: what is done to logits before they leave a client; ``secret``: with noise that no
-    seed repeats, as on real sites. ``stops``: the first client
-    that fails ends the run, with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives
-    an engine that differs in some of this and has threads of its own; the memory is the same one.
+    ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack
+    of them; part of a run's definition, because the last bit of a sum depends on
+    them. ``measures``: what clients measure of their own models, in float32 whatever the
+    ``precision`` of training is. ``kept``: replies that other runs have kept, for the stages that
+    allow it. ``privacy``: what is done to logits before they leave a client; ``secret``: with noise
+    that no seed repeats, as on real sites. ``stops``: the first client that fails ends the run,
+    with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives an
+    engine that differs in some of this and has threads of its own; the memory is the same one.
     """
 
     world: World
@@ -99,13 +119,21 @@ class SerialEngine:
     secret: bool = False
     stops: bool = False
 
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies of the clients that were sent something; an exception in a client becomes its
+        reply's failure.
 
-        Raises CorruptFile for a damaged memory: to go on without that client would give other bits than before.
+        Raises CorruptFile for a damaged memory: to go on without that client would give other bits
+        than before.
         """
         self._set_up(stage)
-        return [self._alone(work, stage, client, downs[client], seed) for client in stage.clients if client in downs]
+        return [
+            self._alone(work, stage, client, downs[client], seed)
+            for client in stage.clients
+            if client in downs
+        ]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage."""
@@ -118,35 +146,48 @@ class SerialEngine:
         keep_freed()
         torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
 
-    def _alone(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
+    def _alone(
+        self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int
+    ) -> Reply:
         """A client's reply; what its work draws from torch's global generators is drawn by key."""
         with drawing_from(seed_for(seed, stage.round, stage.index, client, "work")):
             return self._reply(work, stage, client, down, seed)
 
-    def _reply(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
+    def _reply(
+        self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int
+    ) -> Reply:
         try:
             if self.kept is not None and stage.name in self.kept.stages:
                 key = self._key(work, stage, client, down, seed)
-                return self.kept.reply(key, stage, lambda: self._new(work, stage, client, down, seed))
+                return self.kept.reply(
+                    key, stage, lambda: self._new(work, stage, client, down, seed)
+                )
             return self._new(work, stage, client, down, seed)
         except Exception as error:
             return self._failed(work, stage, [client], error)[0]
 
-    def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
-        """The replies of clients that failed together, in a stack, or of one: why, and where in its author's code.
+    def _failed(
+        self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception
+    ) -> list[Reply]:
+        """The replies of clients that failed together, in a stack, or of one: why, and where in its
+        author's code.
 
-        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. Ctrl-C stays that. If it
-        ``stops``, or the card failed and not the client, raises ClientFailed.
+        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. Ctrl-C
+        stays that. If it ``stops``, or the card failed and not the client, raises ClientFailed.
         """
         if isinstance(error, (CorruptFile, ChangedInPlace)):
             raise error
-        if isinstance(error.__context__, KeyboardInterrupt):  # torch.func, interrupted, fails at its own clearing up
+        # torch.func, interrupted, fails at its own clearing up
+        if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__
         why = reason(error, work)
         if self.stops or isinstance(error, CARD_FAILED):
             raise ClientFailed(place(stage), clients, why) from error
         log.debug("clients %s failed", clients, exc_info=error)
-        return [Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=why) for client in clients]
+        return [
+            Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=why)
+            for client in clients
+        ]
 
     def _new(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         begun = self._begin(work, stage, client, down)
@@ -157,16 +198,33 @@ class SerialEngine:
         view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
         taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
-        measured = (taken, examples_digest(test) if test is not None else "") if self.measures.due(stage) else ()
-        how = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
+        measured = (
+            (taken, examples_digest(test) if test is not None else "")
+            if self.measures.due(stage)
+            else ()
+        )
+        how = (
+            self.sites.inputs,
+            torch.get_num_threads(),
+            self.precision,
+            remembered,
+            measured,
+            self.privacy,
+        )
         head, now = self._head(stage, client), self.world.stream.within(stage.round)
-        tasks = (now, "all" if head is None else head.tolist()) if self.world.stream.tasks > 1 else ()
+        tasks = (
+            (now, "all" if head is None else head.tolist()) if self.world.stream.tasks > 1 else ()
+        )
         more = (*how, self.world.asking if raises(stage, self.world) else "", *tasks)
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
-        view, sent, head = as_sent(self.sites.view(client, stage), down), Lent(down), self._head(stage, client)
+        view, sent, head = (
+            as_sent(self.sites.view(client, stage), down),
+            Lent(down),
+            self._head(stage, client),
+        )
         view = view if head is None else replace(view, head=head)
         carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
         sent.check(work.begin, client)
@@ -174,12 +232,16 @@ class SerialEngine:
         return Begun(view, carry, time.perf_counter() - start, sent)
 
     def _head(self, stage: Stage, client: int) -> Tensor | None:
-        """Which outputs take part in a client's training on its own data, (C,) bool; None where all do."""
+        """Which outputs take part in a client's training on its own data, (C,) bool; None where all
+        do.
+        """
         if client == SERVER or stage.view == "public":
             return None
         return self.world.stream.mask(stage.round, client, self.world.classes)
 
-    def _train(self, work: ClientWork, stage: Stage, begun: Begun, seed: int) -> tuple[Trained | None, float]:
+    def _train(
+        self, work: ClientWork, stage: Stage, begun: Begun, seed: int
+    ) -> tuple[Trained | None, float]:
         plan = self.world.plans.get(stage.name)
         if plan is None or not begun.carry.params:
             return None, 0.0
@@ -193,8 +255,12 @@ class SerialEngine:
         trained = train(work, begun.carry, plan, stage, view, inputs, seed, *how)
         return trained, time.perf_counter() - start
 
-    def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:
-        """The reply of a client, given what it began with, what training gave, and how long that took."""
+    def _end(
+        self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float
+    ) -> Reply:
+        """The reply of a client, given what it began with, what training gave, and how long that
+        took.
+        """
         start, view, carry = time.perf_counter(), begun.view, begun.carry
         metrics: dict[str, object] = {}
         params, ran = carry.params, Ran(0, 0.0, carry.trace)
@@ -212,7 +278,9 @@ class SerialEngine:
         begun.sent.check(type(work), view.client)
         metrics["seconds_training"] = seconds
         models = (
-            [carry.params, params, *(trained.by_epoch if trained else ())] if params and carry.model is None else []
+            [carry.params, params, *(trained.by_epoch if trained else ())]
+            if params and carry.model is None
+            else []
         )
         answers = [frozen(work.answer(m, view.model), view.model) for m in models]
         metrics |= self._measure(stage, view, answers, frozenset(up))
@@ -224,8 +292,8 @@ class SerialEngine:
     ) -> dict[str, object]:
         """What this client measures: as the measures say, and at a real site on its own test set.
 
-        models: what it answers with before and after its work, and after each epoch where that is asked for. sent: the
-        groups of its reply.
+        models: what it answers with before and after its work, and after each epoch where that is
+        asked for. sent: the groups of its reply.
         """
         if not models:
             return {}

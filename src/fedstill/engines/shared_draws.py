@@ -1,4 +1,6 @@
-"""Clients that share torch's global generators, side by side or in a stack: whether anything has drawn from them."""
+"""Clients that share torch's global generators, side by side or in a stack: whether anything has
+drawn from them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ log = logging.getLogger("fedstill.engine")
 
 
 class Drew(Exception):
-    """A client has drawn from a generator that it shares with others: the bits would depend on which came first."""
+    """A client has drawn from a generator that it shares with others: the bits would depend on
+    which came first.
+    """
 
 
 class Unmoved:
@@ -27,7 +31,9 @@ class Unmoved:
 
 
 def drew_under_vmap(error: Exception) -> bool:
-    """Whether an error is torch's, of an objective that draws random numbers for a stack of clients."""
+    """Whether an error is torch's, of an objective that draws random numbers for a stack of
+    clients.
+    """
     return isinstance(error, RuntimeError) and "random operation" in str(error)
 
 
@@ -35,7 +41,8 @@ def drew_under_vmap(error: Exception) -> bool:
 def say_drawn(work: str) -> None:
     """Once a process: clients of one method are alike."""
     log.warning(
-        "%s draws random numbers from torch's global generator, which clients side by side or in a stack would share: "
+        "%s draws random numbers from torch's global generator, which clients side by side or in a "
+        "stack would share: "
         "its clients are trained one after another; set engine = 'serial' to save the first try",
         work,
     )

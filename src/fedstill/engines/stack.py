@@ -1,4 +1,6 @@
-"""Clients of one structure stacked: every tensor has a leading client axis, and an objective runs under ``vmap``."""
+"""Clients of one structure stacked: every tensor has a leading client axis, and an objective runs
+under ``vmap``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ T = TypeVar("T")
 
 
 class Stack:
-    """K clients with examples: their data are concatenated, short batches are padded with their own first."""
+    """K clients with examples: their data are concatenated, short batches are padded with their own
+    first.
+    """
 
     now = None  # teachers run under vmap, each client's own
 
@@ -35,18 +39,29 @@ class Stack:
         self.device = each[0].values.device
         self.start = StackedCarry.of(carries, self.device)
         self._alike = shared(parts(self.start.axes))
-        # What trains has an axis of its own for every client, even where all start from the same tensors.
-        self.params = {k: v.detach().to(self.device) for k, v in trees.stack([c.params for c in carries]).items()}
-        self.trace: Tensors = {k: v.to(self.device) for k, v in trees.stack([c.trace for c in carries]).items()}
+        # What trains has an axis of its own for every client, even where all start from the same
+        # tensors.
+        self.params = {
+            k: v.detach().to(self.device)
+            for k, v in trees.stack([c.params for c in carries]).items()
+        }
+        self.trace: Tensors = {
+            k: v.to(self.device) for k, v in trees.stack([c.trace for c in carries]).items()
+        }
         self.sizes = [len(e) for e in each]
         self.common = all(e is each[0] for e in each)  # public data, in memory once
         self.examples = each[0] if self.common else _below(each)
         plain = not how.inputs.steps
         self.orders = [stage_generator(v.client, how, "order") for v in views]
         self.draws = [] if plain else [stage_generator(v.client, how, "pixels") for v in views]
-        self.still = Examples(how.inputs.plain(self.examples.values), self.examples.labels) if plain else None
+        self.still = (
+            Examples(how.inputs.plain(self.examples.values), self.examples.labels)
+            if plain
+            else None
+        )
         for teacher in frozen_teachers(self.start.carry.teachers, self.view.model).values():
-            contract.module(teacher.spec, "frozen")  # made here: initial weights cannot be drawn under vmap
+            # made here: initial weights cannot be drawn under vmap
+            contract.module(teacher.spec, "frozen")
         self._often = all(many_passes(how.plan, e) for e in each)
         self._tables: dict[tuple[str, str], Tensor] = {}
 
@@ -55,34 +70,56 @@ class Stack:
         return stacked(contract.module(self.view.model, "stacked"))
 
     def batches(self) -> Iterator[Batch]:
-        """The clients' batches side by side, each client's in its own order; a short one ends before the others."""
+        """The clients' batches side by side, each client's in its own order; a short one ends
+        before the others.
+        """
         if not (self.how.plan.epochs or self.how.plan.steps):
             return
         table = Timetable.of(self.sizes, self.how.plan, self.orders)
         sizes, epoch, running = table.sizes, table.epoch, table.sizes > 0
         first = torch.cat([torch.ones(1, self.size, dtype=torch.bool), epoch[1:] > epoch[:-1]])
-        offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)  # where a client's data begin among those of all
+        # where a client's data begin among those of all
+        offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)
         width = table.index.shape[2]
-        # A client that has finished takes its first example again and is put back after the step: of no examples at all
-        # the mean would be 0 / 0.
+        # A client that has finished takes its first example again and is put back after the step:
+        # of no examples at all the mean would be 0 / 0.
         real = torch.arange(width) < torch.where(running, sizes, width).unsqueeze(2)
         rows = table.index + offsets.view(1, -1, 1)
-        # All steps' numbers go to the device at once, and their sizes are known on the host: no step waits for either.
-        there = [resident(v, self.device) for v in (table.index, rows, real.float(), epoch, sizes, first, running)]
+        # All steps' numbers go to the device at once, and their sizes are known on the host: no
+        # step waits for either.
+        there = [
+            resident(v, self.device)
+            for v in (table.index, rows, real.float(), epoch, sizes, first, running)
+        ]
         counts, ends, whole = sizes.tolist(), table.ends.tolist(), running.all(1).tolist()
         for t, (at, r, mask, ages, n, begins, still) in enumerate(zip(*there, strict=True)):
             over = tuple(k for k, end in enumerate(ends[t]) if end)
-            yield Batch(at, r, mask, ages, n, begins, tuple(counts[t]), table.done, over, None if whole[t] else still)
+            yield Batch(
+                at,
+                r,
+                mask,
+                ages,
+                n,
+                begins,
+                tuple(counts[t]),
+                table.done,
+                over,
+                None if whole[t] else still,
+            )
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Inputs (K, B, …) and labels (K, B) of a batch; every client draws for its own real examples."""
+        """Inputs (K, B, …) and labels (K, B) of a batch; every client draws for its own real
+        examples.
+        """
         where = batch.index if self.common else batch.rows
         some = (self.examples if self.still is None else self.still).take(where.flatten())
         values, labels = (v.view(*where.shape, *v.shape[1:]) for v in (some.values, some.labels))
         return values if self.still is not None else self._augmented(values, batch.counts), labels
 
     def tables(self, name: str, what: str) -> Tensor | None:
-        """A teacher's outputs for all clients' data, one below another, where inputs are the same in every epoch."""
+        """A teacher's outputs for all clients' data, one below another, where inputs are the same
+        in every epoch.
+        """
         if self.still is None or not self._often:
             return None
         if (name, what) not in self._tables:
@@ -90,7 +127,9 @@ class Stack:
         return self._tables[name, what]
 
     def each(self, run: Callable[..., T], *values: Any) -> T:
-        """``run`` for every client at once, with what it started with and its part of these values."""
+        """``run`` for every client at once, with what it started with and its part of these
+        values.
+        """
 
         def one(start: dict[str, Any], *own: Any) -> T:
             return run(Carry(**start), *own)
@@ -115,26 +154,44 @@ class Stack:
         """Copies of each client's tensors in the CPU's memory that share nothing."""
         there = {k: v.detach().contiguous() for k, v in trees.on_cpu(tree).items()}
         each = [torch.unbind_copy(v) for v in there.values()]  # type: ignore[func-returns-value]  # torch's stub
-        return [dict(zip(there, own, strict=True)) for own in zip(*each, strict=True)] or [{} for _ in self.sizes]
+        return [dict(zip(there, own, strict=True)) for own in zip(*each, strict=True)] or [
+            {} for _ in self.sizes
+        ]
 
     def _augmented(self, stored: Tensor, counts: Sequence[int]) -> Tensor:
         out = []
         for k, (images, n) in enumerate(zip(stored, counts, strict=True)):
-            x = self.how.inputs.trained_on(images[:n], self.draws[k]) if n else self.how.inputs.plain(images)
+            x = (
+                self.how.inputs.trained_on(images[:n], self.draws[k])
+                if n
+                else self.how.inputs.plain(images)
+            )
             out.append(torch.cat([x, x[:1].expand(len(images) - len(x), *x.shape[1:])]))
         return torch.stack(out)
 
     def _run_teacher(self, name: str, what: str, still: Examples) -> Tensor:
-        """A teacher's outputs on the data of all: in one pass where all clients have the same, else each its own."""
+        """A teacher's outputs on the data of all: in one pass where all clients have the same, else
+        each its own.
+        """
         if shared(self.start.axes.teachers[name]):
-            once = self._outputs(frozen_teachers(self.start.carry.teachers, self.view.model)[name], what, still)
+            once = self._outputs(
+                frozen_teachers(self.start.carry.teachers, self.view.model)[name], what, still
+            )
             return once.repeat(self.size, 1) if self.common else once
-        own = [frozen_teachers(self.start.of_client(k).teachers, self.view.model)[name] for k in range(self.size)]
+        own = [
+            frozen_teachers(self.start.of_client(k).teachers, self.view.model)[name]
+            for k in range(self.size)
+        ]
         data = [still] * self.size
         if not self.common:
-            values, labels = torch.split(still.values, self.sizes), torch.split(still.labels, self.sizes)
+            values, labels = (
+                torch.split(still.values, self.sizes),
+                torch.split(still.labels, self.sizes),
+            )
             data = [Examples(*each) for each in zip(values, labels, strict=True)]
-        return torch.cat([self._outputs(teacher, what, some) for teacher, some in zip(own, data, strict=True)])
+        return torch.cat(
+            [self._outputs(teacher, what, some) for teacher, some in zip(own, data, strict=True)]
+        )
 
     def _outputs(self, teacher: FrozenModel, what: str, examples: Examples) -> Tensor:
         passes = ModelPasses(teacher.spec, self.how.inputs, self.how.precision)

@@ -17,9 +17,10 @@ from fedstill.records import Carry, ModelSpec, View
 class StackedCarry:
     """The carries of K clients of one structure (``Structures``) as one.
 
-    ``carry``: each tensor has a leading client axis (K, ...), except those that are one object for all clients; a
-    number that differs is a tensor (K,). ``axes``: a carry of the same form that says for each value which axis is the
-    clients', 0, or None where there is none. Neither says which examples a client trains on (``Carry.only``).
+    ``carry``: each tensor has a leading client axis (K, ...), except those that are one object for
+    all clients; a number that differs is a tensor (K,). ``axes``: a carry of the same form that
+    says for each value which axis is the clients', 0, or None where there is none. Neither says
+    which examples a client trains on (``Carry.only``).
     """
 
     carry: Carry
@@ -38,7 +39,9 @@ class StackedCarry:
 
 def parts(carry: Carry) -> dict[str, Any]:
     """What of a carry is stacked, by name: ``vmap`` looks into dictionaries, not into records."""
-    return {name: getattr(carry, name) for name in ("params", "teachers", "trace", "constants", "head")}
+    return {
+        name: getattr(carry, name) for name in ("params", "teachers", "trace", "constants", "head")
+    }
 
 
 def shared(axes: Any) -> bool:
@@ -49,9 +52,11 @@ def shared(axes: Any) -> bool:
 
 
 class Structures:
-    """What clients must share to be stacked: equal for two clients if their tensors fit on each other.
+    """What clients must share to be stacked: equal for two clients if their tensors fit on each
+    other.
 
-    An object that was sent to many is examined once. It is found by its id, and kept, so that the id stays unique.
+    An object that was sent to many is examined once. It is found by its id, and kept, so that the
+    id stays unique.
     """
 
     def __init__(self) -> None:
@@ -66,7 +71,10 @@ class Structures:
             return value.shape, value.dtype
         if isinstance(value, Mapping):
             if id(value) not in self._known:
-                self._known[id(value)] = value, tuple((k, self._of(value[k])) for k in sorted(value))
+                self._known[id(value)] = (
+                    value,
+                    tuple((k, self._of(value[k])) for k in sorted(value)),
+                )
             return self._known[id(value)][1]
         if isinstance(value, tuple):
             return tuple(map(self._of, value))
@@ -76,7 +84,9 @@ class Structures:
 
 
 def _stacked(values: Sequence[Any]) -> tuple[Any, Any]:
-    """Values of one structure as one, and for each in it which axis is the clients': 0, or None if it is shared."""
+    """Values of one structure as one, and for each in it which axis is the clients': 0, or None if
+    it is shared.
+    """
     first = values[0]
     if all(v is first for v in values) and not isinstance(first, (Mapping, tuple)):
         return first, None  # no copies of what was sent to all

@@ -1,4 +1,6 @@
-"""One batch as an objective sees it (records.Step), for one client and, under ``vmap``, for each client of a stack."""
+"""One batch as an objective sees it (records.Step), for one client and, under ``vmap``, for each
+client of a stack.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Table = Callable[[str, str], Tensor | None]
-"""(teacher, "logits" or "features") to its outputs for all examples, or None where it must be run on each batch."""
+"""(teacher, "logits" or "features") to its outputs for all examples, or None where it must be run
+on each batch.
+"""
 
 Now = Callable[[str, str, Tensor], Tensor]
 """(teacher, "logits" or "features", inputs) to its outputs for one batch."""
@@ -31,11 +35,12 @@ Now = Callable[[str, str, Tensor], Tensor]
 class Batch:
     """Which examples a step takes: of one client, (B,), or of K, (K, B), short ones padded.
 
-    ``index``: positions in a client's data; ``rows``: in the data of all clients, one below another; ``mask``: 1 for
-    real examples, None where all are. Of one client a number, of K a (K,) tensor: ``epoch``; ``sizes``, the number of
-    real examples; ``first``, whether the epoch begins; ``running``, whether the client still trains, None where all do.
-    On the host: ``counts``, the sizes again; ``done``, each client's steps and epochs with this one; ``ends``, the
-    places of the clients whose epoch ends.
+    ``index``: positions in a client's data; ``rows``: in the data of all clients, one below
+    another; ``mask``: 1 for real examples, None where all are. Of one client a number, of K a
+    (K,) tensor: ``epoch``; ``sizes``, the number of real examples; ``first``, whether the epoch
+    begins; ``running``, whether the client still trains, None where all do. On the host:
+    ``counts``, the sizes again; ``done``, each client's steps and epochs with this one; ``ends``,
+    the places of the clients whose epoch ends.
     """
 
     index: Tensor
@@ -54,7 +59,8 @@ class Batch:
 class Networks:
     """What a step runs: the student's module, and teachers, whose outputs may be known already.
 
-    ``now``: runs teachers on a batch; None under ``vmap``, where they are run here, for each client of the stack.
+    ``now``: runs teachers on a batch; None under ``vmap``, where they are run here, for each client
+    of the stack.
     ``asked``: what objectives have asked of a step beside its tensors: its epoch.
     """
 
@@ -119,15 +125,21 @@ class Seen:
 
     def features(self) -> Tensor:
         if self._features is None:
-            self._features = self._run(contract.features)(self._networks.module, self.params, self.x)
-            self._logits = self._run(contract.head)(self._networks.module, self.params, self._features)
+            self._features = self._run(contract.features)(
+                self._networks.module, self.params, self.x
+            )
+            self._logits = self._run(contract.head)(
+                self._networks.module, self.params, self._features
+            )
         return self._features
 
     def head(self, features: Tensor) -> Tensor:
         return self._run(contract.head)(self._networks.module, self.params, features)
 
     def part(self, name: str) -> Tensor:
-        return self.on(self._run(contract.run_part)(self._networks.module, name, self.params, self.x))
+        return self.on(
+            self._run(contract.run_part)(self._networks.module, name, self.params, self.x)
+        )
 
     def levels(self) -> Sequence[str]:
         return levels(self._networks.module)
@@ -143,7 +155,9 @@ class Seen:
         return self.on(self._run(above)(module, still, level, self._levels[level]))
 
     def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
-        logits, whole, part = self._run(contract.slim)(self._networks.module, self.params, self.x, share)
+        logits, whole, part = self._run(contract.slim)(
+            self._networks.module, self.params, self.x, share
+        )
         return self.on(logits), whole, part
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:
@@ -154,7 +168,9 @@ class Seen:
         return self._networks.teacher(self._carry, name, "features", self.x, self._rows)
 
     def mean(self, values: Tensor) -> Tensor:
-        return values.mean() if self._mask is None else (values * self._mask).sum() / self._mask.sum()
+        return (
+            values.mean() if self._mask is None else (values * self._mask).sum() / self._mask.sum()
+        )
 
     def share(self, raw: Tensor) -> Tensor:
         real = raw if self._mask is None else raw * self._mask

@@ -30,7 +30,9 @@ class BestEpoch:
         return scores_count(self.plan)
 
     def seen(self, score: float | None, params: Tensors) -> bool:
-        """Take an epoch's score, None where there is nothing to score by; True if training should stop."""
+        """Take an epoch's score, None where there is nothing to score by; True if training should
+        stop.
+        """
         if score is None:
             return False
         self.scores.append(score)
@@ -42,7 +44,9 @@ class BestEpoch:
 
 
 class RunningSums:
-    """Running sums of the objective's terms in an epoch, kept as tensors so that no step waits for a number."""
+    """Running sums of the objective's terms in an epoch, kept as tensors so that no step waits for
+    a number.
+    """
 
     def __init__(self) -> None:
         self.terms: dict[str, Tensor] = {}

@@ -1,4 +1,6 @@
-"""The vectorised engine: clients of a stage stacked and trained as one; equal to the serial engine up to rounding."""
+"""The vectorised engine: clients of a stage stacked and trained as one; equal to the serial engine
+up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from fedstill.engines.stacked_carry import Structures
 from fedstill.errors import on_one_line
 from fedstill.keys import put_aside
 from fedstill.models import contract
-from fedstill.models.probing import draws_random_numbers, freeze_norms, is_of_library, joins_last_example
+from fedstill.models.probing import (
+    draws_random_numbers,
+    freeze_norms,
+    is_of_library,
+    joins_last_example,
+)
 from fedstill.models.wrapped import Wrapped
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -34,10 +41,14 @@ MOST = 100
 """The most clients in a stack."""
 
 STACK_BYTES = 1_000_000_000
-"""About what the tensors of a stack may take; the number of clients in one depends on it, and on that the last bit."""
+"""About what the tensors of a stack may take; the number of clients in one depends on it, and on
+that the last bit.
+"""
 
 NO_RULE = (nn.EmbeddingBag, nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Layers without a rule under ``torch.func.vmap``, which would run them client after client, or not at all."""
+"""Layers without a rule under ``torch.func.vmap``, which would run them client after client, or not
+at all.
+"""
 
 
 def why_not(spec: ModelSpec, plan: Plan) -> str:
@@ -47,12 +58,22 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
     if spec.held:
         return "train_only keeps entries of the network as they are"
     if scores_count(plan):
-        return "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, by itself"
+        return (
+            "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, "
+            "by itself"
+        )
     for layer in contract.module(spec).modules():
         if isinstance(layer, NO_RULE):
-            return f"model {spec.label} has layers for which torch knows no stack ({type(layer).__name__})"
-        if isinstance(layer, contract.NORMS) and not (plan.norm == "frozen" and layer.track_running_stats):
-            return f"model {spec.label} normalises by statistics of the batch ({type(layer).__name__})"
+            return (
+                f"model {spec.label} has layers for which torch knows no stack "
+                f"({type(layer).__name__})"
+            )
+        if isinstance(layer, contract.NORMS) and not (
+            plan.norm == "frozen" and layer.track_running_stats
+        ):
+            return (
+                f"model {spec.label} normalises by statistics of the batch ({type(layer).__name__})"
+            )
     if isinstance(getattr(contract.module(spec), "body", None), Wrapped) and (why := _tried(spec)):
         return why
     return "" if is_of_library(spec) else _stack_fails(spec)
@@ -60,24 +81,35 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _tried(spec: ModelSpec) -> str:
-    """Why modules of others cannot be stacked; empty if they can. Two clients' gradients tell; a warning counts."""
+    """Why modules of others cannot be stacked; empty if they can. Two clients' gradients tell; a
+    warning counts.
+    """
     m, x = contract.module(spec, "frozen"), contract.example(spec, 2)
-    params = {k: torch.stack([v.detach(), v.detach()]).requires_grad_() for k, v in m.named_parameters()}
+    params = {
+        k: torch.stack([v.detach(), v.detach()]).requires_grad_() for k, v in m.named_parameters()
+    }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             torch.func.vmap(lambda own: contract.forward(m, own, x))(params).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:
-        return f"model {spec.label} runs client after client under torch.func.vmap, or not at all: {on_one_line(error)}"
+        return (
+            f"model {spec.label} runs client after client under torch.func.vmap, or not at all: "
+            f"{on_one_line(error)}"
+        )
     return ""
 
 
 @functools.lru_cache(maxsize=64)
 def _stack_fails(spec: ModelSpec) -> str:
-    """Why a user's network cannot be stacked; empty if it can. A step of two clients tells, each with its examples."""
+    """Why a user's network cannot be stacked; empty if it can. A step of two clients tells, each
+    with its examples.
+    """
     m, x = contract.module(spec, "frozen").train(), contract.example(spec, 2)
     freeze_norms(m)
-    entries = {k: torch.stack([v.detach(), v.detach()]) for k, v in contract.entries(spec, m).items()}
+    entries = {
+        k: torch.stack([v.detach(), v.detach()]) for k, v in contract.entries(spec, m).items()
+    }
     params = {k: v.requires_grad_(k in contract.trainable_names(spec)) for k, v in entries.items()}
     try:
         with warnings.catch_warnings(), put_aside(card=True):
@@ -92,34 +124,47 @@ def _stack_fails(spec: ModelSpec) -> str:
 
 
 def _is_stackable(begun: Begun, how: How) -> bool:
-    """Whether a client trains the site's network on examples, in batches as ``Timetable`` has them."""
+    """Whether a client trains the site's network on examples, in batches as ``Timetable`` has
+    them.
+    """
     carry, view = begun.carry, begun.view
     if trains_its_own(carry) or not carry.params:
         return False
     of_site = len(stage_examples(view, how.stage))
     chosen = of_site if carry.only is None else len(carry.only)
     further = 0 if carry.more is None else len(carry.more)
-    return bool(of_site or further) and not joins_last_example(view.model, how.plan, chosen + further)
+    return bool(of_site or further) and not joins_last_example(
+        view.model, how.plan, chosen + further
+    )
 
 
 @dataclass
 class VectorisedEngine(PooledEngine):
-    """Stacks clients of like size and one structure, and trains one stack after another: for many small models.
+    """Stacks clients of like size and one structure, and trains one stack after another: for many
+    small models.
 
-    ``most`` clients in a stack, or as many as ``stack_bytes`` hold. A stack has all torch threads, as a lone client has
-    (the second of ``threads``): stacks side by side would wait for the interpreter's lock. A client that fits with no
-    other, and a stage of one client, trains as in the serial engine.
+    ``most`` clients in a stack, or as many as ``stack_bytes`` hold. A stack has all torch threads,
+    as a lone client has (the second of ``threads``): stacks side by side would wait for the
+    interpreter's lock. A client that fits with no other, and a stage of one client, trains as in
+    the serial engine.
     """
 
     most: int = field(default_factory=lambda: MOST)
     stack_bytes: float = STACK_BYTES
 
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
         """The replies of the clients that were sent something, in the order of the schedule."""
         clients = [c for c in stage.clients if c in downs]
         plan = self.world.plans.get(stage.name)
         specs = {self.world.model(c) for c in clients}
-        if plan is None or len(clients) < 2 or self.privacy.trains or any(why_not(spec, plan) for spec in specs):
+        if (
+            plan is None
+            or len(clients) < 2
+            or self.privacy.trains
+            or any(why_not(spec, plan) for spec in specs)
+        ):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
         by_epoch, within = self.measures.each_epoch(stage), self.world.stream.within(stage.round)
@@ -132,7 +177,9 @@ class VectorisedEngine(PooledEngine):
         return self._one_by_one(work, stage, downs, seed)
 
     def _cohorts(self, clients: Sequence[int], plan: Plan) -> list[list[int]]:
-        """Clients of like size together, the largest first: a stack trains as long as its largest client."""
+        """Clients of like size together, the largest first: a stack trains as long as its largest
+        client.
+        """
         count = -(-len(clients) // self.most)
         even = -(-len(clients) // count)
         cohorts: list[list[int]] = []
@@ -147,12 +194,17 @@ class VectorisedEngine(PooledEngine):
         return cohorts
 
     def _bytes(self, client: int, plan: Plan) -> float:
-        """About what a client takes in a stack: copies of its model, its examples, and the numbers of a step."""
+        """About what a client takes in a stack: copies of its model, its examples, and the numbers
+        of a step.
+        """
         spec = self.world.model(client)
         example = math.prod(spec.input_shape)
-        # Of images no other number than this: how many clients fit into a stack decides the last bit of old runs.
+        # Of images no other number than this: how many clients fit into a stack decides the last
+        # bit of old runs.
         step = 40 * example if len(spec.input_shape) == 3 else 3 * activations(spec)
-        return 4.0 * (8 * contract.size(spec) + 2 * example * self.sites.size(client) + step * plan.batch)
+        return 4.0 * (
+            8 * contract.size(spec) + 2 * example * self.sites.size(client) + step * plan.batch
+        )
 
     def _cohort(self, work: ClientWork, how: How, downs: Mapping[int, Payload]) -> dict[int, Reply]:
         """The replies of clients that are stacked as far as they fit on each other."""
@@ -165,14 +217,18 @@ class VectorisedEngine(PooledEngine):
             except Exception as error:
                 (replies[client],) = self._failed(work, how.stage, [client], error)
                 continue
-            fits_on = structures.of(begun.carry, begun.view) if _is_stackable(begun, how) else client
+            fits_on = (
+                structures.of(begun.carry, begun.view) if _is_stackable(begun, how) else client
+            )
             groups.setdefault(fits_on, []).append(begun)
         for group in groups.values():
             replies |= self._group(work, how, group)
         return replies
 
     def _group(self, work: ClientWork, how: How, group: Sequence[Begun]) -> dict[int, Reply]:
-        """The replies of clients of one structure: trained as one, or one alone as in the serial engine."""
+        """The replies of clients of one structure: trained as one, or one alone as in the serial
+        engine.
+        """
         try:
             trained, seconds = self._train_group(work, how, group)
         except Exception as error:
@@ -198,5 +254,7 @@ class VectorisedEngine(PooledEngine):
             return [trained], seconds
         start = time.perf_counter()
         with torch_threads(self.threads[1]):
-            each = train_stack(work, [begun.carry for begun in group], [begun.view for begun in group], how)
+            each = train_stack(
+                work, [begun.carry for begun in group], [begun.view for begun in group], how
+            )
         return each, (time.perf_counter() - start) / len(group)

@@ -1,4 +1,6 @@
-"""One query, answered from a finished run's models: which teachers know the classes, what is gained, what is lost."""
+"""One query, answered from a finished run's models: which teachers know the classes, what is
+gained, what is lost.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ class WithGuests(RunWorld):
     own: int = 0
 
     def model(self, client: int) -> ModelSpec:
-        return self.guests[client - self.own].model if client >= self.own > 0 else super().model(client)
+        return (
+            self.guests[client - self.own].model
+            if client >= self.own > 0
+            else super().model(client)
+        )
 
     def name(self, client: int) -> str:
         """What a client or guest is called."""
@@ -62,10 +68,11 @@ class WithGuests(RunWorld):
 class Answer:
     """The answer to a query, and what it changed.
 
-    probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares (C,) of the clients
-    among the teachers; before, after: class accuracies (C,) on the common test set; own: the client's label shares;
-    why: the reasons for what is asked, where they raised the query; new: the client's new examples, on which it trained
-    before it asked.
+    probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares
+    (C,) of the clients among the teachers; before, after: class accuracies (C,) on the common test
+    set; own: the client's label shares;
+    why: the reasons for what is asked, where they raised the query; new: the client's new examples,
+    on which it trained before it asked.
     """
 
     client: int
@@ -96,15 +103,18 @@ def ask(
 ) -> Answer:
     """Answer one client's query by QKT, from the models that clients of a run trained alone.
 
-    ``query``: classes by number; or what raises it, as keys of ``[query]``, e.g. ``{"by": ["lack"]}``: then the client
-    asks for all classes for which it has reason. ``changes``: dotted keys of QKT or its plans
-    (``method.query_weight``, ``plan.transfer.epochs``); ``teachers``: model files beside the run's own. ``later``: the
-    client has another model by now, or new data. Where no teacher reaches the threshold, the local model is given back
-    as it is.
-    Raises ConfigError for a query without an answer, for a client without reason to ask, for a run without local
-    models, or for a teacher of another class count or image shape; CorruptFile for a file that is damaged.
+    ``query``: classes by number; or what raises it, as keys of ``[query]``, e.g.
+    ``{"by": ["lack"]}``: then the client asks for all classes for which it has reason. ``changes``:
+    dotted keys of QKT or its plans (``method.query_weight``,
+    ``plan.transfer.epochs``); ``teachers``: model files beside the run's own. ``later``: the client
+    has another model by now, or new data. Where no teacher reaches the threshold, the local model
+    is given back as it is. Raises ConfigError for a query without an answer, for a client without
+    reason to ask, for a run without local models, or for a teacher of another class count or image
+    shape; CorruptFile for a file that is damaged.
     """
-    prepared = prepare(settle(_experiment(folder, client, query, changes or {})), data, begun_split(folder))
+    prepared = prepare(
+        settle(_experiment(folder, client, query, changes or {})), data, begun_split(folder)
+    )
     method = prepared.settings.method
     assert isinstance(method, QKT)
     guests = tuple(_guest(path, prepared) for path in teachers)
@@ -113,10 +123,17 @@ def ask(
     prepared = with_query_of(prepared, client, tuple(why) or prepared.world.queries[client])
     world = _world(prepared, guests)
     everyone = {**models, **{world.own + i: g.params for i, g in enumerate(guests)}}
-    probe = {c: probed(world.model(c), p, world, method.samples) for c, p in everyone.items() if c != client}
+    probe = {
+        c: probed(world.model(c), p, world, method.samples)
+        for c, p in everyone.items()
+        if c != client
+    }
     used = [c for c, p in probe.items() if method.useful(p, world.queries[client])]
     params = _learn(prepared, world, method, everyone, sizes, client) if used else models[client]
-    spec, shares = world.model(client), {c: prepared.sites.label_shares(c) for c in range(world.own)}
+    spec, shares = (
+        world.model(client),
+        {c: prepared.sites.label_shares(c) for c in range(world.own)},
+    )
     return Answer(
         client,
         world.queries[client],
@@ -137,7 +154,9 @@ def ask(
 
 
 def numbered(folder: Path, names: Sequence[str]) -> list[int]:
-    """Classes by number or by name, as numbers; raises UnknownName for one that the run does not have."""
+    """Classes by number or by name, as numbers; raises UnknownName for one that the run does not
+    have.
+    """
     events = journals.read_journal(folder / "journal.jsonl") if folder.is_dir() else []
     known = [str(c) for e in events[:1] for c in e.get("classes", [])]
     for name in names:
@@ -152,7 +171,10 @@ def _experiment(
     """The run's experiment with QKT for its method, one student and one query."""
     run = settings_of(folder)
     if FIT not in run.plans:
-        raise ConfigError(f"{folder} has no models that clients trained alone; run method = 'local_only', then ask")
+        raise ConfigError(
+            f"{folder} has no models that clients trained alone; run method = 'local_only', then "
+            "ask"
+        )
     asked: dict[str, Any] = {"classes": {str(client): tuple(query)}}
     if isinstance(query, Mapping):
         asked = {"draw": "all", **query}
@@ -173,7 +195,9 @@ def _guest(path: Path, prepared: Prepared) -> Guest:
     if spec.classes != own.classes:
         raise ConfigError(f"teacher {path} knows {spec.classes} classes, the run has {own.classes}")
     if spec.input_shape != own.input_shape:
-        raise ConfigError(f"teacher {path} takes examples of {spec.input_shape}, the run's are {own.input_shape}")
+        raise ConfigError(
+            f"teacher {path} takes examples of {spec.input_shape}, the run's are {own.input_shape}"
+        )
     return Guest(path.name, spec, params)
 
 
@@ -181,7 +205,16 @@ def _world(prepared: Prepared, guests: tuple[Guest, ...]) -> WithGuests:
     w = prepared.world
     number = w.clients + len(guests)
     return WithGuests(
-        number, w.classes, 1, w.seed, w.plans, w.server_model, w.client_models, w.queries, guests=guests, own=w.clients
+        number,
+        w.classes,
+        1,
+        w.seed,
+        w.plans,
+        w.server_model,
+        w.client_models,
+        w.queries,
+        guests=guests,
+        own=w.clients,
     )
 
 
@@ -196,7 +229,9 @@ def _learn(
     state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
     stages = prepared.settings.topology(1, prepared.world)
     with closing(replace(prepared, world=world).engine(measured=False)) as engine:
-        state = run_round(method, state, stages, world, engine, Unwatched(), prepared.settings.rules)
+        state = run_round(
+            method, state, stages, world, engine, Unwatched(), prepared.settings.rules
+        )
     return state.extra.many("student")[client]
 
 
@@ -205,5 +240,7 @@ def _accuracies(prepared: Prepared, spec: ModelSpec, params: Tensors) -> list[fl
     if test is None:
         return [float("nan")] * classes
     right = correct_by_class(predictor(spec, params), test, prepared.sites.inputs, classes)
-    accuracies: list[float] = class_accuracy(right, torch.bincount(test.labels.cpu(), minlength=classes)).tolist()
+    accuracies: list[float] = class_accuracy(
+        right, torch.bincount(test.labels.cpu(), minlength=classes)
+    ).tolist()
     return accuracies

@@ -12,7 +12,13 @@ from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.stream_table import StreamTable
-from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.config.tables import (
+    ClientsTable,
+    DataTable,
+    FlowerTable,
+    QueryTable,
+    TopKeys,
+)
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
@@ -23,7 +29,13 @@ from fedstill.records import SERVER, Plan, Stage
 from fedstill.stream import Stream
 from fedstill.wire.privacy import Privacy
 
-TABLES = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flower": FlowerTable, "query": QueryTable}
+TABLES = {
+    "data": DataTable,
+    "clients": ClientsTable,
+    "privacy": Privacy,
+    "flower": FlowerTable,
+    "query": QueryTable,
+}
 """Tables of a config that are records; the other tables name a registered thing."""
 
 
@@ -47,7 +59,10 @@ class Arithmetic(RoundWork):
             ("examples a round", f"{self.examples:,}"),
             (f"{self.many} trained on a round", f"{self.trained:,}"),
             ("optimiser steps a round", f"{self.steps:,}"),
-            ("optimiser steps in all", f"about {self.steps * self.rounds:,} in {self.rounds} rounds"),
+            (
+                "optimiser steps in all",
+                f"about {self.steps * self.rounds:,} in {self.rounds} rounds",
+            ),
         ]
         return [
             ("stages a round", " → ".join(self.stages)),
@@ -58,7 +73,10 @@ class Arithmetic(RoundWork):
             ("parameters", f"{self.parameters:,}"),
             ("sent down a round", human(self.bytes_down)),
             ("sent up a round", human(self.bytes_up)),
-            ("training data", "known to the sites alone" if self.at_sites else human(self.data_bytes)),
+            (
+                "training data",
+                "known to the sites alone" if self.at_sites else human(self.data_bytes),
+            ),
             ("engine", self.engine),
             ("memory for models", f"about {human(4 * self.parameters * (self.clients + 6))}"),
         ]
@@ -83,8 +101,9 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a measure costs: in how many rounds it looks, how many examples it runs through a network in each, and these
-    as a share of the run's training, of which each example and epoch counts as three; None where sites know it alone.
+    """What a measure costs: in how many rounds it looks, how many examples it runs through a
+    network in each, and these as a share of the run's training, of which each example and epoch
+    counts as three; None where sites know it alone.
     """
 
     name: str
@@ -105,11 +124,19 @@ def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     settings, test = prepared.settings, prepared.sites.common_test
     rounds = len(settings.measured_in)
     out = []
-    for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
+    for path, (name, measure) in zip(
+        settings.measure, measures(settings.measure).items(), strict=True
+    ):
         times = 1 if measure.only_last else rounds
         looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
-        looked = looks * measure.examples(len(test) if test else 0, one_round.clients, one_round.examples)
-        share = None if one_round.at_sites else times * looked / max(1, 3 * one_round.trained * one_round.rounds)
+        looked = looks * measure.examples(
+            len(test) if test else 0, one_round.clients, one_round.examples
+        )
+        share = (
+            None
+            if one_round.at_sites
+            else times * looked / max(1, 3 * one_round.trained * one_round.rounds)
+        )
         out.append(Cost(name, registry.lookup("measure", path).summary, times, looked, share))
     return out
 
@@ -124,12 +151,16 @@ def _engine(prepared: Prepared) -> str:
 
 
 def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
-    """(dotted key, value, origin) of every resolved value; the origin is the default, the file or the command line."""
+    """(dotted key, value, origin) of every resolved value; the origin is the default, the file or
+    the command line.
+    """
     return [(k, v, _origin(k, settings.origins)) for k, v in flat(settings.tree).items()]
 
 
 def about_key(settings: Settings, key: str) -> str:
-    """What a dotted key is, as the code says it below the field; empty where nothing is said of it."""
+    """What a dotted key is, as the code says it below the field; empty where nothing is said of
+    it.
+    """
     table, _, field = key.partition(".")
     if table == "plan":
         return docstrings.sentences(Plan).get(field.partition(".")[2], "")
@@ -138,7 +169,9 @@ def about_key(settings: Settings, key: str) -> str:
             return "Clients in all."
         entry: registry.Entry = getattr(settings.named, table).entry
         own = entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
-        return own or (docstrings.sentences(StreamTable).get(field, "") if table == "stream" else "")
+        return own or (
+            docstrings.sentences(StreamTable).get(field, "") if table == "stream" else ""
+        )
     record = TABLES.get(table, TopKeys)
     return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
 
@@ -175,7 +208,9 @@ def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
     said = []
     for stage, plan in plans.items():
         rates = [plan.lr_at(stream.within(r)) for r in range(1, rounds + 1)]
-        turns = dict.fromkeys((0, rates.index(max(rates)), rounds - 1)) if len(set(rates)) > 1 else ()
+        turns = (
+            dict.fromkeys((0, rates.index(max(rates)), rounds - 1)) if len(set(rates)) > 1 else ()
+        )
         each = ", ".join(f"{rates[i]:.3g} in round {i + 1}" for i in turns)
         said.append(f"{stage} {each or f'{rates[0]:.3g}'}")
     return "; ".join(said)
@@ -184,7 +219,10 @@ def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
 def _shown(stages: list[Stage]) -> tuple[str, ...]:
     hops = [s.name for s in stages if s.hop]
     chain = f"{len(hops)} × {hops[0]}, one client after another" if hops else ""
-    who = [f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages]
+    who = [
+        f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})"
+        for s in stages
+    ]
     return tuple(dict.fromkeys(chain if s.hop else own for s, own in zip(stages, who, strict=True)))
 
 
@@ -193,7 +231,9 @@ def told_of_examples(prepared: Prepared) -> list[str]:
     data, sites = prepared.dataset, prepared.sites
     kind = examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)
     tested = f", {len(sites.common_test):,} to test on" if sites.common_test else ""
-    many = [] if prepared.settings.on_sites else [f"{len(sites.train):,} examples to train on{tested}"]
+    many = (
+        [] if prepared.settings.on_sites else [f"{len(sites.train):,} examples to train on{tested}"]
+    )
     return [kind, *many, *prepared.notes]
 
 
@@ -208,6 +248,10 @@ def models(prepared: Prepared) -> list[tuple[str, int, str]]:
     world = prepared.world
     specs = dict.fromkeys((world.server_model, *world.client_models))
     return [
-        (s.label, sum(v.numel() for v in contract.initial(s, 0).values()), ", ".join(sorted(contract.capabilities(s))))
+        (
+            s.label,
+            sum(v.numel() for v in contract.initial(s, 0).values()),
+            ", ".join(sorted(contract.capabilities(s))),
+        )
         for s in specs
     ]

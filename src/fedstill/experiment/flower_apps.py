@@ -1,4 +1,6 @@
-"""The two sides of fedstill as a Flower app: what ``flwr run`` starts on the server and at every client."""
+"""The two sides of fedstill as a Flower app: what ``flwr run`` starts on the server and at every
+client.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MAX_REQUEST_BYTES = 4 << 30
 
 
 def clerk_of(context: Any) -> tuple[int, Does]:
-    """The client that a node is, and its clerk, from ``site.toml``; a node without one takes part in trials only."""
+    """The client that a node is, and its clerk, from ``site.toml``; a node without one takes part
+    in trials only.
+    """
     config = context.node_config
     if "site" in config:
         site = load_site(Path(str(config["site"])))

@@ -1,7 +1,8 @@
-"""The two sides of fedstill as Flower's tasks: ``python -m fedstill.experiment.flower_tasks SIDE ADDRESS KEY [CA]``.
+"""The two sides of fedstill as Flower's tasks:
+``python -m fedstill.experiment.flower_tasks SIDE ADDRESS KEY [CA]``.
 
-A task brings an app. Its code is not run: if it is not the app that fedstill writes, the task is refused; if it is,
-what is installed here does the work.
+A task brings an app. Its code is not run: if it is not the app that fedstill writes, the task is
+refused; if it is, what is installed here does the work.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from flwr.supercore.runtime import RuntimeHttpClient
 
 CLIENT, AGENT, SERVER = "flwr-clientapp", "flwr-agentapp", "flwr-serverapp"
-"""Flower's kinds of task. A site takes the second, too, to refuse it by name: a message would else wait for ever."""
+"""Flower's kinds of task. A site takes the second, too, to refuse it by name: a message would else
+wait for ever.
+"""
 
 
 def client_task(door: Door, kind: str, token: str, parent: int) -> None:
@@ -63,7 +66,12 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
     """Do a run at the server."""
     from flwr.common.config import get_fused_config_from_fab
     from flwr.common.constant import SubStatus
-    from flwr.common.serde import context_from_proto, context_to_proto, fab_from_proto, run_from_proto
+    from flwr.common.serde import (
+        context_from_proto,
+        context_to_proto,
+        fab_from_proto,
+        run_from_proto,
+    )
     from flwr.proto.runtime_pb2 import PullTaskInputRequest, PushTaskOutputRequest
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -74,8 +82,16 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
     client = grid._runtime_client
     with _alive(client, parent):
         given = client.PullTaskInput(PullTaskInputRequest())
-        context, run, fab = context_from_proto(given.context), run_from_proto(given.run), fab_from_proto(given.fab)
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = given.task_id, run.run_id, context.node_id
+        context, run, fab = (
+            context_from_proto(given.context),
+            run_from_proto(given.run),
+            fab_from_proto(given.fab),
+        )
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
+            given.task_id,
+            run.run_id,
+            context.node_id,
+        )
         grid.set_run(run)
         status, why = SubStatus.COMPLETED, ""
         try:
@@ -85,12 +101,16 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
         except (Exception, KeyboardInterrupt) as error:
             status, why = SubStatus.FAILED, _why(error)
             print(f"fedstill: run {run.run_id}: {why}", file=sys.stderr, flush=True)
-        output = PushTaskOutputRequest(context=context_to_proto(context), sub_status=status, details=why)
+        output = PushTaskOutputRequest(
+            context=context_to_proto(context), sub_status=status, details=why
+        )
         client.PushTaskOutput(output)
 
 
 def federation_grid(door: Door, token: str) -> Grid:
-    """Flower's grid over a federation's server, which knows clients by the keys that they are registered with."""
+    """Flower's grid over a federation's server, which knows clients by the keys that they are
+    registered with.
+    """
     require_flower()
     from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
     from flwr.superlink.grid import HttpGrid
@@ -105,11 +125,14 @@ def federation_grid(door: Door, token: str) -> Grid:
         """The same, where nodes have listed keys."""
 
         def members(self) -> dict[int, int]:
-            """{node id: client} of the nodes that are there, by the names that their keys were registered under."""
+            """{node id: client} of the nodes that are there, by the names that their keys were
+            registered under.
+            """
             numbers = {int(n.node_id): client_of_key(n.name) for n in self.get_nodes()}
             return {node: client for node, client in numbers.items() if client is not None}
 
-    kind = FederationGrid if door.certificates is not None else OperatorGrid  # without TLS there are no listed keys
+    # without TLS there are no listed keys
+    kind = FederationGrid if door.certificates is not None else OperatorGrid
     return kind(door.address, door.certificates is None, door.certificates, token=token)
 
 
@@ -119,7 +142,9 @@ def _why(error: BaseException) -> str:
 
 @contextmanager
 def _alive(client: RuntimeHttpClient, parent: int) -> Iterator[None]:
-    """Say so as long as the block runs; end with the process that started this one, or with the task."""
+    """Say so as long as the block runs; end with the process that started this one, or with the
+    task.
+    """
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
 
@@ -154,4 +179,6 @@ def side_of_flower(side: str, address: str, key: str, certificates: str = "") ->
 
 if __name__ == "__main__":
     side_of_flower(*sys.argv[1:])
-    os._exit(0)  # tasks under way end by themselves when they see that this process has; a usual exit waits for them
+    # tasks under way end by themselves when they see that this process has; a usual exit waits for
+    # them
+    os._exit(0)

@@ -1,4 +1,6 @@
-"""What the clients of a round do: examples, steps of the optimiser, bytes. Nothing is trained to know it."""
+"""What the clients of a round do: examples, steps of the optimiser, bytes. Nothing is trained to
+know it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from fedstill.records import SERVER, Payload, Stage
 
 @dataclass(frozen=True)
 class RoundWork:
-    """A round's clients, their examples, those trained on (each epoch counts), their steps, and what is sent."""
+    """A round's clients, their examples, those trained on (each epoch counts), their steps, and
+    what is sent.
+    """
 
     clients: int
     examples: int
@@ -23,7 +27,9 @@ class RoundWork:
 
 
 def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
-    """The work of a round, from 1. Rounds differ by who is drawn, and by whom the method addresses at the start."""
+    """The work of a round, from 1. Rounds differ by who is drawn, and by whom the method addresses
+    at the start.
+    """
     settings, world = prepared.settings, prepared.world
     state = settings.method.setup(world)
     down = up = steps = examples = trained = 0
@@ -36,14 +42,23 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
             acting.add(client)
             count = _examples(prepared, client, stage)
             if client != SERVER:  # what the server computes itself is not sent
-                down, up = down + sent.nbytes, up + with_asks(settings.method.expects, stage, world)(client).nbytes
+                down, up = (
+                    down + sent.nbytes,
+                    up + with_asks(settings.method.expects, stage, world)(client).nbytes,
+                )
             own = local_steps(prepared, stage, count)
-            examples, steps, trained = examples + count, steps + own, trained + _trained(prepared, stage, count, own)
+            examples, steps, trained = (
+                examples + count,
+                steps + own,
+                trained + _trained(prepared, stage, count, own),
+            )
     return RoundWork(len(acting - {SERVER}), examples, trained, steps, down, up)
 
 
 def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
-    """How many steps of the optimiser a client of so many examples does in a stage; 0 where nothing is trained."""
+    """How many steps of the optimiser a client of so many examples does in a stage; 0 where nothing
+    is trained.
+    """
     plan = prepared.world.plans.get(stage.name)
     if plan is None:
         return 0
@@ -58,4 +73,10 @@ def _examples(prepared: Prepared, client: int, stage: Stage) -> int:
 
 def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
     plan = prepared.world.plans.get(stage.name)
-    return 0 if plan is None else plan.epochs * examples if not plan.steps else steps * min(plan.batch, examples)
+    return (
+        0
+        if plan is None
+        else plan.epochs * examples
+        if not plan.steps
+        else steps * min(plan.batch, examples)
+    )

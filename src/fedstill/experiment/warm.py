@@ -1,4 +1,5 @@
-"""What a task of Flower's needs, imported once by the process that all tasks are forked from: ``flower_tasks.WARM``.
+"""What a task of Flower's needs, imported once by the process that all tasks are forked from:
+``flower_tasks.WARM``.
 
 Modules only: nothing is computed, so no thread of torch's exists when a task is forked.
 """

@@ -1,7 +1,9 @@
-"""Losses: pure functions of logits that give one value per example, never a mean; the engine reduces.
+"""Losses: pure functions of logits that give one value per example, never a mean; the engine
+reduces.
 
-Prediction (student) first, target (teacher) second, as in ``torch.nn.functional``. All of them stay in log space, run
-under ``torch.func.vmap``, keep the student's dtype, and leave it to the caller to keep gradients out of teachers.
+Prediction (student) first, target (teacher) second, as in ``torch.nn.functional``. All of them stay
+in log space, run under ``torch.func.vmap``, keep the student's dtype, and leave it to the caller to
+keep gradients out of teachers.
 """
 
 from fedstill.losses.classification import cross_entropy
@@ -17,7 +19,13 @@ from fedstill.losses.distillation import (
     standardize,
 )
 from fedstill.losses.label_counts import adjusted_cross_entropy, minority_kd
-from fedstill.losses.multi_teacher import confidence_weights, entropy_weights, multi_kd, multi_nckd, multi_tckd
+from fedstill.losses.multi_teacher import (
+    confidence_weights,
+    entropy_weights,
+    multi_kd,
+    multi_nckd,
+    multi_tckd,
+)
 from fedstill.losses.penalties import proximal, quadratic
 
 __all__ = [

@@ -6,11 +6,15 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
 
-def model_contrast(features: Tensor, near: Tensor, far: Tensor, temperature: float | Tensor = 0.5) -> Tensor:
-    """``-log(exp(cos(h, near)/T) / (exp(cos(h, near)/T) + exp(cos(h, far)/T)))``, one value per example.
+def model_contrast(
+    features: Tensor, near: Tensor, far: Tensor, temperature: float | Tensor = 0.5
+) -> Tensor:
+    """``-log(exp(cos(h, near)/T) / (exp(cos(h, near)/T) + exp(cos(h, far)/T)))``, one value per
+    example.
 
-    features, near, far: (B, D) float; temperature T > 0. Gives (B,) of the features' dtype, in nats, > 0; log 2 where
-    near and far are the same. Features of length 0 have cosine 0 with everything.
+    features, near, far: (B, D) float; temperature T > 0. Gives (B,) of the features' dtype, in
+    nats, > 0; log 2 where near and far are the same. Features of length 0 have cosine 0 with
+    everything.
 
     Source: Li et al., "Model-Contrastive Federated Learning" (MOON), eq. 3.
 

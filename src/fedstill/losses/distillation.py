@@ -11,13 +11,16 @@ from fedstill.losses.decoupled import other_logits
 
 
 def kd(student: Tensor, teacher: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Knowledge distillation, one value per example: ``tau² KL(softmax(teacher / tau) || softmax(student / tau))``.
+    """Knowledge distillation, one value per example:
+    ``tau² KL(softmax(teacher / tau) || softmax(student / tau))``.
 
-    student, teacher: (B, C) float logits; temperature tau > 0. Gives (B,) of the student's dtype, in nats, >= 0 up to
-    rounding. The factor tau² keeps the gradient's size when tau changes.
+    student, teacher: (B, C) float logits; temperature tau > 0. Gives (B,) of the student's dtype,
+    in nats, >= 0 up to rounding. The factor tau² keeps the gradient's size when tau changes.
 
-    Source: Hinton et al., "Distilling the Knowledge in a Neural Network"; FedNTD eq. 3, HiPer-FedKD Algorithm 1.
-    Reading: HiPer-FedKD's Algorithm 1 and SFedKD print no tau²; the code of the first has it, so we keep it everywhere.
+    Source: Hinton et al., "Distilling the Knowledge in a Neural Network"; FedNTD eq. 3, HiPer-FedKD
+    Algorithm 1.
+    Reading: HiPer-FedKD's Algorithm 1 and SFedKD print no tau²; the code of the first has it, so we
+    keep it everywhere.
 
     >>> # A certain teacher costs an undecided student log 2.
     >>> kd(torch.zeros(1, 2), torch.tensor([[1e4, 0.0]]))
@@ -28,16 +31,22 @@ def kd(student: Tensor, teacher: Tensor, temperature: float | Tensor = 1.0) -> T
     return temperature**2 * (p.exp() * (p - q)).sum(-1)
 
 
-def masked_kl(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Distillation of chosen classes, one value per example: ``tau² sum_c mask_c p_c (log p_c - log q_c)``.
+def masked_kl(
+    student: Tensor, teacher: Tensor, mask: Tensor, temperature: float | Tensor = 1.0
+) -> Tensor:
+    """Distillation of chosen classes, one value per example:
+    ``tau² sum_c mask_c p_c (log p_c - log q_c)``.
 
-    student, teacher: (B, C) float logits, p and q their softmax over all C classes, not renormalised over the mask;
-    mask: (C,) or (B, C), any dtype, >= 0; temperature tau > 0. Gives (B,) of the student's dtype, in nats. It may be
+    student, teacher: (B, C) float logits, p and q their softmax over all C classes, not
+    renormalised over the mask;
+    mask: (C,) or (B, C), any dtype, >= 0; temperature tau > 0. Gives (B,) of the student's dtype,
+    in nats. It may be
     negative: only the whole sum is a divergence. A mask of ones gives ``kd``.
 
     Source: QKT, eq. 4.
-    Reading: the paper prints ``p log q`` as its element, which falls when the student is worse; the sign is ours. The
-    part ``p log p`` does not depend on the student, so the gradient is that of a masked cross-entropy.
+    Reading: the paper prints ``p log q`` as its element, which falls when the student is worse; the
+    sign is ours. The part ``p log p`` does not depend on the student, so the gradient is that of a
+    masked cross-entropy.
 
     >>> two_of_three = torch.tensor([1.0, 0.0, 1.0])
     >>> masked_kl(torch.zeros(1, 3), torch.zeros(1, 3), two_of_three)
@@ -48,10 +57,14 @@ def masked_kl(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float
     return temperature**2 * (mask.to(student.dtype) * p.exp() * (p - q)).sum(-1)
 
 
-def masked_ce(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """``masked_kl`` without what the student cannot change, one value per example: ``-tau² sum_c mask_c p_c log q_c``.
+def masked_ce(
+    student: Tensor, teacher: Tensor, mask: Tensor, temperature: float | Tensor = 1.0
+) -> Tensor:
+    """``masked_kl`` without what the student cannot change, one value per example:
+    ``-tau² sum_c mask_c p_c log q_c``.
 
-    As ``masked_kl``, whose gradient to the student it has; but >= 0. A teacher with leading axes gives them back.
+    As ``masked_kl``, whose gradient to the student it has; but >= 0. A teacher with leading axes
+    gives them back.
 
     Source: QKT, eq. 4, with the sign that makes it a loss.
 
@@ -66,8 +79,8 @@ def masked_ce(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float
 def soft_cross_entropy(student: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy with soft labels, one value per example: ``-sum_c p_c log softmax(student)_c``.
 
-    student: (B, C) float logits; target: (B, C) probabilities p. Gives (B,) of the student's dtype, in nats, >= 0. Its
-    gradient is that of the divergence from p, which differs by p's own entropy.
+    student: (B, C) float logits; target: (B, C) probabilities p. Gives (B,) of the student's dtype,
+    in nats, >= 0. Its gradient is that of the divergence from p, which differs by p's own entropy.
 
     Source: DS-FL, its distillation step.
 
@@ -91,10 +104,11 @@ def logit_error(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def standardize(logits: Tensor, eps: float = 1e-6) -> Tensor:
-    """Z-scores of each example's logits across its classes: ``(z - mean) / (std + eps)``, with the unbiased std.
+    """Z-scores of each example's logits across its classes: ``(z - mean) / (std + eps)``, with the
+    unbiased std.
 
-    logits: (B, C) float, C >= 2; eps > 0. Gives (B, C) of the same dtype. Equal logits give zeros, with a finite
-    gradient.
+    logits: (B, C) float, C >= 2; eps > 0. Gives (B, C) of the same dtype. Equal logits give zeros,
+    with a finite gradient.
 
     Source: HiPer-FedKD, sec. 3.2.2; Sun et al., "Logit Standardization in Knowledge Distillation".
     Reading: the latter's code has eps 1e-7, HiPer-FedKD's 1e-6; both use the unbiased std.
@@ -106,22 +120,31 @@ def standardize(logits: Tensor, eps: float = 1e-6) -> Tensor:
     variance = centred.square().sum(-1, keepdim=True) / (logits.shape[-1] - 1)
     # The root's slope at 0 is infinite: it is taken of 1 there, and the outer choice puts 0 back.
     spread = variance > 0
-    std = torch.where(spread, torch.where(spread, variance, torch.ones_like(variance)).sqrt(), variance)
+    std = torch.where(
+        spread, torch.where(spread, variance, torch.ones_like(variance)).sqrt(), variance
+    )
     return centred / (std + eps)
 
 
-def other_mse(student: Tensor, teacher: Tensor, labels: Tensor, reduction: Literal["sum", "mean"] = "sum") -> Tensor:
+def other_mse(
+    student: Tensor, teacher: Tensor, labels: Tensor, reduction: Literal["sum", "mean"] = "sum"
+) -> Tensor:
     """Squared error of the logits of the C-1 classes other than the label, one value per example.
 
-    student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); reduction over the C-1 classes. Gives
-    (B,) of the student's dtype, >= 0. The label's logit gets exactly no gradient.
+    student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); reduction over the
+    C-1 classes. Gives (B,) of the student's dtype, >= 0. The label's logit gets exactly no
+    gradient.
 
     Source: FedNTD, appendix L, "FedNTD (MSE)".
-    Reading: the reduction is not documented. The paper's weights (0.005 already helps, 0.3 diverges at a learning rate
-    of 0.01) fit a sum over classes, not a mean.
+    Reading: the reduction is not documented. The paper's weights (0.005 already helps, 0.3 diverges
+    at a learning rate of 0.01) fit a sum over classes, not a mean.
 
-    >>> other_mse(torch.tensor([[9.0, 1.0, 2.0]]), torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([0]))
+    >>> other_mse(
+    ...     torch.tensor([[9.0, 1.0, 2.0]]), torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([0])
+    ... )
     tensor([4.])
     """
-    error = (other_logits(student, labels) - other_logits(teacher.to(student.dtype), labels)).square()
+    error = (
+        other_logits(student, labels) - other_logits(teacher.to(student.dtype), labels)
+    ).square()
     return error.sum(-1) if reduction == "sum" else error.mean(-1)

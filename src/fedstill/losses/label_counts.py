@@ -14,13 +14,16 @@ def adjusted_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of logits scaled and shifted class by class, one value per example.
 
-    logits: (B, C) float; labels: (B,) int64 in [0, C); scale, shift: (C,), or numbers. Gives (B,) of the logits' dtype,
-    in nats, >= 0: the cross-entropy of ``scale * logits + shift``. A shift by log counts is balanced softmax.
+    logits: (B, C) float; labels: (B,) int64 in [0, C); scale, shift: (C,), or numbers. Gives (B,)
+    of the logits' dtype, in nats, >= 0: the cross-entropy of ``scale * logits + shift``. A shift by
+    log counts is balanced softmax.
 
-    Source: Li & Zhan, "FedRS" (scale); Zhang et al., "Federated Learning with Label Distribution Skew via Logits
-    Calibration" (shift).
+    Source: Li & Zhan, "FedRS" (scale); Zhang et al., "Federated Learning with Label Distribution
+    Skew via Logits Calibration" (shift).
 
-    >>> adjusted_cross_entropy(torch.zeros(1, 2), torch.tensor([0]), shift=torch.tensor([1.0, 3.0]).log())
+    >>> adjusted_cross_entropy(
+    ...     torch.zeros(1, 2), torch.tensor([0]), shift=torch.tensor([1.0, 3.0]).log()
+    ... )
     tensor([1.3863])
     """
     factor, term = (v.to(logits.dtype) if isinstance(v, Tensor) else v for v in (scale, shift))
@@ -28,22 +31,34 @@ def adjusted_cross_entropy(
 
 
 def minority_kd(
-    student: Tensor, teacher: Tensor, labels: Tensor, majority: Tensor, temperature: float | Tensor = 1.0
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    majority: Tensor,
+    temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """Distillation of the classes that a client has little of, one value per example: tau² times a KL.
+    """Distillation of the classes that a client has little of, one value per example: tau² times a
+    KL.
 
-    The teacher's part is its softmax over the classes that are neither the label nor of the majority; the student's is
-    its softmax over all C-1 classes other than the label. So the student is pushed down on majority classes too.
-    student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); majority: (C,) or (B, C) bool;
-    temperature tau > 0. Gives (B,) of the student's dtype, in nats, >= 0 up to rounding; 0 where no class is left for
-    the teacher. Without a majority it is ``nckd``. The label's logit has exactly no influence and no gradient. Equal
+    The teacher's part is its softmax over the classes that are neither the label nor of the
+    majority; the student's is its softmax over all C-1 classes other than the label. So the student
+    is pushed down on majority classes too. student, teacher: (B, C) float logits, C >= 2; labels:
+    (B,) int64 in [0, C); majority: (C,) or (B, C) bool; temperature tau > 0. Gives (B,) of the
+    student's dtype, in nats, >= 0 up to rounding; 0 where no class is left for the teacher. Without
+    a majority it is ``nckd``. The label's logit has exactly no influence and no gradient. Equal
     logits of the teacher are a uniform target.
 
     Source: Lu et al., "Federated Learning with Label-Masking Distillation" (FedLMD).
-    Reading: the code subtracts 1000 from masked logits, which is removal, unless the label is the only minority class:
-    then every class is masked and the loss is about 1000 times the teacher's probability of the label. Here it is 0.
+    Reading: the code subtracts 1000 from masked logits, which is removal, unless the label is the
+    only minority class: then every class is masked and the loss is about 1000 times the teacher's
+    probability of the label. Here it is 0.
 
-    >>> minority_kd(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([0]), torch.tensor([False, True, False]))
+    >>> minority_kd(
+    ...     torch.zeros(1, 3),
+    ...     torch.zeros(1, 3),
+    ...     torch.tensor([0]),
+    ...     torch.tensor([False, True, False]),
+    ... )
     tensor([0.6931])
     """
     kept = other_logits((~majority).expand(student.shape), labels)  # (B, C-1) bool

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 
-def proximal(params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], mu: float | Tensor) -> Tensor:
-    """The proximal term, one number for the model: ``(mu / 2) ||params - anchor||²`` over all named tensors.
+def proximal(
+    params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], mu: float | Tensor
+) -> Tensor:
+    """The proximal term, one number for the model: ``(mu / 2) ||params - anchor||²`` over all named
+    tensors.
 
-    params: {name: tensor}, the entries in training and no buffers; anchor: at least the same names, equal shapes;
-    mu >= 0. Gives a () tensor, >= 0. Its gradient is ``mu (params - anchor)``, 0 at the anchor.
+    params: {name: tensor}, the entries in training and no buffers; anchor: at least the same names,
+    equal shapes; mu >= 0. Gives a () tensor, >= 0. Its gradient is ``mu (params - anchor)``, 0 at
+    the anchor.
 
     Source: Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx).
 
@@ -21,16 +25,24 @@ def proximal(params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], mu: flo
     """
     if not params:
         return torch.zeros(())
-    return mu / 2 * torch.stack([(w - anchor[name]).square().sum() for name, w in params.items()]).sum()
+    return (
+        mu
+        / 2
+        * torch.stack([(w - anchor[name]).square().sum() for name, w in params.items()]).sum()
+    )
 
 
 def quadratic(
-    params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], importance: Mapping[str, Tensor], weight: float | Tensor
+    params: Mapping[str, Tensor],
+    anchor: Mapping[str, Tensor],
+    importance: Mapping[str, Tensor],
+    weight: float | Tensor,
 ) -> Tensor:
-    """A pull back to an anchor, each entry as firmly as it mattered: ``weight sum_i Omega_i (w_i - a_i)²``.
+    """A pull back to an anchor, each entry as firmly as it mattered:
+    ``weight sum_i Omega_i (w_i - a_i)²``.
 
-    importance: {name: Omega}, the entries that count; params, anchor: at least the same names, equal shapes; weight
-    >= 0. Gives a () tensor, 0 at the anchor, and negative only if an Omega is.
+    importance: {name: Omega}, the entries that count; params, anchor: at least the same names,
+    equal shapes; weight >= 0. Gives a () tensor, 0 at the anchor, and negative only if an Omega is.
 
     Source: Zenke et al., "Continual Learning Through Synaptic Intelligence", eq. 4; CWC.
 
@@ -40,4 +52,9 @@ def quadratic(
     """
     if not importance:
         return torch.zeros(())
-    return weight * torch.stack([(o * (params[k] - anchor[k]).square()).sum() for k, o in importance.items()]).sum()
+    return (
+        weight
+        * torch.stack(
+            [(o * (params[k] - anchor[k]).square()).sum() for k, o in importance.items()]
+        ).sum()
+    )

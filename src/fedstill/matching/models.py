@@ -1,4 +1,6 @@
-"""Models by PFNM: exactly where they are plain chains of layers, approximately where they are residual networks."""
+"""Models by PFNM: exactly where they are plain chains of layers, approximately where they are
+residual networks.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,27 @@ def matchable(spec: ModelSpec) -> Literal["exact", "approximate", ""]:
     m = module(spec)
     if plain_chain(m) is not None:
         return "exact"
-    return "approximate" if last_block(m) and isinstance(getattr(m, "head", None), nn.Linear) else ""
+    return (
+        "approximate" if last_block(m) and isinstance(getattr(m, "head", None), nn.Linear) else ""
+    )
 
 
 def unmatched(spec: ModelSpec) -> str:
-    """What models of a spec have that cannot be matched, for people, and a model that can: for one line of refusal."""
+    """What models of a spec have that cannot be matched, for people, and a model that can: for one
+    line of refusal.
+    """
     layers = list(module(spec).modules())
     others = [
-        "attention" * any(isinstance(layer, (Attention, nn.MultiheadAttention)) for layer in layers),
+        "attention"
+        * any(isinstance(layer, (Attention, nn.MultiheadAttention)) for layer in layers),
         "embeddings" * any(isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) for layer in layers),
     ]
     why = " and ".join(filter(None, others))
-    other = "choose another method" if spec.vocabulary else f"set model.name = {KNOWN_CHAINS[len(spec.input_shape)]!r}"
+    other = (
+        "choose another method"
+        if spec.vocabulary
+        else f"set model.name = {KNOWN_CHAINS[len(spec.input_shape)]!r}"
+    )
     return f"{spec.label} {f'has {why}' if why else 'is neither'}; {other}"
 
 
@@ -52,9 +63,9 @@ def match_models(
 ) -> dict[str, Tensor]:
     """One model of several of a spec; its hidden layers may be wider (``widened`` gives its spec).
 
-    models: J of them, J >= 1; counts: (J, C) label counts of those who trained them; sizes: (J,) their numbers of
-    examples; draw: gives the order of the clients in each pass. Raises IncompatibleMethod for a spec that cannot be
-    matched.
+    models: J of them, J >= 1; counts: (J, C) label counts of those who trained them; sizes: (J,)
+    their numbers of examples; draw: gives the order of the clients in each pass. Raises
+    IncompatibleMethod for a spec that cannot be matched.
     """
     shares = class_shares(counts)
     match matchable(spec):
@@ -62,4 +73,6 @@ def match_models(
             return match_chains(spec, models, shares, setting, draw)
         case "approximate":
             return match_residual(spec, models, shares, sizes, setting, draw)
-    raise IncompatibleMethod(f"{spec.label} is neither a plain chain of layers nor a residual network")
+    raise IncompatibleMethod(
+        f"{spec.label} is neither a plain chain of layers nor a residual network"
+    )

@@ -1,19 +1,25 @@
-"""AFL, analytic federated learning: features stay as they are, and one step solves for the last layer, exactly.
+"""AFL, analytic federated learning: features stay as they are, and one step solves for the last
+layer, exactly.
 
-Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained Models" (2025), and
-its code.
-Symbols: gamma = ``ridge``; G = ``gram``, X^T Y = ``cross``, where X has the features and a 1 for the bias.
-State: the global parameters, of which only the head is ever changed; gram = the sum of all clients' G, (D+1, D+1);
-cross = of their X^T Y, (D+1, C), both in float64; labels = the census's label counts (clients, C), where ``balanced``,
-as are those that follow; first = the first task's label counts (C,), whose mean is what each class weighs in the sums;
-counted = those of all tasks so far (C,).
-Memory: gram = the client's own G; cross = its own X^T Y; task = the task whose examples these are of.
-Reading: one round in which all clients act is all of it; the pretrained network is named by ``start_from``. With fewer
-clients a round, or with data that grow, a client sends by how much its sums have changed since it last sent: the layer
-is always that of all that the server was told. So of tasks that come one after another none is forgotten: the layer is
-that of their examples together.
-Reading: the paper's clients send solved layers, which the server merges pair by pair; it gives what sums give.
-Reading: its penalty counts once a client and is removed afterwards (``clean_reg``); here it counts once, at the server.
+Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained
+Models" (2025), and its code.
+Symbols: gamma = ``ridge``; G = ``gram``, X^T Y = ``cross``, where X has the features and a 1 for
+the bias.
+State: the global parameters, of which only the head is ever changed; gram = the sum of all clients'
+G, (D+1, D+1); cross = of their X^T Y, (D+1, C), both in float64; labels = the census's label counts
+(clients, C), where ``balanced``, as are those that follow; first = the first task's label counts
+(C,), whose mean is what each class weighs in the sums; counted = those of all tasks so far (C,).
+Memory: gram = the client's own G; cross = its own X^T Y; task = the task whose examples these are
+of.
+Reading: one round in which all clients act is all of it; the pretrained network is named by
+``start_from``. With fewer clients a round, or with data that grow, a client sends by how much its
+sums have changed since it last sent: the layer is always that of all that the server was told. So
+of tasks that come one after another none is forgotten: the layer is that of their examples
+together.
+Reading: the paper's clients send solved layers, which the server merges pair by pair; it gives what
+sums give.
+Reading: its penalty counts once a client and is removed afterwards (``clean_reg``); here it counts
+once, at the server.
 Reading: it has no bias; here there is one, without a penalty.
 """
 
@@ -28,7 +34,20 @@ from torch import Tensor
 
 from fedstill.fields import NonNegative
 from fedstill.method import Method
-from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    ModelSpec,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
 from fedstill.trees import dtype_of
@@ -40,7 +59,9 @@ SUMS = ("gram", "cross")
 @method("afl")
 @dataclass(frozen=True)
 class AFL(Method):
-    """The last layer on frozen features by ridge regression, the same however the data are split."""
+    """The last layer on frozen features by ridge regression, the same however the data are
+    split.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
     plans: ClassVar[Mapping[str, Plan]] = {"train": NO_TRAINING}
@@ -59,8 +80,10 @@ class AFL(Method):
         several = len(by_task) > len(set(by_task)) or stream.lag > 0 or stream.stay > 0
         if self.balanced and stream.tasks > 1 and not stream.kept and several:
             return (
-                "balanced = true weighs a class by its examples of one task, all counted when that begins: set "
-                "method.balanced = false, or give each class to one task, without stream.lag and stream.stay"
+                "balanced = true weighs a class by its examples of one task, all counted when that "
+                "begins: set "
+                "method.balanced = false, or give each class to one task, without stream.lag and "
+                "stream.stay"
             )
         return no_linear_head(world)
 
@@ -82,7 +105,10 @@ class AFL(Method):
         return empty_sums(world.model(client), world.classes)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        sums = {g: torch.stack([state.extra.tensor(g), *(r.up.tensor(g) for r in replies)]).sum(0) for g in SUMS}
+        sums = {
+            g: torch.stack([state.extra.tensor(g), *(r.up.tensor(g) for r in replies)]).sum(0)
+            for g in SUMS
+        }
         counts = self.counts(state, world) if self.balanced else {}
         scale = by_class(counts["counted"]) / by_class(counts["first"]) if counts else 1.0
         layer = solved(**{g: v * scale for g, v in sums.items()}, ridge=self.ridge)
@@ -105,7 +131,9 @@ def by_class(counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SendChange(ClientWork):
-    """The sums of the client's features, less those of the same task that it sent before; nothing is trained."""
+    """The sums of the client's features, less those of the same task that it sent before; nothing
+    is trained.
+    """
 
     round: int
 
@@ -125,6 +153,12 @@ class SendChange(ClientWork):
         """The features of the client's examples, (n, D)."""
         return view.features(world.initial(view.client))
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        now = feature_sums(carry["features"], view.data.labels.cpu(), world.classes, carry["weights"])
-        return Payload({g: now.tensor(g) - carry[g] for g in SUMS}), Payload(now, task=carry["task"])
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        now = feature_sums(
+            carry["features"], view.data.labels.cpu(), world.classes, carry["weights"]
+        )
+        return Payload({g: now.tensor(g) - carry[g] for g in SUMS}), Payload(
+            now, task=carry["task"]
+        )

@@ -1,21 +1,30 @@
-"""Analytic learning over tasks: the network is trained in the first task, then frozen; its last layer is solved for.
+"""Analytic learning over tasks: the network is trained in the first task, then frozen; its last
+layer is solved for.
 
-Source: Guan et al., "STSA: Federated Class-Incremental Learning via Spatial-Temporal Statistics Aggregation" (2025),
-and its code; the sums of AFL lead to the same layer.
-Symbols: rho = ``ridge``; M = ``width``; G = gram, P = cross, the sums of e e^T and e y^T, y one-hot.
-Stages: ``train``, in which clients are idle from the second task on; after each task ``sums``, of all clients that are
+Source: Guan et al., "STSA: Federated Class-Incremental Learning via Spatial-Temporal Statistics
+Aggregation" (2025), and its code; the sums of AFL lead to the same layer.
+Symbols: rho = ``ridge``; M = ``width``; G = gram, P = cross, the sums of e e^T and e y^T, y
+one-hot.
+Stages: ``train``, in which clients are idle from the second task on; after each task ``sums``, of
+all clients that are
 there: nothing is trained.
-State: the global parameters, of the network with the random layer from the end of the first task on; gram = G so far,
-(M+1, M+1); cross = P so far, (M+1, C), both in float64.
-Memory: gram, cross = the client's own sums of the task that it was last in, without ``groups``; task = that task.
-Reading: features e are ReLU(h Q), with Q of fixed random numbers of mean 0 and spread 1, (D, M); with ``width`` 0 they
-are h, the network's own. The code prints M = 1,250 in its README and 10,000 as its default.
-Reading: the code's rho is 1e6 and to be tuned; so it is here, and what fits depends on M and on the features' size.
+State: the global parameters, of the network with the random layer from the end of the first task
+on; gram = G so far, (M+1, M+1); cross = P so far, (M+1, C), both in float64.
+Memory: gram, cross = the client's own sums of the task that it was last in, without ``groups``;
+task = that task.
+Reading: features e are ReLU(h Q), with Q of fixed random numbers of mean 0 and spread 1, (D, M);
+with ``width`` 0 they are h, the network's own. The code prints M = 1,250 in its README and 10,000
+as its default.
+Reading: the code's rho is 1e6 and to be tuned; so it is here, and what fits depends on M and on the
+features' size.
 Reading: the code has no bias; here there is one, without a penalty, as in ``afl``.
-Reading: the code predicts by the cosine with the columns of the layer (``cosine``), the bias among them here.
-Reading: a client that is asked again in a task sends by how much its sums have changed, so nothing counts twice.
-Reading: with ``groups`` it is STSA-E: clients send sums of so many random groups of theirs, by class, from which G is
-estimated, task by task, as the code does. An estimate may have negative eigenvalues; for the layer they count as 0.
+Reading: the code predicts by the cosine with the columns of the layer (``cosine``), the bias among
+them here.
+Reading: a client that is asked again in a task sends by how much its sums have changed, so nothing
+counts twice.
+Reading: with ``groups`` it is STSA-E: clients send sums of so many random groups of theirs, by
+class, from which G is estimated, task by task, as the code does. An estimate may have negative
+eigenvalues; for the layer they count as 0.
 """
 
 from __future__ import annotations
@@ -33,9 +42,30 @@ from fedstill.keys import generator, seed_for
 from fedstill.methods.afl import SUMS, SendChange
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.models.lifted import lifted_body, lifted_spec
-from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    ModelSpec,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
-from fedstill.ridge import NO_TRAINING, empty_group_sums, empty_sums, estimated_gram, group_sums, no_linear_head, solved
+from fedstill.ridge import (
+    NO_TRAINING,
+    empty_group_sums,
+    empty_sums,
+    estimated_gram,
+    group_sums,
+    no_linear_head,
+    solved,
+)
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
@@ -45,7 +75,9 @@ SUM_UP = "sums"
 @method("analytic")
 @dataclass(frozen=True)
 class Analytic(FedAvg):
-    """FedAvg in the first task; after each task a last layer that is exact for all tasks so far; needs [stream]."""
+    """FedAvg in the first task; after each task a last layer that is exact for all tasks so far;
+    needs [stream].
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": SUM_UP}
     stages: ClassVar[frozenset[str]] = frozenset({"train", SUM_UP})
@@ -58,17 +90,24 @@ class Analytic(FedAvg):
     width: CountOrZero = 1250
     """How many random features the last layer sees (M); 0: the network's own."""
     groups: CountOrZero = 0
-    """Of how many random groups of theirs clients send sums (STSA-E's code: 5); 0: products of features, exact."""
+    """Of how many random groups of theirs clients send sums (STSA-E's code: 5); 0: products of
+    features, exact.
+    """
     cosine: bool = True
-    """Whether classes are compared by the cosine with their column of the layer, so that rare ones are not shrunk."""
+    """Whether classes are compared by the cosine with their column of the layer, so that rare ones
+    are not shrunk.
+    """
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
         if self.width and (spec.held or spec.widths):
-            return "only a part of the network is trained, or widths are its own; set method.width = 0"
+            return (
+                "only a part of the network is trained, or widths are its own; set method.width = 0"
+            )
         if self.groups and world.stream.kept:
             return (
-                "groups count each example once, and stream.past = 'kept' shows it in each task; set method.groups = 0"
+                "groups count each example once, and stream.past = 'kept' shows it in each task; "
+                "set method.groups = 0"
             )
         return no_linear_head(world)
 
@@ -90,7 +129,11 @@ class Analytic(FedAvg):
         if stage.name != SUM_UP:
             return super().expects(client, stage, world)
         spec = self.network(world.model(client))
-        return empty_group_sums(spec, world.classes, self.groups) if self.groups else empty_sums(spec, world.classes)
+        return (
+            empty_group_sums(spec, world.classes, self.groups)
+            if self.groups
+            else empty_sums(spec, world.classes)
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name != SUM_UP:
@@ -98,7 +141,10 @@ class Analytic(FedAvg):
         spec = self.network(world.model(SERVER))
         before = state.extra if "gram" in state.extra else empty_sums(spec, world.classes)
         came = [self._estimated(replies)] if self.groups else [r.up for r in replies]
-        sums = {g: torch.stack([before.tensor(g), *(one.tensor(g) for one in came)]).sum(0) for g in SUMS}
+        sums = {
+            g: torch.stack([before.tensor(g), *(one.tensor(g) for one in came)]).sum(0)
+            for g in SUMS
+        }
         head = {k: v.to(dtype_of(state.params)) for k, v in self.layer(**sums).items()}
         after = state.next(params={**self._body(state), **head}, groups=sums)
         return replace(after, model=spec) if self.width else after
@@ -108,7 +154,9 @@ class Analytic(FedAvg):
         exact = solved(without_negative(gram) if self.groups else gram, cross, ridge=self.ridge)
         if not self.cosine:
             return exact
-        unit = normalize(torch.cat([exact["head.weight"], exact["head.bias"].unsqueeze(1)], dim=1), dim=1)
+        unit = normalize(
+            torch.cat([exact["head.weight"], exact["head.bias"].unsqueeze(1)], dim=1), dim=1
+        )
         return {"head.weight": unit[:, :-1].contiguous(), "head.bias": unit[:, -1].clone()}
 
     def _estimated(self, replies: Sequence[Reply]) -> Payload:
@@ -136,13 +184,19 @@ class SendTaskSums(SendChange):
 
 @dataclass(frozen=True)
 class SendGroups(ClientWork):
-    """The sums of the features of random groups of the task's examples, once a task; nothing is trained."""
+    """The sums of the features of random groups of the task's examples, once a task; nothing is
+    trained.
+    """
 
     stage: Stage
     method: Analytic
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        m, task, labels = self.method, world.stream.task(self.stage.round, view.client), view.data.labels.cpu()
+        m, task, labels = (
+            self.method,
+            world.stream.task(self.stage.round, view.client),
+            view.data.labels.cpu(),
+        )
         spec = m.network(view.model)
         up = empty_group_sums(spec, world.classes, m.groups)
         if not memory or memory.number("task") != task:
@@ -152,7 +206,9 @@ class SendGroups(ClientWork):
             up = group_sums(features, labels, world.classes, group, m.groups)
         return Carry(params={}, constants={"up": up, "task": task})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return carry["up"], Payload(task=carry["task"])
 
 

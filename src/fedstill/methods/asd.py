@@ -1,12 +1,15 @@
-"""ASD: weigh each example's distillation by the global model's certainty and the rarity of its label at the client.
+"""ASD: weigh each example's distillation by the global model's certainty and the rarity of its
+label at the client.
 
-Source: Yashwanth et al., "Federated Learning on Heterogeneous Data via Adaptive Self-Distillation", as used on top of
-FedNTD and FedAvg by Jang & Chou (FedADKD).
-Symbols: lambda = ``weight``; T = ``temperature``; b1, b2 = powers of certainty and rarity; H = entropy of the global
-model's prediction; p = the client's label proportions. w_i is in proportion to exp(-b1 H_i) / p(y_i)^b2 in the batch.
+Source: Yashwanth et al., "Federated Learning on Heterogeneous Data via Adaptive Self-Distillation",
+as used on top of FedNTD and FedAvg by Jang & Chou (FedADKD).
+Symbols: lambda = ``weight``; T = ``temperature``; b1, b2 = powers of certainty and rarity; H =
+entropy of the global model's prediction; p = the client's label proportions. w_i is in proportion
+to exp(-b1 H_i) / p(y_i)^b2 in the batch.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the repository's lambda is 2 or 20 and its T is 2, FedADKD gives none for its rows; we take 1 and 1.
+Reading: the repository's lambda is 2 or 20 and its T is 2, FedADKD gives none for its rows; we take
+1 and 1.
 Reading: the repository has no T^2 on this term; H is taken at temperature 1 throughout.
 """
 
@@ -28,12 +31,19 @@ from fedstill.work import ClientWork
 
 
 @method("fedavg_asd", about="FedAvg with adaptive self-distillation of all classes.", classes="all")
-@method("fedntd_asd", about="FedNTD with adaptive self-distillation: of the not-true classes.", classes="not_true")
+@method(
+    "fedntd_asd",
+    about="FedNTD with adaptive self-distillation: of the not-true classes.",
+    classes="not_true",
+)
 @dataclass(frozen=True)
 class ASD(FedAvg):
-    """Adaptive self-distillation from the round's global model, of all or of the not-true classes."""
+    """Adaptive self-distillation from the round's global model, of all or of the not-true
+    classes.
+    """
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label shares
+    # its objective has label shares
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
 
     classes: Literal["all", "not_true"] = "not_true"
     """Which classes are distilled: all, or the not-true ones."""
@@ -68,7 +78,8 @@ class Weighted(FromGlobal):
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
         logs = teacher.log_softmax(1)
         entropy = -(logs.exp() * logs).sum(1)  # (B,)
-        power = -m.b1 * entropy - m.b2 * carry["rarity"][step.y]  # in log space, and the largest weight is 1
+        # in log space, and the largest weight is 1
+        power = -m.b1 * entropy - m.b2 * carry["rarity"][step.y]
         raw = (power - power.max()).exp()
         far = (
             nckd(student, teacher, step.y, m.temperature)

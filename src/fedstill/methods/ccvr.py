@@ -1,17 +1,21 @@
-"""CCVR: after the last round, the head is trained once more, on features drawn from Gaussians of each class.
+"""CCVR: after the last round, the head is trained once more, on features drawn from Gaussians of
+each class.
 
-Source: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data" (2021),
-Algorithm 1.
+Source: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with
+Non-IID Data" (2021), Algorithm 1.
 Symbols: M_c = ``samples``; mu_c, Sigma_c = mean and covariance of a class's features.
-Stages: ``train``; after the last round ``statistics``, of all clients, and ``calibrate``, at the server.
-State: the global parameters; before = the head as training left it; counts, sums, products = of each class how many
-examples there are, the sum of their features and that of the outer products or squares of these, in float64, until the
-head is calibrated.
+Stages: ``train``; after the last round ``statistics``, of all clients, and ``calibrate``, at the
+server.
+State: the global parameters; before = the head as training left it; counts, sums, products = of
+each class how many examples there are, the sum of their features and that of the outer products or
+squares of these, in float64, until the head is calibrated.
 Memory: nothing.
-Reading: the paper's clients send means and covariances. Here they send sums, which add up to those of all clients'
-features, exactly and however the data are split.
-Reading: a class of fewer than two examples gets the mean of the others' covariances; one of none is not drawn.
-Reading: the paper prints M_c from 100 to 2,000 by data set. We draw 200, seen ten times: as many steps as its most.
+Reading: the paper's clients send means and covariances. Here they send sums, which add up to those
+of all clients' features, exactly and however the data are split.
+Reading: a class of fewer than two examples gets the mean of the others' covariances; one of none is
+not drawn.
+Reading: the paper prints M_c from 100 to 2,000 by data set. We draw 200, seen ten times: as many
+steps as its most.
 Reading: there is no official code.
 """
 
@@ -87,7 +91,9 @@ class CCVR(FedAvg):
         if stage.name != CALIBRATE:
             return super().down(state, client, stage, world)
         if "counts" not in state.extra:
-            raise BadPayload(f"there is nothing to calibrate by; set topology.last = {STATISTICS!r}")
+            raise BadPayload(
+                f"there is nothing to calibrate by; set topology.last = {STATISTICS!r}"
+            )
         return Payload({"head": last_layer(state.params), **{g: state.extra[g] for g in MOMENTS}})
 
     def work(self, stage: Stage) -> ClientWork:
@@ -98,14 +104,18 @@ class CCVR(FedAvg):
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == STATISTICS:
             nothing = torch.zeros(0, width(world.model(client)))
-            return class_moments(nothing, torch.zeros(0, dtype=torch.int64), world.classes, self.covariance)
+            return class_moments(
+                nothing, torch.zeros(0, dtype=torch.int64), world.classes, self.covariance
+            )
         if stage.name == CALIBRATE:
             return Payload(head=last_layer(world.initial(client)))
         return super().expects(client, stage, world)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == STATISTICS:
-            return state.next(groups={g: torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in MOMENTS})
+            return state.next(
+                groups={g: torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in MOMENTS}
+            )
         if stage.name == CALIBRATE:
             calibrated = {**state.params, **replies[0].up.tensors("head")}
             return state.without(*MOMENTS).next(params=calibrated, before=last_layer(state.params))
@@ -126,18 +136,23 @@ def last_layer(params: Tensors) -> dict[str, Tensor]:
 
 
 def class_moments(features: Tensor, labels: Tensor, classes: int, covariance: str) -> Payload:
-    """Sums by class: ``counts`` (C,) int64, ``sums`` (C, D), ``products`` (C, D, D) or of squares (C, D), float64."""
+    """Sums by class: ``counts`` (C,) int64, ``sums`` (C, D), ``products`` (C, D, D) or of squares
+    (C, D), float64.
+    """
     h = [features[labels == c].double() for c in range(classes)]
     products = [a.T @ a if covariance == "full" else a.square().sum(0) for a in h]
     counts = torch.tensor([len(a) for a in h])
-    return Payload(counts=counts, sums=torch.stack([a.sum(0) for a in h]), products=torch.stack(products))
+    return Payload(
+        counts=counts, sums=torch.stack([a.sum(0) for a in h]), products=torch.stack(products)
+    )
 
 
 def gaussians(counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """Means (C, D) and roots of covariances (C, D, D), lower triangles, of classes' features from their sums.
+    """Means (C, D) and roots of covariances (C, D, D), lower triangles, of classes' features from
+    their sums.
 
-    counts: (C,); products: (C, D, D), or (C, D) where only variances are known. Covariances are unbiased. A class of
-    fewer than two examples gets the mean of the others'.
+    counts: (C,); products: (C, D, D), or (C, D) where only variances are known. Covariances are
+    unbiased. A class of fewer than two examples gets the mean of the others'.
     """
     n = counts.double().clamp(min=1).unsqueeze(1)
     means = sums / n
@@ -163,7 +178,9 @@ class SendMoments(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={}, constants={"params": down.params})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         features, labels = view.features(carry["params"]), view.data.labels.cpu()
         return class_moments(features, labels, world.classes, self.covariance), KEEP
 
@@ -178,12 +195,18 @@ class Calibrate(ClientWork):
         head, counts = down.tensors("head"), down.tensor("counts")
         means, roots = gaussians(counts, down.tensor("sums"), down.tensor("products"))
         draw = generator(seed_for(world.seed, 0, 0, SERVER, "virtual features"))
-        noise = torch.randn(*counts.shape, self.samples, means.shape[1], generator=draw, dtype=torch.float64)
+        noise = torch.randn(
+            *counts.shape, self.samples, means.shape[1], generator=draw, dtype=torch.float64
+        )
         features = means.unsqueeze(1) + noise @ roots.mT  # (C, M, D)
         there = (counts > 0).nonzero().squeeze(1)
         values = features[there].flatten(0, 1).to(dtype_of(head))
         points = Examples(values, there.repeat_interleave(self.samples))
-        return Carry(head, model=ModelSpec("logistic", (means.shape[1],), world.classes), examples=points)
+        return Carry(
+            head, model=ModelSpec("logistic", (means.shape[1],), world.classes), examples=points
+        )
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(head=params), NOTHING

@@ -1,7 +1,9 @@
-"""What methods share whose clients keep models of their own and agree on values of each class: features, or logits.
+"""What methods share whose clients keep models of their own and agree on values of each class:
+features, or logits.
 
-A client trains its own model, drawn to the values it was sent of its examples' classes; then it sends the mean of its
-own for each class, and how many examples of it there are. So networks may differ. Label counts are sent with them.
+A client trains its own model, drawn to the values it was sent of its examples' classes; then it
+sends the mean of its own for each class, and how many examples of it there are. So networks may
+differ. Label counts are sent with them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,20 @@ from fedstill.labels import means_by_class
 from fedstill.method import Method
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.public_logits import own_model
-from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    ModelSpec,
+    Payload,
+    Plan,
+    Ran,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.topology import has_links
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
@@ -27,7 +42,9 @@ from fedstill.work import ClientWork
 
 @dataclass(frozen=True)
 class ClassValues(Method):
-    """The server's half that all share; each method says which values, how far apart they are, and folds them."""
+    """The server's half that all share; each method says which values, how far apart they are, and
+    folds them.
+    """
 
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
@@ -48,15 +65,22 @@ class ClassValues(Method):
         """How far a batch is from the values of its classes, (B, V): (B,)."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        alone = "what a class's values come to is a mean over clients, and in a chain one acts at a time"
+        alone = (
+            "what a class's values come to is a mean over clients, and in a chain one acts at a "
+            "time"
+        )
         return f"{alone}; set topology.kind = 'parallel'" if has_links(stages) else ""
 
     def setup(self, world: World) -> State:
-        return State(params={}).next(values=self.blank(SERVER, world), seen=torch.zeros(world.classes))
+        return State(params={}).next(
+            values=self.blank(SERVER, world), seen=torch.zeros(world.classes)
+        )
 
     def blank(self, client: int, world: World) -> Tensor:
         """Values by class, (C, V), all zeros, of the type of the client's model."""
-        return torch.zeros(world.classes, self.width(world.model(client)), dtype=dtype_of(world.initial(client)))
+        return torch.zeros(
+            world.classes, self.width(world.model(client)), dtype=dtype_of(world.initial(client))
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(values=state.extra["values"], seen=state.extra["seen"])
@@ -65,12 +89,16 @@ class ClassValues(Method):
         return TowardsValues(self)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(means=self.blank(client, world), counts=torch.zeros(world.classes, dtype=torch.int64))
+        return Payload(
+            means=self.blank(client, world), counts=torch.zeros(world.classes, dtype=torch.int64)
+        )
 
 
 @dataclass(frozen=True)
 class TowardsValues(ClientWork):
-    """Local training of the client's own model, with the distance to the values of each class that is seen."""
+    """Local training of the client's own model, with the distance to the values of each class that
+    is seen.
+    """
 
     method: ClassValues
 
@@ -80,8 +108,15 @@ class TowardsValues(ClientWork):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         apart = self.method.distance(step, carry["values"][step.y])  # (B,)
-        return {**super().terms(step, carry), "apart": self.method.strength * (carry["seen"][step.y] * apart)}
+        return {
+            **super().terms(step, carry),
+            "apart": self.method.strength * (carry["seen"][step.y] * apart),
+        }
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        means, counts = means_by_class(self.method.values(params, view), view.data.labels.cpu(), world.classes)
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        means, counts = means_by_class(
+            self.method.values(params, view), view.data.labels.cpu(), world.classes
+        )
         return Payload(means=means.to(dtype_of(params)), counts=counts), Payload(params=params)

@@ -1,20 +1,25 @@
-"""CLUE, approximately: a client takes what matters for a class from the peer that knows it best, and votes with it.
+"""CLUE, approximately: a client takes what matters for a class from the peer that knows it best,
+and votes with it.
 
-Source: Daga et al., "CLUE: Systems Support for Knowledge Transfer in Collaborative Learning with Neural Nets" (2023),
-of which only the abstract is open: significant parameters of a helper's model are found for a class and combined with
-the client's own by boosting several models. A baseline of Alballa et al., "Query-based Knowledge Transfer for
-Heterogeneous Learning Environments" (QKT), Table 2, for queries of one class. All else here is ours.
-Symbols: g, w = a helper's gradient and weight; ``share`` = the share of each layer that is taken; ``samples`` examples
-of noise; ``participants`` as in naive KD.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
-N's model with its helper's parameters in it; vote.N = the weights (2,) of both models' votes.
+Source: Daga et al., "CLUE: Systems Support for Knowledge Transfer in Collaborative Learning with
+Neural Nets" (2023), of which only the abstract is open: significant parameters of a helper's model
+are found for a class and combined with the client's own by boosting several models. A baseline of
+Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT),
+Table 2, for queries of one class. All else here is ours.
+Symbols: g, w = a helper's gradient and weight; ``share`` = the share of each layer that is taken;
+``samples`` examples of noise; ``participants`` as in naive KD.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
+student.N = client N's model with its helper's parameters in it; vote.N = the weights (2,) of both
+models' votes.
 Memory: nothing.
-Reading: the helper is the peer whose mean softmax on noise is largest for the class asked for; of equal ones the first.
-Reading: significant is a large abs(g w) of the helper's cross-entropy on that noise, labelled as the class asked for.
-The largest of every layer's weights, and of its biases, replace the client's in a copy of its model; running statistics
-stay the client's. Of equal ones the first.
-Reading: the client's model and the copy vote with their probabilities, each weighted by log((1 - e) / e), not below 0,
-of its error e on the client's own data, counted as (wrong + 1/2) / (n + 1); equally if neither is right half the time.
+Reading: the helper is the peer whose mean softmax on noise is largest for the class asked for; of
+equal ones the first.
+Reading: significant is a large abs(g w) of the helper's cross-entropy on that noise, labelled as
+the class asked for. The largest of every layer's weights, and of its biases, replace the client's
+in a copy of its model; running statistics stay the client's. Of equal ones the first.
+Reading: the client's model and the copy vote with their probabilities, each weighted by log((1 - e)
+/ e), not below 0, of its error e on the client's own data, counted as (wrong + 1/2) / (n + 1);
+equally if neither is right half the time.
 """
 
 from __future__ import annotations
@@ -35,7 +40,19 @@ from fedstill.methods.naive_kd import TRANSFER, own_and_peers
 from fedstill.methods.qkt import highest
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.joined import Joined, WeightedVote
-from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    NOTHING,
+    Carry,
+    Examples,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.teachers import as_inputs, noise
 from fedstill.trees import dtype_of
@@ -45,7 +62,9 @@ from fedstill.work import ClientWork
 @method("clue")
 @dataclass(frozen=True)
 class CLUE(LocalOnly):
-    """An approximation of CLUE: parameters of the peer that knows a class best, and a vote of the model with itself."""
+    """An approximation of CLUE: parameters of the peer that knows a class best, and a vote of the
+    model with itself.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
@@ -64,20 +83,31 @@ class CLUE(LocalOnly):
             return "it answers queries for one class; set query.draw = 'single'"
         many = {c: len(query) for c, query in world.queries.items() if len(query) > 1}
         for client, count in sorted(many.items()):
-            return f"it answers queries for one class, and client {client} asks for {count}; set query.draw = 'single'"
+            return (
+                f"it answers queries for one class, and client {client} asks for {count}; set "
+                "query.draw = 'single'"
+            )
         return super().misfit(stages, world)
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name == FIT:
             return super().down(state, client, stage, world)
-        return own_and_peers(state, client, self.participants, world) if client in world.queries else None
+        return (
+            own_and_peers(state, client, self.participants, world)
+            if client in world.queries
+            else None
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         return super().work(stage) if stage.name == FIT else Patched(self)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         own = super().expects(client, stage, world)
-        return own if stage.name == FIT else Payload(own, vote=torch.zeros(2, dtype=dtype_of(world.initial(client))))
+        return (
+            own
+            if stage.name == FIT
+            else Payload(own, vote=torch.zeros(2, dtype=dtype_of(world.initial(client))))
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == FIT:
@@ -89,7 +119,8 @@ class CLUE(LocalOnly):
         own, patched = fitted(state), answered(state)
         return {
             f"client {c}": vote(
-                [predictor(world.model(c), own[c]), predictor(world.model(c), params)], state.extra.tensor(f"vote.{c}")
+                [predictor(world.model(c), own[c]), predictor(world.model(c), params)],
+                state.extra.tensor(f"vote.{c}"),
             )
             for c, params in patched.items()
         }
@@ -102,21 +133,34 @@ def vote(models: Sequence[Predictor], weights: Tensor) -> Joined:
 
 @dataclass(frozen=True)
 class Patched(ClientWork):
-    """Nothing is trained: the client finds its helper, takes its significant parameters, and weighs both models."""
+    """Nothing is trained: the client finds its helper, takes its significant parameters, and weighs
+    both models.
+    """
 
     method: CLUE
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         (wanted,) = view.query
         peers = down.many("peer")
-        knows = {c: float(probed(world.model(c), p, world, self.method.samples)[wanted]) for c, p in peers.items()}
+        knows = {
+            c: float(probed(world.model(c), p, world, self.method.samples)[wanted])
+            for c, p in peers.items()
+        }
         helper = max(knows, key=lambda c: (knows[c], -c), default=view.client)
-        patched = self.patched(down.params, peers[helper], wanted, view, world) if peers else dict(down.params)
-        weights = torch.tensor([self.weight(m, view) for m in (down.params, patched)], dtype=dtype_of(down.params))
+        patched = (
+            self.patched(down.params, peers[helper], wanted, view, world)
+            if peers
+            else dict(down.params)
+        )
+        weights = torch.tensor(
+            [self.weight(m, view) for m in (down.params, patched)], dtype=dtype_of(down.params)
+        )
         both = weights if bool(weights.any()) else torch.ones_like(weights)
         return Carry({}, constants={"helper": helper, "patched": patched, "vote": both})
 
-    def patched(self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World) -> dict[str, Tensor]:
+    def patched(
+        self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World
+    ) -> dict[str, Tensor]:
         """The client's model with the helper's significant parameters for a class in it."""
         spec = view.model
         some = noise(spec.input_shape, self.method.samples, probe_seed(world), spec.vocabulary)
@@ -137,9 +181,17 @@ class Patched(ClientWork):
         error = (wrong + 0.5) / (len(view.data) + 1)
         return max(0.0, math.log((1 - error) / error))
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(params=carry["patched"], vote=carry["vote"]), NOTHING
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
-        """``helper``: who helped, the client itself if it has no peers; ``vote``: weights of its model and the copy."""
-        return {"query": list(view.query), "helper": carry["helper"], "vote": carry["vote"].tolist()}
+        """``helper``: who helped, the client itself if it has no peers; ``vote``: weights of its
+        model and the copy.
+        """
+        return {
+            "query": list(view.query),
+            "helper": carry["helper"],
+            "vote": carry["vote"].tolist(),
+        }

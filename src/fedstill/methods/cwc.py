@@ -1,21 +1,27 @@
-"""CWC: along a chain, hold each parameter near what the last client left, as firmly as it mattered so far.
+"""CWC: along a chain, hold each parameter near what the last client left, as firmly as it mattered
+so far.
 
-Source: Song, "Cyclical Weight Consolidation: Towards Solving Catastrophic Forgetting in Serial Federated Learning", and
-its code; the importance is that of Zenke et al., "Continual Learning Through Synaptic Intelligence" (2017).
-Symbols: c = ``weight``; a = ``decay``; eps = ``epsilon``; Omega = importance, which travels with the model; omega = one
-client's share of it, W / ((w_end - w_start)^2 + eps) with the path integral W = -sum over steps of gradient * change.
-State: the global parameters; importance = Omega, for each trained parameter; cycle = how many clients the round's chain
-has; omega.N = the Nth omega, the last cycle's alone, where ``memory`` is "sliding".
+Source: Song, "Cyclical Weight Consolidation: Towards Solving Catastrophic Forgetting in Serial
+Federated Learning", and its code; the importance is that of Zenke et al., "Continual Learning
+Through Synaptic Intelligence" (2017).
+Symbols: c = ``weight``; a = ``decay``; eps = ``epsilon``; Omega = importance, which travels with
+the model; omega = one client's share of it, W / ((w_end - w_start)^2 + eps) with the path integral
+W = -sum over steps of gradient * change.
+State: the global parameters; importance = Omega, for each trained parameter; cycle = how many
+clients the round's chain has; omega.N = the Nth omega, the last cycle's alone, where ``memory`` is
+"sliding".
 Memory: nothing.
-Reading: the code keeps omegas in a queue and folds them, times a, into the memory once a cycle of clients is full. The
-same is one sum that is multiplied by a at the end of every round; with a part of the clients a round (SFedKD), the
-round is the cycle, so that decay comes "on revisitation". ``memory`` "ema" is that, "sliding" the sum of the last
-cycle's omegas, "sum" that of all.
-Reading: the code's g in W is the gradient of the whole loss; its option ``lseg`` is that of the cross-entropy alone.
+Reading: the code keeps omegas in a queue and folds them, times a, into the memory once a cycle of
+clients is full. The same is one sum that is multiplied by a at the end of every round; with a part
+of the clients a round (SFedKD), the round is the cycle, so that decay comes "on revisitation".
+``memory`` "ema" is that, "sliding" the sum of the last cycle's omegas, "sum" that of all.
+Reading: the code's g in W is the gradient of the whole loss; its option ``lseg`` is that of the
+cross-entropy alone.
 Reading: the code lets an omega be negative; ``clamp`` cuts it off at 0.
-Reading: the code trains with an Adam per client that lives on between rounds, SFedKD's table with the SGD of the other
-rows; we follow the table. SFedKD names no c and a: the code's defaults are 0.1 and, by class, 0.5; its script has 10
-and 1. With 0.1 SFedKD's setting, reduced, diverged on three seeds of three: ``weight`` is 0.01.
+Reading: the code trains with an Adam per client that lives on between rounds, SFedKD's table with
+the SGD of the other rows; we follow the table. SFedKD names no c and a: the code's defaults are 0.1
+and, by class, 0.5; its script has 10 and 1. With 0.1 SFedKD's setting, reduced, diverged on three
+seeds of three: ``weight`` is 0.01.
 """
 
 from __future__ import annotations
@@ -30,7 +36,20 @@ from fedstill.fields import NonNegative, Positive, Share
 from fedstill.losses import quadratic
 from fedstill.methods.fedseq import FedSeq
 from fedstill.models.contract import trainable_names
-from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World, many
+from fedstill.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+    many,
+)
 from fedstill.registry import method
 from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
@@ -40,7 +59,9 @@ from fedstill.work import ClientWork
 @method("cwc")
 @dataclass(frozen=True)
 class CWC(FedSeq):
-    """Sequential training with a consolidation penalty whose importance is handed on and decays by rounds."""
+    """Sequential training with a consolidation penalty whose importance is handed on and decays by
+    rounds.
+    """
 
     weight: NonNegative = 0.01
     """Weight of the consolidation penalty (c)."""
@@ -49,17 +70,24 @@ class CWC(FedSeq):
     epsilon: Positive = 1e-3
     """What keeps importance finite where a parameter hardly moved (eps)."""
     memory: Literal["ema", "sliding", "sum"] = "ema"
-    """Which omegas count: all, decayed by rounds ("ema"), the last cycle's ("sliding"), or all alike ("sum")."""
+    """Which omegas count: all, decayed by rounds ("ema"), the last cycle's ("sliding"), or all
+    alike ("sum").
+    """
     clamp: bool = False
     """Whether negative entries of an omega are cut off at 0."""
     lseg: bool = False
-    """Whether the path integral takes the gradient of the cross-entropy alone, not of the whole loss."""
+    """Whether the path integral takes the gradient of the cross-entropy alone, not of the whole
+    loss.
+    """
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if not has_links(stages):
             return "in parallel no client passes an importance on; leave topology.kind out"
         if self.lseg and world.plans["train"].clip_norm > 0:
-            return "method.lseg takes the penalty's gradient out again, which clipping hides; set plan.clip_norm = 0"
+            return (
+                "method.lseg takes the penalty's gradient out again, which clipping hides; set "
+                "plan.clip_norm = 0"
+            )
         return ""
 
     def setup(self, world: World) -> State:
@@ -68,7 +96,10 @@ class CWC(FedSeq):
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
         factor = self.decay if self.memory == "ema" and state.round > 1 else 1.0
-        return state.next(importance=scale(state.extra.tensors("importance"), factor), cycle=sum(s.hop for s in stages))
+        return state.next(
+            importance=scale(state.extra.tensors("importance"), factor),
+            cycle=sum(s.hop for s in stages),
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, importance=state.extra.tensors("importance"))
@@ -96,14 +127,20 @@ class CWC(FedSeq):
 
 @dataclass(frozen=True)
 class Consolidated(ClientWork):
-    """Cross-entropy and the penalty; the path integral is gathered step by step, and the client's omega goes up."""
+    """Cross-entropy and the penalty; the path integral is gathered step by step, and the client's
+    omega goes up.
+    """
 
     method: CWC
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         importance = down.tensors("importance")
         anchor = only(down.params, importance)
-        return Carry(down.params, trace=zeros_like(anchor), constants={"anchor": anchor, "importance": importance})
+        return Carry(
+            down.params,
+            trace=zeros_like(anchor),
+            constants={"anchor": anchor, "importance": importance},
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         pull = quadratic(step.params, carry["anchor"], carry["importance"], self.method.weight)
@@ -117,7 +154,9 @@ class Consolidated(ClientWork):
             grads = {k: grads[k] - 2 * c * importance[k] * (before[k] - anchor[k]) for k in trace}
         return after, {k: trace[k] - grads[k] * (after[k] - before[k]) for k in trace}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         moved = sub(only(params, carry["anchor"]), carry["anchor"])
         omega = {k: w / (moved[k].square() + self.method.epsilon) for k, w in ran.trace.items()}
         if self.method.clamp:

@@ -1,15 +1,19 @@
 """Ditto: beside the global model, each client trains one of its own that stays near the global one.
 
-Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization" (2021), Algorithm 1, and its
-code.
+Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization" (2021),
+Algorithm 1, and its code.
 Symbols: lambda = ``strength``; v_k = a client's own model.
 State: the global parameters, nothing more.
 Memory: params = v_k, the client's own model.
-Reading: the code trains both models batch by batch on the same batches; here the own one is trained first, in a stage
-``personal`` with epochs of its own, near the model that the round began with. The two do not meet in either.
-Reading: lambda is one number for all clients; the paper also chooses it for each on validation data.
-Reading: the code's server adds the plain mean of differences; ``aggregation`` chooses, by size as it is.
-Reading: its clients train at 0.05 in batches of 16 without momentum; here as in the other methods' tables.
+Reading: the code trains both models batch by batch on the same batches; here the own one is trained
+first, in a stage ``personal`` with epochs of its own, near the model that the round began with. The
+two do not meet in either.
+Reading: lambda is one number for all clients; the paper also chooses it for each on validation
+data.
+Reading: the code's server adds the plain mean of differences; ``aggregation`` chooses, by size as
+it is.
+Reading: its clients train at 0.05 in batches of 16 without momentum; here as in the other methods'
+tables.
 """
 
 from __future__ import annotations
@@ -23,7 +27,20 @@ from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.fedprox import LocalTraining
 from fedstill.methods.public_logits import own_model
 from fedstill.models.contract import trainable_names
-from fedstill.records import KEEP, NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    KEEP,
+    NOTHING,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.trees import only
 from fedstill.work import ClientWork
@@ -35,19 +52,27 @@ PERSONAL = "personal"
 @method("ditto")
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    """FedAvg, and at each client a model of its own with (lambda/2) ||v - w_global||^2 added to its loss."""
+    """FedAvg, and at each client a model of its own with (lambda/2) ||v - w_global||^2 added to its
+    loss.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"before": PERSONAL}
     stages: ClassVar[frozenset[str]] = frozenset({PERSONAL, "train"})
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # in one of its stages nothing is sent
+    # in one of its stages nothing is sent
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
     plans: ClassVar[Mapping[str, Plan]] = {PERSONAL: FEDNTD_PLAN, "train": FEDNTD_PLAN}
     personal: ClassVar[frozenset[str]] = frozenset({PERSONAL})
 
     strength: NonNegative = 1.0
-    """How strongly a client's own model is held near the global one (lambda); 0: it is trained alone."""
+    """How strongly a client's own model is held near the global one (lambda); 0: it is trained
+    alone.
+    """
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = f"clients train models of their own; set topology.kind = 'parallel' and topology.before = {PERSONAL!r}"
+        unmet = (
+            "clients train models of their own; set topology.kind = 'parallel' and topology.before "
+            f"= {PERSONAL!r}"
+        )
         return "" if PERSONAL in {s.name for s in stages} else unmet
 
     def work(self, stage: Stage) -> ClientWork:
@@ -68,12 +93,16 @@ class NearGlobal(LocalTraining):
         anchor = only(down.params, sorted(trainable_names(view.model)))
         return Carry(own_model(memory, view, world), constants={"anchor": anchor})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return NOTHING, Payload(params=params)
 
 
 class ForAll(ClientWork):
     """Plain local training of the global model; the client goes on remembering its own."""
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(params=params), KEEP

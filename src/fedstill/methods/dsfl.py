@@ -1,14 +1,19 @@
-"""DS-FL: clients send class probabilities on public images; the server sharpens their mean, and all learn from it.
+"""DS-FL: clients send class probabilities on public images; the server sharpens their mean, and all
+learn from it.
 
-Source: Itahara et al., "Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
-Training With Non-IID Private Data" (2021): entropy reduction aggregation (ERA), a softmax of the mean at a low
-temperature.
-Symbols: T = ``temperature`` of the aggregation; o_r = the public images of a round, ``subset`` many.
-State: the parameters of the server's model; subset = positions (o_r,) of the round's public images, where ``subset``
-asks for fewer than all; target = what all learn on these, (o_r, C), until the clients have.
+Source: Itahara et al., "Distillation-Based Semi-Supervised Federated Learning for
+Communication-Efficient Collaborative Training With Non-IID Private Data" (2021): entropy reduction
+aggregation (ERA), a softmax of the mean at a low temperature.
+Symbols: T = ``temperature`` of the aggregation; o_r = the public images of a round, ``subset``
+many.
+State: the parameters of the server's model; subset = positions (o_r,) of the round's public images,
+where ``subset`` asks for fewer than all; target = what all learn on these, (o_r, C), until the
+clients have.
 Memory: params = the client's own model.
-Reading: the paper exchanges 1,000 of its 20,000 public images a round; here all of them unless ``subset`` says so.
-Reading: there is no official code. Five epochs in batches of 100 with plain SGD at 0.1 are our reading of its setting.
+Reading: the paper exchanges 1,000 of its 20,000 public images a round; here all of them unless
+``subset`` says so.
+Reading: there is no official code. Five epochs in batches of 100 with plain SGD at 0.1 are our
+reading of its setting.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ class DSFL(LogitExchange):
     plans: ClassVar[dict[str, Plan]] = {LOCAL: DSFL_PLAN, TEACH: DSFL_PLAN, DISTIL: DSFL_PLAN}
 
     aggregation: Literal["era", "mean"] = "era"
-    """How the clients' probabilities become the target: their mean sharpened ("era"), or the mean as it is."""
+    """How the clients' probabilities become the target: their mean sharpened ("era"), or the mean
+    as it is.
+    """
     temperature: Positive = 0.1
     """Temperature of the sharpening (T)."""
 

@@ -1,17 +1,21 @@
-"""FD, federated distillation: clients send their mean logits for each class, and learn from the others'.
+"""FD, federated distillation: clients send their mean logits for each class, and learn from the
+others'.
 
-Source: Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
-Non-IID Private Data" (2018), Algorithm 1; FedDistill+ of Zhu et al., "Data-Free Knowledge Distillation for
-Heterogeneous Federated Learning" (2021), where weights are averaged too (``average_weights``).
+Source: Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Distillation
+and Augmentation under Non-IID Private Data" (2018), Algorithm 1; FedDistill+ of Zhu et al.,
+"Data-Free Knowledge Distillation for Heterogeneous Federated Learning" (2021), where weights are
+averaged too (``average_weights``).
 Symbols: gamma = ``strength``; F_{k,c} = client k's mean logits on its examples of class c.
-State: no global parameters, but with ``average_weights``; sums = the sum of the last round's F, (C, C), in float64;
-holders = how many of its clients have each class, (C,); means.N = F of its client N; counts.N = its label counts.
+State: no global parameters, but with ``average_weights``; sums = the sum of the last round's F, (C,
+C), in float64; holders = how many of its clients have each class, (C,); means.N = F of its client
+N; counts.N = its label counts.
 Memory: params = the client's own model.
-Reading: a client gets for each class the mean over the others that have it, in the last round; a class that no other
-has teaches it nothing.
-Reading: the paper takes F over the steps of local training; here it is taken after it, in evaluation mode.
-Reading: the paper's regulariser compares normalised logits, there is no official code, and others take it in several
-ways; here it is the divergence from the softmax of F, ``kd`` at temperature 1.
+Reading: a client gets for each class the mean over the others that have it, in the last round; a
+class that no other has teaches it nothing.
+Reading: the paper takes F over the steps of local training; here it is taken after it, in
+evaluation mode.
+Reading: the paper's regulariser compares normalised logits, there is no official code, and others
+take it in several ways; here it is the divergence from the softmax of F, ``kd`` at temperature 1.
 Reading: gamma is not printed; we take 1, as in FedDistill.
 """
 
@@ -26,7 +30,20 @@ from torch import Tensor
 from fedstill.aggregate import weighted_mean
 from fedstill.losses import kd
 from fedstill.methods.class_values import ClassValues, TowardsValues
-from fedstill.records import SERVER, Carry, ModelSpec, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    ModelSpec,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
@@ -54,10 +71,14 @@ class FD(ClassValues):
     def setup(self, world: World) -> State:
         start = State(params=world.initial(SERVER) if self.average_weights else {})
         zeros = self.blank(SERVER, world)
-        return start.next(sums=zeros.double(), holders=torch.zeros(world.classes, dtype=torch.int64))
+        return start.next(
+            sums=zeros.double(), holders=torch.zeros(world.classes, dtype=torch.int64)
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        """The mean over the others, for each class: the sum less the client's own, by one holder fewer."""
+        """The mean over the others, for each class: the sum less the client's own, by one holder
+        fewer.
+        """
         sums, holders = state.extra.tensor("sums"), state.extra.tensor("holders")
         if f"means.{client}" in state.extra:
             sums = sums - state.extra.tensor(f"means.{client}")
@@ -76,7 +97,10 @@ class FD(ClassValues):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         said = {f"{g}.{r.client}": r.up.tensor(g) for r in replies for g in ("means", "counts")}
         has = [(r.up.tensor("counts") > 0).long() for r in replies]
-        sums = sum(h.unsqueeze(1) * r.up.tensor("means").double() for h, r in zip(has, replies, strict=True))
+        sums = sum(
+            h.unsqueeze(1) * r.up.tensor("means").double()
+            for h, r in zip(has, replies, strict=True)
+        )
         params = weighted_mean(replies) if self.average_weights else None
         known = state.without("means.", "counts.")
         return known.next(params=params, groups=said, sums=sums, holders=torch.stack(has).sum(0))
@@ -84,7 +108,9 @@ class FD(ClassValues):
 
 @dataclass(frozen=True)
 class FromOthers(TowardsValues):
-    """Training towards the others' mean logits, of the client's own model or, where weights are averaged, theirs."""
+    """Training towards the others' mean logits, of the client's own model or, where weights are
+    averaged, theirs.
+    """
 
     method: FD
 
@@ -92,6 +118,10 @@ class FromOthers(TowardsValues):
         start = Payload(params=down.params) if self.method.average_weights else memory
         return super().begin(down, start, view, world)
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         up, memory = super().end(params, carry, ran, view, world)
-        return Payload({**up, **({"params": params} if self.method.average_weights else {})}), memory
+        return Payload(
+            {**up, **({"params": params} if self.method.average_weights else {})}
+        ), memory

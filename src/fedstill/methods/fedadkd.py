@@ -1,23 +1,30 @@
-"""FedADKD: distil the true class and the other classes apart, the true class less on skewed clients.
+"""FedADKD: distil the true class and the other classes apart, the true class less on skewed
+clients.
 
-Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge Distillation".
-Symbols: alpha, beta = weights of true-class and not-true-class distillation (eq. 2); delta = spread of the
-heterogeneity map f(G) = log(1 + delta G) (eq. 6); phi = per-client weight (eq. 7); G = Gini index of a
-client's labels (eq. 5).
-State: the global parameters; gini = G of each client (clients,) as it sent it last, 1 at first; phi = on a chain, the
-weights (clients,) of the round's clients, 0 for the others; labels = the census's label counts (clients, C), where
-``phi_timing`` is "exact"; cohort = then, on a chain, the ids (n,) of the round's clients, in the place of phi.
+Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge
+Distillation".
+Symbols: alpha, beta = weights of true-class and not-true-class distillation (eq. 2); delta = spread
+of the heterogeneity map f(G) = log(1 + delta G) (eq. 6); phi = per-client weight (eq. 7); G = Gini
+index of a client's labels (eq. 5).
+State: the global parameters; gini = G of each client (clients,) as it sent it last, 1 at first;
+phi = on a chain, the weights (clients,) of the round's clients, 0 for the others; labels = the
+census's label counts (clients, C), where ``phi_timing`` is "exact"; cohort = then, on a chain, the
+ids (n,) of the round's clients, in the place of phi.
 Memory: nothing.
 Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) as it is.
-Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1. ``phi_timing`` "stale" is that to
-the letter: a client's G is the one it last sent, 1 at first. "exact" takes all label counts before round 1.
-Reading: on a chain the cohort is the round's clients, and phi is computed before the first of them trains.
-Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the equation as printed,
-"binary" DKD's two-way divergence. Only with "target" was it above FedNTD when we ran both (docs/results.md).
-Reading: Algorithm 1 prints the uniform mean of models; as in FedAvg, ``aggregation`` chooses, by size as it is.
-Reading: alpha, delta and tau are not given for the tables; beta = 1 and tau = 1 follow from the ablation without TCKD.
-alpha = 3 was above 1 on each of five seeds that had chosen nothing; delta from 0.5 to 5 made no difference
-(docs/results.md).
+Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1.
+``phi_timing`` "stale" is that to the letter: a client's G is the one it last sent, 1 at first.
+"exact" takes all label counts before round 1.
+Reading: on a chain the cohort is the round's clients, and phi is computed before the first of them
+trains.
+Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the
+equation as printed, "binary" DKD's two-way divergence. Only with "target" was it above FedNTD when
+we ran both (docs/results.md).
+Reading: Algorithm 1 prints the uniform mean of models; as in FedAvg, ``aggregation`` chooses, by
+size as it is.
+Reading: alpha, delta and tau are not given for the tables; beta = 1 and tau = 1 follow from the
+ablation without TCKD. alpha = 3 was above 1 on each of five seeds that had chosen nothing; delta
+from 0.5 to 5 made no difference (docs/results.md).
 """
 
 from __future__ import annotations
@@ -42,14 +49,17 @@ from fedstill.work import ClientWork
 class FedADKD(FedDKD):
     """FedDKD whose true-class weight follows each client's label heterogeneity."""
 
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # the server keeps each client's Gini index
+    # the server keeps each client's Gini index
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
 
     alpha: NonNegative = 3.0
     tckd: Literal["target", "binary"] = "target"
     delta: Positive = 1.0
     """Spread of the heterogeneity map f(G) = log(1 + delta G)."""
     phi_timing: Literal["stale", "exact"] = "stale"
-    """Which Gini indices count: those that clients sent last ("stale"), or those of a census ("exact")."""
+    """Which Gini indices count: those that clients sent last ("stale"), or those of a census
+    ("exact").
+    """
     phi_source: Literal["f", "G"] = "f"
     """What phi is in proportion to: the map f(G), or the Gini index G itself."""
 
@@ -63,7 +73,8 @@ class FedADKD(FedDKD):
         cohort = [c for stage in stages if stage.hop for c in stage.clients]
         if not cohort:
             return state
-        if self.phi_timing == "exact":  # a task's census may still come, but no link of the chain changes what it says
+        # a task's census may still come, but no link of the chain changes what it says
+        if self.phi_timing == "exact":
             return state.without("phi").next(cohort=torch.tensor(cohort))
         phi = torch.zeros(world.clients, dtype=torch.float64)
         phi[cohort] = self._phi(state, cohort)
@@ -74,7 +85,9 @@ class FedADKD(FedDKD):
             return Payload(params=state.params, phi=float(state.extra.tensor("phi")[client]))
         known = stage.hop and "cohort" in state.extra
         cohort = state.extra.tensor("cohort").tolist() if known else list(stage.clients)
-        return Payload(params=state.params, phi=float(self._phi(state, cohort)[cohort.index(client)]))
+        return Payload(
+            params=state.params, phi=float(self._phi(state, cohort)[cohort.index(client)])
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         return Adaptive(self)
@@ -92,7 +105,9 @@ class FedADKD(FedDKD):
         return self.phi(self._gini(state)[cohort])
 
     def phi(self, gini: Tensor) -> Tensor:
-        """Weights (n,) of one cohort, mean 1 (eq. 6, 7); ones if every client has a single class."""
+        """Weights (n,) of one cohort, mean 1 (eq. 6, 7); ones if every client has a single
+        class.
+        """
         if self.phi_source == "f":
             return adaptive_weights(gini, self.delta)
         return len(gini) * gini / gini.sum() if bool(gini.sum() > 0) else torch.ones_like(gini)
@@ -112,5 +127,7 @@ class Adaptive(Decoupled):
         carry = super().begin(down, memory, view, world)
         return Carry(carry.params, carry.teachers, constants={"phi": down.number("phi")})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(params=params, gini=float(gini_index(proportions(view.counts)))), NOTHING

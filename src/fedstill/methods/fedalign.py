@@ -1,15 +1,18 @@
-"""FedAlign: make the last stage at a quarter of its width as steep as at full width, a regulariser from within.
+"""FedAlign: make the last stage at a quarter of its width as steep as at full width, a regulariser
+from within.
 
-Source: Mendieta et al., "Local Learning Matters: Rethinking Data Heterogeneity in Federated Learning" (2022), and its
-code, with ResNet-56 (``[model] name = "resnet56"``, there with ``norm = "batch"``).
-Symbols: mu = ``mu``; omega_S = ``width``; K = TM TM^T, TM = the transmitting matrix of a stage; s(K) = the root of K's
-spectral norm by ``iterations`` of the power method.
+Source: Mendieta et al., "Local Learning Matters: Rethinking Data Heterogeneity in Federated
+Learning" (2022), and its code, with ResNet-56 (``[model] name = "resnet56"``, there with
+``norm = "batch"``).
+Symbols: mu = ``mu``; omega_S = ``width``; K = TM TM^T, TM = the transmitting matrix of a stage;
+s(K) = the root of K's spectral norm by ``iterations`` of the power method.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the term's size is always mu times the cross-entropy's: it is multiplied by their ratio, a constant. Where the
-term is 0 we add nothing.
-Reading: the code's optimiser has Nesterov momentum, drops the last batch, and belongs to a worker process, so that its
-momentum passes between clients; here momentum is plain and fresh in every round, and the last batch is kept.
+Reading: the term's size is always mu times the cross-entropy's: it is multiplied by their ratio, a
+constant. Where the term is 0 we add nothing.
+Reading: the code's optimiser has Nesterov momentum, drops the last batch, and belongs to a worker
+process, so that its momentum passes between clients; here momentum is plain and fresh in every
+round, and the last batch is kept.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ from fedstill.work import ClientWork
 @method("fedalign")
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
-    """FedAvg with the Lipschitz constants of the last stage, slim and whole, made alike on each client."""
+    """FedAvg with the Lipschitz constants of the last stage, slim and whole, made alike on each
+    client.
+    """
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its penalty is of a whole batch
+    # its penalty is of a whole batch
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "slim"})
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": Plan(epochs=20, batch=64, lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=10.0)
@@ -66,15 +72,21 @@ class Aligned(ClientWork):
             goal = steepness(*whole, times)
         apart = (steepness(*narrow, times) - goal).square()  # (B,)
         size = step.mean(apart).detach()
-        ratio = torch.where(size > 0, step.mean(ce).detach() / torch.where(size > 0, size, torch.ones_like(size)), 0.0)
+        ratio = torch.where(
+            size > 0,
+            step.mean(ce).detach() / torch.where(size > 0, size, torch.ones_like(size)),
+            0.0,
+        )
         return {"ce": ce, "alignment": self.method.mu * ratio * apart}
 
 
 def steepness(before: Tensor, after: Tensor, iterations: int) -> Tensor:
-    """The largest singular value of each example's transmitting matrix, by the power method: (B,) > 0.
+    """The largest singular value of each example's transmitting matrix, by the power method: (B,)
+    > 0.
 
-    before: (B, D, H, W), what enters a stage; after: (B, E, h, w), what leaves it, h <= H. The matrix (D, E) is the
-    mean over places of their products, ``before`` pooled to the places of ``after``. Zeros give 1e-6.
+    before: (B, D, H, W), what enters a stage; after: (B, E, h, w), what leaves it, h <= H. The
+    matrix (D, E) is the mean over places of their products, ``before`` pooled to the places of
+    ``after``. Zeros give 1e-6.
 
     >>> steepness(torch.full((1, 1, 2, 2), 3.0), torch.full((1, 1, 1, 1), 2.0), 10)
     tensor([6.])

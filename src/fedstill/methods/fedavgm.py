@@ -1,11 +1,12 @@
 """FedAvgM: momentum on the server, over the rounds' mean changes.
 
-Source: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification".
+Source: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification".
 Symbols: beta = ``momentum``; eta = ``server_lr``; v = the running sum.
 State: the global parameters; velocity = v, for each trained parameter, 0 at first.
 Memory: nothing.
-Reading: the paper has eta = 1 throughout; trained entries alone have momentum, buffers (running variances, which a
-momentum could make negative) are averaged.
+Reading: the paper has eta = 1 throughout; trained entries alone have momentum, buffers (running
+variances, which a momentum could make negative) are averaged.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from fedstill.trees import add, only, scale, sub, zeros_like
 @method("fedavgm")
 @dataclass(frozen=True)
 class FedAvgM(FedAvg):
-    """FedAvg whose server moves by a running sum of changes: v = beta v + (w - mean), w = w - eta v."""
+    """FedAvg whose server moves by a running sum of changes: v = beta v + (w - mean), w = w - eta
+    v.
+    """
 
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     """What the running sum of changes is multiplied by in every round (beta)."""
@@ -37,7 +40,8 @@ class FedAvgM(FedAvg):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (
-            "a chain hands on the model as a client left it, and the server's momentum would move it between clients; "
+            "a chain hands on the model as a client left it, and the server's momentum would move "
+            "it between clients; "
             "set plan.momentum for momentum on clients, or topology.kind = 'parallel'"
             if has_links(stages)
             else ""
@@ -45,7 +49,9 @@ class FedAvgM(FedAvg):
 
     def setup(self, world: World) -> State:
         start = super().setup(world)
-        return start.next(velocity=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))
+        return start.next(
+            velocity=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         mean = super().fold(state, replies, stage, world).params

@@ -1,11 +1,14 @@
-"""FedBABU: only the body is trained and averaged, under a head that stays random; in the end each client fine-tunes.
+"""FedBABU: only the body is trained and averaged, under a head that stays random; in the end each
+client fine-tunes.
 
-Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification" (2022), and its code.
+Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification"
+(2022), and its code.
 State: the global parameters, of which the head stays as it was; nothing more.
 Memory: params = the client's fine-tuned model, after the last round.
-Reading: the code leaves the head in the optimiser at a learning rate of 0; here it is not trained, which is the same.
-Reading: its clients train at 0.1, a tenth of that after half and three quarters of the rounds; here as in the other
-methods' tables. Fine-tuning takes five epochs, as there.
+Reading: the code leaves the head in the optimiser at a learning rate of 0; here it is not trained,
+which is the same.
+Reading: its clients train at 0.1, a tenth of that after half and three quarters of the rounds; here
+as in the other methods' tables. Fine-tuning takes five epochs, as there.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from fedstill.work import ClientWork
 @method("fedbabu")
 @dataclass(frozen=True)
 class FedBABU(PartlyShared):
-    """Average bodies trained under one fixed random head, and in the end fine-tune the whole at every client."""
+    """Average bodies trained under one fixed random head, and in the end fine-tune the whole at
+    every client.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
@@ -51,7 +56,9 @@ class FedBABU(PartlyShared):
 class BodyAlone(KeepsItsOwn):
     """Local training of the body; the head is everybody's, and nothing is remembered."""
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return super().end(params, carry, ran, view, world)[0], NOTHING
 
     def trainable(self, name: str) -> bool:

@@ -1,23 +1,28 @@
-"""FedBE: the server draws models around the clients', and distils the mean prediction of all into their average.
+"""FedBE: the server draws models around the clients', and distils the mean prediction of all into
+their average.
 
-Source: Chen & Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning" (2021), and its code; the
-averaged weights and their learning rate are those of Izmailov et al., "Averaging Weights Leads to Wider Optima" (2018).
+Source: Chen & Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning"
+(2021), and its code; the averaged weights and their learning rate are those of Izmailov et al.,
+"Averaging Weights Leads to Wider Optima" (2018).
 Symbols: M = ``samples``; alpha of the Dirichlet distribution = ``concentration``.
-State: the global parameters; model.N = what client N sent in this round, until the server has distilled; sizes = how
-these clients are weighed, until then.
+State: the global parameters; model.N = what client N sent in this round, until the server has
+distilled; sizes = how these clients are weighed, until then.
 Memory: nothing.
-Reading: the Gaussian's mean is the average, its variance that of the clients' entries around it, each with the
-client's weight in the average. The code has it of changes divided by their norm, each tensor for itself, and
-multiplies deviations by 0.1 (``spread``).
-Reading: a model from the Dirichlet distribution is the mean of the clients' with the shares drawn, as in the code.
-Reading: buffers are not drawn: drawn models have those of the average. In the averaged weights they are the last
-step's; the code computes those of batch normalisation anew.
-Reading: the code raises the mean prediction to the power 1/0.5 (``temperature`` 0.5). Here it is left as it is: on
-digits, with few classes a client, sharpened predictions were worse on each of three seeds (docs/results.md).
-Reading: the code's mean of the divergence is over classes, too, so steps are C times shorter. Here it is summed over
-classes, as in the other methods.
-Reading: its code averages every 25 steps from step 500 of about 1,600 on, at a constant rate. Here the rate falls in
-a line from 0.001 to 0.0004 in each cycle of 25 steps; with ``low`` 1 it is constant. The last step is averaged, too.
+Reading: the Gaussian's mean is the average, its variance that of the clients' entries around it,
+each with the client's weight in the average. The code has it of changes divided by their norm, each
+tensor for itself, and multiplies deviations by 0.1 (``spread``).
+Reading: a model from the Dirichlet distribution is the mean of the clients' with the shares drawn,
+as in the code.
+Reading: buffers are not drawn: drawn models have those of the average. In the averaged weights they
+are the last step's; the code computes those of batch normalisation anew.
+Reading: the code raises the mean prediction to the power 1/0.5 (``temperature`` 0.5). Here it is
+left as it is: on digits, with few classes a client, sharpened predictions were worse on each of
+three seeds (docs/results.md).
+Reading: the code's mean of the divergence is over classes, too, so steps are C times shorter. Here
+it is summed over classes, as in the other methods.
+Reading: its code averages every 25 steps from step 500 of about 1,600 on, at a constant rate. Here
+the rate falls in a line from 0.001 to 0.0004 in each cycle of 25 steps; with ``low`` 1 it is
+constant. The last step is averaged, too.
 Reading: its clients train for 20 epochs in batches of 40; here as in the other methods' tables.
 """
 
@@ -37,7 +42,21 @@ from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.feddf import TEACH_SERVER, FedDF, Fused
 from fedstill.models.contract import trainable_names
 from fedstill.models.probing import joins_last_example
-from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World, many
+from fedstill.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+    many,
+)
 from fedstill.registry import method
 from fedstill.trees import dtype_of, mean, scale
 from fedstill.work import ClientWork
@@ -46,7 +65,9 @@ from fedstill.work import ClientWork
 @method("fedbe")
 @dataclass(frozen=True)
 class FedBE(FedDF):
-    """FedDF with the average and drawn models in the ensemble, and with the server's weights averaged on the way."""
+    """FedDF with the average and drawn models in the ensemble, and with the server's weights
+    averaged on the way.
+    """
 
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": FEDNTD_PLAN,
@@ -56,7 +77,9 @@ class FedBE(FedDF):
     temperature: Positive = 1.0
     """Temperature of the ensemble's mean prediction; below 1 it is sharpened."""
     distribution: Literal["gaussian", "dirichlet"] = "gaussian"
-    """What models are drawn from: entries around the average, or means of the clients' models with drawn shares."""
+    """What models are drawn from: entries around the average, or means of the clients' models with
+    drawn shares.
+    """
     samples: CountOrZero = 10
     """How many models are drawn (M)."""
     spread: NonNegative = 0.1
@@ -82,20 +105,29 @@ class FedBE(FedDF):
         models, start = list(state.extra.many("model").values()), state.params
         seed = seed_for(world.seed, stage.round, stage.index, SERVER, "models")
         if self.distribution == "dirichlet":
-            shares = numpy_generator(seed).dirichlet([self.concentration] * len(models), self.samples)
+            shares = numpy_generator(seed).dirichlet(
+                [self.concentration] * len(models), self.samples
+            )
             return [mean(models, row) for row in shares.tolist()]
         names, draw = sorted(trainable_names(world.model(SERVER))), generator(seed)
         squares = [{k: (m[k] - start[k]).square() for k in names} for m in models]
-        widths = {k: v.sqrt() * self.spread for k, v in mean(squares, state.extra.tensor("sizes").tolist()).items()}
+        widths = {
+            k: v.sqrt() * self.spread
+            for k, v in mean(squares, state.extra.tensor("sizes").tolist()).items()
+        }
 
         def one() -> Tensors:
-            noise = {k: torch.randn(v.shape, dtype=v.dtype, generator=draw) for k, v in widths.items()}
+            noise = {
+                k: torch.randn(v.shape, dtype=v.dtype, generator=draw) for k, v in widths.items()
+            }
             return {**start, **{k: start[k] + widths[k] * n for k, n in noise.items()}}
 
         return [one() for _ in range(self.samples)]
 
     def work(self, stage: Stage) -> ClientWork:
-        return FusedAndAveraged(self.temperature, self) if stage.name == TEACH_SERVER else ClientWork()
+        return (
+            FusedAndAveraged(self.temperature, self) if stage.name == TEACH_SERVER else ClientWork()
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         after = super().fold(state, replies, stage, world)
@@ -108,21 +140,32 @@ class FedBE(FedDF):
 
 @dataclass(frozen=True)
 class FusedAndAveraged(Fused):
-    """The divergence from the ensemble's mean prediction; what is sent is the mean of weights on the way."""
+    """The divergence from the ensemble's mean prediction; what is sent is the mean of weights on
+    the way.
+    """
 
     method: FedBE
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        teachers, plan = super().begin(down, memory, view, world).teachers, world.plans[TEACH_SERVER]
+        teachers, plan = (
+            super().begin(down, memory, view, world).teachers,
+            world.plans[TEACH_SERVER],
+        )
         joined = joins_last_example(view.model, plan, len(view.data))
         steps = plan.steps or plan.epochs * plan.batches_per_epoch(len(view.data), joined)
         number = torch.zeros((), dtype=dtype_of(down.params))
-        sums = {f"sum.{k}": torch.zeros_like(down.params[k]) for k in sorted(trainable_names(view.model))}
+        sums = {
+            f"sum.{k}": torch.zeros_like(down.params[k])
+            for k in sorted(trainable_names(view.model))
+        }
         trace = {"steps": number, "models": number, **sums}
-        return Carry(down.params, teachers, trace, {"steps": steps, "first": int(self.method.after * steps)})
+        return Carry(
+            down.params, teachers, trace, {"steps": steps, "first": int(self.method.after * steps)}
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        each = torch.stack([step.teacher(name) for name in carry.teachers]).log_softmax(-1)  # (M, B, C)
+        # (M, B, C)
+        each = torch.stack([step.teacher(name) for name in carry.teachers]).log_softmax(-1)
         return {"ensemble": kd(step.logits(), each.logsumexp(0) / self.temperature)}
 
     def settle(
@@ -137,7 +180,9 @@ class FusedAndAveraged(Fused):
         sums = {f"sum.{k}": trace[f"sum.{k}"] + hit * now[k] for k in now}
         return now, {"steps": steps, "models": trace["models"] + hit, **sums}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         sums = {k.removeprefix("sum."): v for k, v in ran.trace.items() if k.startswith("sum.")}
         models = float(ran.trace["models"])
         return Payload(params={**params, **(scale(sums, 1 / models) if models else {})}), Payload()

@@ -1,15 +1,20 @@
 """FedCurv: stay near what other clients found, each parameter as firmly as they needed it.
 
-Source: Shoham et al., "Overcoming Forgetting in Federated Learning on Non-IID Data" (2019), in the form FedNTD ran.
-Symbols: lambda = ``weight``; s = ``samples``; u_k = diagonal Fisher information of client k, v_k = u_k w_k; P, Q =
-their sums over the other clients.
-State: the global parameters; fisher, fisher_params = the sums of u_k and v_k over the clients that count, for each
-trained parameter; counted = 1 for each client whose u_k is in them, else 0, (clients,).
+Source: Shoham et al., "Overcoming Forgetting in Federated Learning on Non-IID Data" (2019), in the
+form FedNTD ran.
+Symbols: lambda = ``weight``; s = ``samples``; u_k = diagonal Fisher information of client k, v_k =
+u_k w_k; P, Q = their sums over the other clients.
+State: the global parameters; fisher, fisher_params = the sums of u_k and v_k over the clients that
+count, for each trained parameter; counted = 1 for each client whose u_k is in them, else 0,
+(clients,).
 Memory: fisher, fisher_params = the client's own u_k and v_k of its last run.
-Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients ever seen; ``scope``.
-Reading: the information is that of the images as they are trained on, augmented if the run augments, as in FedNTD's
-code; FedCurv's paper augments nothing. The network is in evaluation mode, as there.
-Reading: FedNTD's code decrements the global sum in place, so that later clients of a round miss earlier ones; not here.
+Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients ever
+seen; ``scope``.
+Reading: the information is that of the images as they are trained on, augmented if the run
+augments, as in FedNTD's code; FedCurv's paper augments nothing. The network is in evaluation mode,
+as there.
+Reading: FedNTD's code decrements the global sum in place, so that later clients of a round miss
+earlier ones; not here.
 """
 
 from __future__ import annotations
@@ -26,7 +31,19 @@ from fedstill.keys import seed_for
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
@@ -36,9 +53,12 @@ from fedstill.work import ClientWork
 @method("fedcurv")
 @dataclass(frozen=True)
 class FedCurv(FedAvg):
-    """FedAvg with a quadratic pull towards the other clients' models, weighed by Fisher information."""
+    """FedAvg with a quadratic pull towards the other clients' models, weighed by Fisher
+    information.
+    """
 
-    permits: ClassVar[frozenset[str]] = frozenset()  # Fisher information would need a noise of its own
+    # Fisher information would need a noise of its own
+    permits: ClassVar[frozenset[str]] = frozenset()
 
     weight: NonNegative = 1.0
     """Weight of the pull towards the other clients' models (lambda)."""
@@ -49,7 +69,8 @@ class FedCurv(FedAvg):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (
-            "method.scope = 'last_round' would forget after every client of a chain; set method.scope = 'all_seen'"
+            "method.scope = 'last_round' would forget after every client of a chain; set "
+            "method.scope = 'all_seen'"
             if has_links(stages) and self.scope == "last_round"
             else ""
         )
@@ -57,7 +78,9 @@ class FedCurv(FedAvg):
     def setup(self, world: World) -> State:
         start = super().setup(world)
         zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
-        return start.next(fisher=zeros, fisher_params=zeros, counted=torch.zeros(world.clients, dtype=torch.int64))
+        return start.next(
+            fisher=zeros, fisher_params=zeros, counted=torch.zeros(world.clients, dtype=torch.int64)
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         extra = state.extra
@@ -82,12 +105,16 @@ class FedCurv(FedAvg):
             counted[reply.client] = 1
             sums = {g: add(t, reply.up.tensors(g)) for g, t in sums.items()}
         averaged = super().fold(state, replies, stage, world)
-        return averaged.next(counted=counted, fisher=sums["fisher"], fisher_params=sums["fisher_params"])
+        return averaged.next(
+            counted=counted, fisher=sums["fisher"], fisher_params=sums["fisher_params"]
+        )
 
 
 @dataclass(frozen=True)
 class Curved(ClientWork):
-    """Cross-entropy and lambda (<P, w^2> - 2 <Q, w>); afterwards the client's own Fisher information, as a change."""
+    """Cross-entropy and lambda (<P, w^2> - 2 <Q, w>); afterwards the client's own Fisher
+    information, as a change.
+    """
 
     method: FedCurv
     stage: Stage
@@ -101,10 +128,14 @@ class Curved(ClientWork):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         p, q = carry["others"]["fisher"], carry["others"]["fisher_params"]
-        pull = torch.stack([(p[k] * step.params[k] ** 2 - 2 * q[k] * step.params[k]).sum() for k in p]).sum()
+        pull = torch.stack(
+            [(p[k] * step.params[k] ** 2 - 2 * q[k] * step.params[k]).sum() for k in p]
+        ).sum()
         return {**super().terms(step, carry), "pull": self.method.weight * pull}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         fisher = self.fisher(params, view, world, carry["own"]["fisher"])
         new = {"fisher": fisher, "fisher_params": {k: fisher[k] * params[k] for k in fisher}}
         whole = self.method.scope == "last_round"
@@ -112,7 +143,9 @@ class Curved(ClientWork):
         return Payload({"params": params, **up}), Payload(new)
 
     def fisher(self, params: Tensors, view: View, world: World, like: Tensors) -> Tensors:
-        """The mean over batches of the squared gradient of a batch's mean cross-entropy, over ``samples`` examples."""
+        """The mean over batches of the squared gradient of a batch's mean cross-entropy, over
+        ``samples`` examples.
+        """
         total, batches, batch = zeros_like(like), 0, world.plans[self.stage.name].batch
         seed = seed_for(world.seed, self.stage.round, self.stage.index, view.client, "fisher")
         for grads in view.gradients(params, cross_entropy, batch, seed=seed):

@@ -1,15 +1,20 @@
-"""FedDBE: each client adds a vector of its own to the features, whose mean is drawn to that of all clients.
+"""FedDBE: each client adds a vector of its own to the features, whose mean is drawn to that of all
+clients.
 
-Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space" (2023), and its code.
+Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space"
+(2023), and its code.
 Symbols: m_k = ``body.shift``; g = ``consensus``; kappa = ``kappa``.
-State: the global parameters, in which the shift stays zero; consensus = g, (D,), from the first stage on.
+State: the global parameters, in which the shift stays zero; consensus = g, (D,), from the first
+stage on.
 Memory: params = the client's own model, whole, its shift included.
-Reading: the paper's running mean of features has a momentum mu; its code's setting is 1, which is the batch's own mean.
-Here there is no other.
-Reading: g is the mean over clients, by size, of each one's mean features after one visit that starts from the initial
-model and is thrown away: over all its examples and in evaluation mode, where the code takes the last batch's.
+Reading: the paper's running mean of features has a momentum mu; its code's setting is 1, which is
+the batch's own mean. Here there is no other.
+Reading: g is the mean over clients, by size, of each one's mean features after one visit that
+starts from the initial model and is thrown away: over all its examples and in evaluation mode,
+where the code takes the last batch's.
 Reading: kappa is the code's for Fashion-MNIST; its parser's default, 0, is FedAvg with shifts.
-Reading: the code's clients train for one epoch at 0.005 in batches of 10; here as in the other methods' tables.
+Reading: the code's clients train for one epoch at 0.005 in batches of 10; here as in the other
+methods' tables.
 """
 
 from __future__ import annotations
@@ -27,7 +32,20 @@ from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.additions import ADDED
 from fedstill.models.contract import width
-from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    NOTHING,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
@@ -39,7 +57,9 @@ MEANS = "means"
 @method("feddbe")
 @dataclass(frozen=True)
 class FedDBE(PartlyShared):
-    """FedAvg with a shift of the features at each client, which leaves it to the body to agree on their mean."""
+    """FedAvg with a shift of the features at each client, which leaves it to the body to agree on
+    their mean.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"first": MEANS}
     stages: ClassVar[frozenset[str]] = frozenset({MEANS, "train"})
@@ -52,7 +72,10 @@ class FedDBE(PartlyShared):
     """How strongly the mean of a batch's features is drawn to the consensus."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = f"clients agree on a mean first; set topology.kind = 'parallel' and topology.first = {MEANS!r}"
+        unmet = (
+            "clients agree on a mean first; set topology.kind = 'parallel' and topology.first = "
+            f"{MEANS!r}"
+        )
         return "" if MEANS in {s.name for s in stages} else unmet
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
@@ -63,12 +86,20 @@ class FedDBE(PartlyShared):
         return Payload(super().down(state, client, stage, world), **more)
 
     def work(self, stage: Stage) -> ClientWork:
-        return SaysMean(self, stage.name) if stage.name == MEANS else Shifted(self, stage.name, self.kappa)
+        return (
+            SaysMean(self, stage.name)
+            if stage.name == MEANS
+            else Shifted(self, stage.name, self.kappa)
+        )
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != MEANS:
             return super().expects(client, stage, world)
-        return Payload(mean={"h": torch.zeros(width(world.model(client)), dtype=dtype_of(world.initial(client)))})
+        return Payload(
+            mean={
+                "h": torch.zeros(width(world.model(client)), dtype=dtype_of(world.initial(client)))
+            }
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == MEANS:
@@ -86,19 +117,26 @@ class SaysMean(KeepsItsOwn):
     def trainable(self, name: str) -> bool:
         return name != ADDED["shift"]
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         h = view.features(params)  # (n, D)
         return Payload(mean={"h": h.sum(0) / max(len(h), 1)}), NOTHING
 
 
 @dataclass(frozen=True)
 class Shifted(KeepsItsOwn):
-    """Cross-entropy of the shifted features, and the distance of their mean without the shift to the consensus."""
+    """Cross-entropy of the shifted features, and the distance of their mean without the shift to
+    the consensus.
+    """
 
     kappa: float
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return replace(super().begin(down, memory, view, world), constants={"consensus": down.tensor("consensus")})
+        return replace(
+            super().begin(down, memory, view, world),
+            constants={"consensus": down.tensor("consensus")},
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         h = step.features() - step.params[ADDED["shift"]]  # (B, D)

@@ -1,18 +1,22 @@
-"""FedDC: each client tracks how far it drifts from the global model, trains around that drift, and the server adds it.
+"""FedDC: each client tracks how far it drifts from the global model, trains around that drift, and
+the server adds it.
 
-Source: Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction" (2022), and
-its code; training settings from the code.
-Symbols: alpha = weight of the drift's penalty; h_k = a client's drift, g_k = its gradient in the last visit, g = the
-server's; v_k = the client's number of examples over the clients' mean number.
-State: the global parameters; drift = the mean of h_k over all clients, for each trained parameter, 0 at first; gradient
-= g, likewise; labels = the census's label counts (clients, C), of which the sums give v_k.
+Source: Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and
+Correction" (2022), and its code; training settings from the code.
+Symbols: alpha = weight of the drift's penalty; h_k = a client's drift, g_k = its gradient in the
+last visit, g = the server's; v_k = the client's number of examples over the clients' mean number.
+State: the global parameters; drift = the mean of h_k over all clients, for each trained parameter,
+0 at first; gradient = g, likewise; labels = the census's label counts (clients, C), of which the
+sums give v_k.
 Memory: drift = h_k; gradient = g_k, each for each trained parameter.
-Reading: with some clients a round, the paper averages w_k + h_k over them; the code averages w_k over them and h_k over
-all clients, as here. The server needs no drifts for that: it adds what moved.
-Reading: alpha and g are divided by v_k at the client and the change of g_k is multiplied by it, as in the code. A
-client without examples counts as one of the mean size.
-Reading: g_k is the way over steps times learning rate. The code takes one number of steps for all clients and the first
-round's rate; here both are the visit's own. Momentum is not counted: the code's plan has none.
+Reading: with some clients a round, the paper averages w_k + h_k over them; the code averages w_k
+over them and h_k over all clients, as here. The server needs no drifts for that: it adds what
+moved.
+Reading: alpha and g are divided by v_k at the client and the change of g_k is multiplied by it, as
+in the code. A client without examples counts as one of the mean size.
+Reading: g_k is the way over steps times learning rate. The code takes one number of steps for all
+clients and the first round's rate; here both are the visit's own. Momentum is not counted: the
+code's plan has none.
 """
 
 from __future__ import annotations
@@ -31,7 +35,20 @@ from fedstill.losses import proximal
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.fednova import direction_of
 from fedstill.models.contract import trainable_names
-from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.robust import ROBUST
 from fedstill.topology import has_links
@@ -42,12 +59,17 @@ from fedstill.work import ClientWork
 @method("feddc")
 @dataclass(frozen=True)
 class FedDC(FedAvg):
-    """Train around each client's drift from the global model, with corrected gradients, and add the mean drift."""
+    """Train around each client's drift from the global model, with corrected gradients, and add the
+    mean drift.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "label_counts"})
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # changes of gradients are sent, too
+    # changes of gradients are sent, too
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
     plans: ClassVar[Mapping[str, Plan]] = {
-        "train": replace(FEDNTD_PLAN, lr=0.1, lr_decay=0.998, momentum=0.0, weight_decay=1e-3, clip_norm=10.0)
+        "train": replace(
+            FEDNTD_PLAN, lr=0.1, lr_decay=0.998, momentum=0.0, weight_decay=1e-3, clip_norm=10.0
+        )
     }
 
     aggregation: Aggregation = "uniform"
@@ -56,7 +78,8 @@ class FedDC(FedAvg):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (
-            "a chain hands on the model as a client left it, and the server's mean drift would move it between "
+            "a chain hands on the model as a client left it, and the server's mean drift would "
+            "move it between "
             "clients; choose method fedprox, or topology.kind = 'parallel'"
             if has_links(stages)
             else ""
@@ -69,7 +92,9 @@ class FedDC(FedAvg):
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         gradient = state.extra.tensors("gradient")
-        return Payload(params=state.params, gradient=gradient, relative_size=relative_size(state, client))
+        return Payload(
+            params=state.params, gradient=gradient, relative_size=relative_size(state, client)
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         return Drifting(self)
@@ -81,7 +106,10 @@ class FedDC(FedAvg):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         drift, gradient = state.extra.tensors("drift"), state.extra.tensors("gradient")
         sent, mean = only(state.params, drift), self.averaged(replies, state.params)
-        moved = sub(only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), sent), sent)
+        moved = sub(
+            only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), sent),
+            sent,
+        )
         drift = add(drift, scale(moved, len(replies) / world.clients))
         sizes = [relative_size(state, r.client) for r in replies]
         if self.aggregation in ROBUST:
@@ -89,11 +117,15 @@ class FedDC(FedAvg):
         else:
             change = trees.mean([r.up.tensors("change") for r in replies], sizes)
         gradient = add(gradient, scale(change, sum(sizes) / world.clients))
-        return state.next(params={**mean, **add(only(mean, drift), drift)}, drift=drift, gradient=gradient)
+        return state.next(
+            params={**mean, **add(only(mean, drift), drift)}, drift=drift, gradient=gradient
+        )
 
 
 def relative_size(state: State, client: int) -> float:
-    """A client's number of examples over the clients' mean number, from the census; 1 for one that has none."""
+    """A client's number of examples over the clients' mean number, from the census; 1 for one that
+    has none.
+    """
     if "labels" not in state.extra:
         return 1.0  # before the census: for what a run will send
     sizes = state.extra.tensor("labels").sum(1).double()
@@ -102,17 +134,24 @@ def relative_size(state: State, client: int) -> float:
 
 @dataclass(frozen=True)
 class Drifting(ClientWork):
-    """Cross-entropy, the penalty around the drift, and the correction of the gradient; the client remembers both."""
+    """Cross-entropy, the penalty around the drift, and the correction of the gradient; the client
+    remembers both.
+    """
 
     method: FedDC
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         sent = only(down.params, sorted(trainable_names(view.model)))
-        drift, own = ((memory.tensors(k) if memory else zeros_like(sent)) for k in ("drift", "gradient"))
+        drift, own = (
+            (memory.tensors(k) if memory else zeros_like(sent)) for k in ("drift", "gradient")
+        )
         size = down.number("relative_size")
         everyone, anchor = scale(down.tensors("gradient"), 1 / size), sub(sent, drift)
         old = {"sent": sent, "drift": drift, "own": own, "everyone": everyone, "anchor": anchor}
-        return Carry(down.params, constants={**old, "linear": sub(everyone, own), "alpha": self.method.alpha / size})
+        return Carry(
+            down.params,
+            constants={**old, "linear": sub(everyone, own), "alpha": self.method.alpha / size},
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         slope, now = carry["linear"], only(step.params, carry["anchor"])
@@ -120,7 +159,9 @@ class Drifting(ClientWork):
         near = proximal(now, carry["anchor"], carry["alpha"])
         return {**super().terms(step, carry), "linear": linear, "proximal": near}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         moved = sub(only(params, carry["sent"]), carry["sent"])
         change = zeros_like(moved)
         if ran.steps > 0:

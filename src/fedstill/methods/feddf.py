@@ -1,15 +1,21 @@
-"""FedDF: after averaging, the server distils the averaged model towards the clients' models, on public images.
+"""FedDF: after averaging, the server distils the averaged model towards the clients' models, on
+public images.
 
-Source: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning" (2020), Algorithm 1 with its
+Source: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning" (2020),
+Algorithm 1 with its
 AvgLogits: the target is the softmax of the plain mean of the sampled clients' logits.
-Symbols: tau = ``temperature`` (1 in the paper, whose code multiplies the divergence by tau^2, as here).
-State: the global parameters; model.N = what client N sent in this round, until the server has distilled.
+Symbols: tau = ``temperature`` (1 in the paper, whose code multiplies the divergence by tau^2, as
+here).
+State: the global parameters; model.N = what client N sent in this round, until the server has
+distilled.
 Memory: nothing.
-Reading: the paper's server takes up to 10,000 steps of 128 public images and stops after 1,000 without gain on held-out
-labelled images; 10,000 steps are 25 passes over its 50,000 public images. Here the server has no labelled images, and
-makes a fixed number of passes, 25 as it is; ``[plan.teach_server]`` changes it (``steps`` instead of ``epochs``, too).
+Reading: the paper's server takes up to 10,000 steps of 128 public images and stops after 1,000
+without gain on held-out labelled images; 10,000 steps are 25 passes over its 50,000 public images.
+Here the server has no labelled images, and makes a fixed number of passes, 25 as it is;
+``[plan.teach_server]`` changes it (``steps`` instead of ``epochs``, too).
 Reading: its Adam starts at 0.001 and follows a cosine to 0 within a round; here it stays at 0.001.
-Reading: its clients train for 40 epochs at a rate of 0.1 without momentum; here as in the other methods' tables.
+Reading: its clients train for 40 epochs at a rate of 0.1 without momentum; here as in the other
+methods' tables.
 """
 
 from __future__ import annotations
@@ -36,7 +42,9 @@ TEACH_SERVER = "teach_server"
 @method("feddf")
 @dataclass(frozen=True)
 class FedDF(FedAvg):
-    """FedAvg, then the server distils the mean of the clients' logits into the average, on unlabelled public data."""
+    """FedAvg, then the server distils the mean of the clients' logits into the average, on
+    unlabelled public data.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": TEACH_SERVER}
     stages: ClassVar[frozenset[str]] = frozenset({"train", TEACH_SERVER})
@@ -52,7 +60,10 @@ class FedDF(FedAvg):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if has_links(stages):
-            return "a chain ends with one model, and an ensemble needs several; set topology.kind = 'parallel'"
+            return (
+                "a chain ends with one model, and an ensemble needs several; set topology.kind = "
+                "'parallel'"
+            )
         if TEACH_SERVER not in {s.name for s in stages}:
             return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"
         return ""

@@ -1,17 +1,19 @@
 """FedDKD: distil from the global model with the true class and the other classes apart.
 
-Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge Distillation",
-section II.B, after Zhao et al., "Decoupled Knowledge Distillation" (2022).
-Symbols: alpha, beta = weights of true-class (TCKD) and not-true-class distillation (NCKD); tau = ``temperature``.
+Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge
+Distillation", section II.B, after Zhao et al., "Decoupled Knowledge Distillation" (2022).
+Symbols: alpha, beta = weights of true-class (TCKD) and not-true-class distillation (NCKD); tau =
+``temperature``.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the paper's "original" NCKD keeps the true class's dimension and does worse, but DKD's published formula equals
-removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for it. "mask1000" is DKD's formula, "slice" the
-not-true part of the divergence over all classes.
-Reading: figure 4 varies alpha for the IID or the other clients of a hybrid split, and does not say how: here one group
-is the first clients, as the partition ``hybrid`` numbers them, and each group has an alpha (``feddkd_groups``).
-Reading: ``tckd`` of ``feddkd`` is "binary", DKD's own two-way form; FedADKD's eq. 3, read as "target", is the default
-of ``feddkd_groups`` and of ``fedadkd``.
+Reading: the paper's "original" NCKD keeps the true class's dimension and does worse, but DKD's
+published formula equals removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for
+it. "mask1000" is DKD's formula, "slice" the not-true part of the divergence over all classes.
+Reading: figure 4 varies alpha for the IID or the other clients of a hybrid split, and does not
+say how: here one group is the first clients, as the partition ``hybrid`` numbers them, and each
+group has an alpha (``feddkd_groups``).
+Reading: ``tckd`` of ``feddkd`` is "binary", DKD's own two-way form; FedADKD's eq. 3, read as
+"target", is the default of ``feddkd_groups`` and of ``fedadkd``.
 Reading: no temperature is given; both terms are multiplied by tau^2, as DKD's code does.
 """
 
@@ -39,7 +41,9 @@ TCKD: dict[str, Loss] = {"target": target_kl, "binary": tckd}
 @method("feddkd")
 @dataclass(frozen=True)
 class FedDKD(FedAvg):
-    """FedAvg with true-class and not-true-class distillation from the round's global model, the same on all clients."""
+    """FedAvg with true-class and not-true-class distillation from the round's global model, the
+    same on all clients.
+    """
 
     alpha: NonNegative = 1.0
     """Weight of the true-class distillation (TCKD)."""
@@ -48,9 +52,13 @@ class FedDKD(FedAvg):
     temperature: Positive = 1.0
     """Temperature of both (tau)."""
     tckd: Literal["target", "binary"] = "binary"
-    """The true-class term: FedADKD's eq. 3 ("target"), or the divergence of true class and rest ("binary")."""
+    """The true-class term: FedADKD's eq. 3 ("target"), or the divergence of true class and rest
+    ("binary").
+    """
     nckd_mode: Literal["removed", "mask1000", "zero", "slice"] = "removed"
-    """How the true class is treated in NCKD: removed ("mask1000" alike), its logit 0, or its part left out."""
+    """How the true class is treated in NCKD: removed ("mask1000" alike), its logit 0, or its part
+    left out.
+    """
 
     def work(self, stage: Stage) -> ClientWork:
         return Decoupled(self)
@@ -66,7 +74,9 @@ class FedDKDOfGroups(FedDKD):
 
     tckd: Literal["target", "binary"] = "target"
     first: Share = 0.1
-    """Share of all clients, rounded to whole ones, in the first group; a ``hybrid`` split's IID share, for one."""
+    """Share of all clients, rounded to whole ones, in the first group; a ``hybrid`` split's IID
+    share, for one.
+    """
     alpha_first: NonNegative = 1.0
     """Weight of the true-class distillation on clients of the first group."""
 

@@ -1,13 +1,15 @@
-"""FedDyn: give each client a linear term that makes the clients' optima agree with the global one in the limit.
+"""FedDyn: give each client a linear term that makes the clients' optima agree with the global one
+in the limit.
 
 Source: Acar et al., "Federated Learning Based on Dynamic Regularization" (2021), Algorithm 1.
-Symbols: alpha = weight of the proximal term; g_i = a client's gradient at its last model; h = the server's mean of
-them.
+Symbols: alpha = weight of the proximal term; g_i = a client's gradient at its last model; h = the
+server's mean of them.
 State: the global parameters; h = the server's, for each trained parameter, 0 at first.
 Memory: gradient = g_i, for each trained parameter.
-Reading: the algorithm averages participants uniformly; ``aggregation`` is uniform as it is. FedNTD's code averages by
-size, but sums h uniformly; ``aggregation`` "examples" is that.
-Reading: the paper's alpha goes from 0.001 to 0.1 with the data, FedNTD's code has 0.1; we take 0.01.
+Reading: the algorithm averages participants uniformly; ``aggregation`` is uniform as it is.
+FedNTD's code averages by size, but sums h uniformly; ``aggregation`` "examples" is that.
+Reading: the paper's alpha goes from 0.001 to 0.1 with the data, FedNTD's code has 0.1; we take
+0.01.
 """
 
 from __future__ import annotations
@@ -23,7 +25,19 @@ from fedstill.fields import Positive
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.topology import has_links
 from fedstill.trees import only, scale, sub, zeros_like
@@ -33,7 +47,9 @@ from fedstill.work import ClientWork
 @method("feddyn")
 @dataclass(frozen=True)
 class FedDyn(FedAvg):
-    """Dynamic regularisation: -<g_i, w> + (alpha/2) ||w - w_global||^2 on each client, h on the server."""
+    """Dynamic regularisation: -<g_i, w> + (alpha/2) ||w - w_global||^2 on each client, h on the
+    server.
+    """
 
     aggregation: Aggregation = "uniform"
     alpha: Positive = 0.01
@@ -41,7 +57,8 @@ class FedDyn(FedAvg):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (
-            "a chain hands on the model as a client left it, and the server's correction h would move it between "
+            "a chain hands on the model as a client left it, and the server's correction h would "
+            "move it between "
             "clients; choose method fedprox, or topology.kind = 'parallel'"
             if has_links(stages)
             else ""
@@ -49,7 +66,9 @@ class FedDyn(FedAvg):
 
     def setup(self, world: World) -> State:
         start = super().setup(world)
-        return start.next(h=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))
+        return start.next(
+            h=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         return Dynamic(self)
@@ -57,14 +76,18 @@ class FedDyn(FedAvg):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         h = state.extra.tensors("h")
         sent, mean = only(state.params, h), self.averaged(replies, state.params)
-        moved = sub(only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), h), sent)
+        moved = sub(
+            only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), h), sent
+        )
         h = sub(h, scale(moved, self.alpha * len(replies) / world.clients))
         return state.next(params={**mean, **sub(only(mean, h), scale(h, 1 / self.alpha))}, h=h)
 
 
 @dataclass(frozen=True)
 class Dynamic(ClientWork):
-    """Cross-entropy, minus the client's own linear term, plus the proximal one; the client remembers its g_i."""
+    """Cross-entropy, minus the client's own linear term, plus the proximal one; the client
+    remembers its g_i.
+    """
 
     method: FedDyn
 
@@ -79,6 +102,10 @@ class Dynamic(ClientWork):
         near = proximal(now, carry["anchor"], self.method.alpha)
         return {**super().terms(step, carry), "linear": -linear, "proximal": near}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         moved = sub(only(params, carry["anchor"]), carry["anchor"])
-        return Payload(params=params), Payload(gradient=sub(carry["own"], scale(moved, self.method.alpha)))
+        return Payload(params=params), Payload(
+            gradient=sub(carry["own"], scale(moved, self.method.alpha))
+        )

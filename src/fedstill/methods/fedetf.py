@@ -1,15 +1,18 @@
-"""FedETF: all clients learn features for one fixed simplex of classes, with a loss that knows their label counts.
+"""FedETF: all clients learn features for one fixed simplex of classes, with a loss that knows their
+label counts.
 
-Source: Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed
-Classifier" (2023), and its code.
+Source: Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with
+Synthetic and Fixed Classifier" (2023), and its code.
 Symbols: V = the simplex, the head of model ``etf``; n_c = the client's examples of class c.
 State: the global parameters, nothing more.
 Memory: nothing.
 Reading: the code counts a class without examples as one of a single one.
-Reading: its scale of the cosines begins at 10 for a small network and at 1 for ResNets: ``model.scale``.
-Reading: of the paper's two parts this is the first, the global model. The second fine-tunes projection and simplex in
-turns at each client; it is not here.
-Reading: the code trains for 3 epochs at 0.04 in batches of 128; here as in the other methods' tables.
+Reading: its scale of the cosines begins at 10 for a small network and at 1 for ResNets:
+``model.scale``.
+Reading: of the paper's two parts this is the first, the global model. The second fine-tunes
+projection and simplex in turns at each client; it is not here.
+Reading: the code trains for 3 epochs at 0.04 in batches of 128; here as in the other methods'
+tables.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from fedstill.work import ClientWork
 class FedETF(FedAvg):
     """FedAvg of networks whose last layer is a fixed simplex, with balanced softmax."""
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
+    # its objective has label counts
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "etf"})
 

@@ -1,19 +1,25 @@
-"""FedEWC: elastic weight consolidation over tasks: stay near the last task's model where earlier tasks needed it.
+"""FedEWC: elastic weight consolidation over tasks: stay near the last task's model where earlier
+tasks needed it.
 
-Source: Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks" (2017), with the running sum of
-Schwarz et al., "Progress & Compress" (2018), as Fed-Mammoth's code has it in a federation.
+Source: Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks" (2017), with the
+running sum of Schwarz et al., "Progress & Compress" (2018), as Fed-Mammoth's code has it in a
+federation.
 Symbols: lambda = ``weight``; gamma = ``gamma``; w* = anchor; F = fisher, its diagonal.
-Stages: ``train``; after each task but the last ``importance``, of all clients that are there: nothing is trained.
-State: the global parameters; anchor = the trained ones at the end of the task before, from the second task on; fisher
-= F, for each trained parameter, from the second task on.
+Stages: ``train``; after each task but the last ``importance``, of all clients that are there:
+nothing is trained.
+State: the global parameters; anchor = the trained ones at the end of the task before, from the
+second task on; fisher = F, for each trained parameter, from the second task on.
 Memory: nothing.
-Reading: a client's part of F is the mean over its examples of p(y|x) times the squared gradient of log p(y|x), for the
-true label, example by example, in evaluation mode; the server weighs clients by their examples. The code has it so.
-Reading: p is the softmax over the outputs that ``stream.head`` trains. The code's are the task's: set it to "task".
-Reading: in Fed-Mammoth's code the last round of a task trains nothing, as its penalty is returned in the loss's place;
-not followed.
-Reading: in TARGET's, LANDER's and STSA's codes the penalty is taken at the model that was received, and a copy of it is
-trained. So it has no gradient there, and what their tables call EWC is finetuning, to the bit. Not followed.
+Reading: a client's part of F is the mean over its examples of p(y|x) times the squared gradient of
+log p(y|x), for the true label, example by example, in evaluation mode; the server weighs clients by
+their examples. The code has it so.
+Reading: p is the softmax over the outputs that ``stream.head`` trains. The code's are the task's:
+set it to "task".
+Reading: in Fed-Mammoth's code the last round of a task trains nothing, as its penalty is returned
+in the loss's place; not followed.
+Reading: in TARGET's, LANDER's and STSA's codes the penalty is taken at the model that was received,
+and a copy of it is trained. So it has no gradient there, and what their tables call EWC is
+finetuning, to the bit. Not followed.
 """
 
 from __future__ import annotations
@@ -31,7 +37,20 @@ from fedstill.fields import Count, NonNegative, Share
 from fedstill.losses import quadratic
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import KEEP, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    KEEP,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.ridge import NO_TRAINING
 from fedstill.stream import OFF
@@ -44,11 +63,14 @@ IMPORTANCE = "importance"
 @method("fedewc")
 @dataclass(frozen=True)
 class FedEWC(FedAvg):
-    """FedAvg with a pull to the last task's model, as firm as earlier tasks need each parameter; needs [stream]."""
+    """FedAvg with a pull to the last task's model, as firm as earlier tasks need each parameter;
+    needs [stream].
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": IMPORTANCE}
     stages: ClassVar[frozenset[str]] = frozenset({"train", IMPORTANCE})
-    permits: ClassVar[frozenset[str]] = frozenset()  # Fisher information would need a noise of its own
+    # Fisher information would need a noise of its own
+    permits: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, IMPORTANCE: NO_TRAINING}
 
     weight: NonNegative = 1.0
@@ -74,7 +96,9 @@ class FedEWC(FedAvg):
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != IMPORTANCE:
             return super().expects(client, stage, world)
-        return Payload(fisher=only(world.initial(client), sorted(trainable_names(world.model(client)))))
+        return Payload(
+            fisher=only(world.initial(client), sorted(trainable_names(world.model(client))))
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name != IMPORTANCE:
@@ -92,7 +116,9 @@ class Anchored(ClientWork):
     method: FedEWC
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        known = {g: down.tensors(g) for g in ("anchor", "fisher") if g in down and self.method.weight}
+        known = {
+            g: down.tensors(g) for g in ("anchor", "fisher") if g in down and self.method.weight
+        }
         return Carry(params=down.params, constants=known)
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
@@ -104,7 +130,9 @@ class Anchored(ClientWork):
 
 @dataclass(frozen=True)
 class Importance(ClientWork):
-    """The diagonal of the client's Fisher information at the model it was sent; nothing is trained."""
+    """The diagonal of the client's Fisher information at the model it was sent; nothing is
+    trained.
+    """
 
     method: FedEWC
     stage: Stage
@@ -112,19 +140,25 @@ class Importance(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={}, constants={"params": down.params})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         mask = world.stream.mask(self.stage.round, view.client, world.classes)
         total = zeros_like(only(carry["params"], sorted(trainable_names(view.model))))
         some, count = min(self.method.samples, len(view.data)), 0
-        for grads in islice(view.gradients(carry["params"], lambda z, y: surprise(z, y, mask), batch=1), some):
+        for grads in islice(
+            view.gradients(carry["params"], lambda z, y: surprise(z, y, mask), batch=1), some
+        ):
             total, count = {k: total[k] + grads[k] ** 2 for k in total}, count + 1
         return Payload(fisher=scale(total, 1 / max(count, 1))), KEEP
 
 
 def surprise(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A loss (B,) whose gradient is -sqrt(p) times that of log p, p of the true class; its square is a part of F.
+    """A loss (B,) whose gradient is -sqrt(p) times that of log p, p of the true class; its square
+    is a part of F.
 
-    logits: (B, C); labels: (B,); mask: (C,) bool, the outputs among which p is a softmax; None: all.
+    logits: (B, C); labels: (B,); mask: (C,) bool, the outputs among which p is a softmax; None:
+    all.
     """
     on = logits if mask is None else torch.where(mask.to(logits.device), logits, OFF)
     log_p = torch.log_softmax(on, dim=1).gather(1, labels.unsqueeze(1)).squeeze(1)

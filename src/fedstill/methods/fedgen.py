@@ -1,21 +1,27 @@
-"""FedGen: the server trains a generator of features by class on the clients' heads; clients learn from what it draws.
+"""FedGen: the server trains a generator of features by class on the clients' heads; clients learn
+from what it draws.
 
-Source: Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning" (2021), Algorithm 1, and its
-code.
-Symbols: G = the generator, from noise and a class to features; a_t = ``weight``, b_t = ``match``, both times
-``decay``^t; eta = ``diversity``; omega_{k,c} = client k's part of the round's examples of class c.
+Source: Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning" (2021),
+Algorithm 1, and its code.
+Symbols: G = the generator, from noise and a class to features; a_t = ``weight``, b_t = ``match``,
+both times ``decay``^t; eta = ``diversity``; omega_{k,c} = client k's part of the round's examples
+of class c.
 Stages: ``train``, and ``generate``, in which the server trains G.
-State: the global parameters; labels = label counts by client, (clients, C); generator = the parameters of G; head.N =
-the head that client N sent in the round, until G has been trained.
+State: the global parameters; labels = label counts by client, (clients, C); generator = the
+parameters of G; head.N = the head that client N sent in the round, until G has been trained.
 Memory: nothing.
-Reading: omega is of all examples that the round's clients have; the code counts those they saw, and begins at 1, so
-that clients without a class teach it, too.
-Reading: the code gives each generated example the batch's mean omega; here it has its own class's, as in the paper.
-Reading: a client draws 100 features of each class a round, and takes one after another; the code draws for every step.
-Reading: G has no normalisation, and its optimiser begins anew each round. The code's term that keeps G from what the
-global model says has weight 0, and is not here.
-Reading: a and b are 10 on MNIST and 1 on EMNIST, at 0.01 without momentum; here 1, for momentum makes steps longer.
-Reading: the code's clients take 20 batches a round; here they train as in the other methods' tables.
+Reading: omega is of all examples that the round's clients have; the code counts those they saw, and
+begins at 1, so that clients without a class teach it, too.
+Reading: the code gives each generated example the batch's mean omega; here it has its own class's,
+as in the paper.
+Reading: a client draws 100 features of each class a round, and takes one after another; the code
+draws for every step.
+Reading: G has no normalisation, and its optimiser begins anew each round. The code's term that
+keeps G from what the global model says has weight 0, and is not here.
+Reading: a and b are 10 on MNIST and 1 on EMNIST, at 0.01 without momentum; here 1, for momentum
+makes steps longer.
+Reading: the code's clients take 20 batches a round; here they train as in the other methods'
+tables.
 """
 
 from __future__ import annotations
@@ -68,7 +74,9 @@ LEAST = 1e-5
 @method("fedgen")
 @dataclass(frozen=True)
 class FedGen(FedAvg):
-    """FedAvg whose clients also learn from features of a generator that the server trains on their heads."""
+    """FedAvg whose clients also learn from features of a generator that the server trains on their
+    heads.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": GENERATE}
     stages: ClassVar[frozenset[str]] = frozenset({"train", GENERATE})
@@ -76,17 +84,23 @@ class FedGen(FedAvg):
     permits: ClassVar[frozenset[str]] = frozenset()  # the server learns from each client's head
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": FEDNTD_PLAN,
-        GENERATE: Plan(epochs=1, batch=32, optimiser="adam", lr=3e-4, lr_decay=0.98, weight_decay=1e-2),
+        GENERATE: Plan(
+            epochs=1, batch=32, optimiser="adam", lr=3e-4, lr_decay=0.98, weight_decay=1e-2
+        ),
     }
 
     weight: NonNegative = 1.0
     """Weight of the cross-entropy of generated features (a)."""
     match: NonNegative = 1.0
-    """Weight of the divergence from what the head says of generated features of the same class (b)."""
+    """Weight of the divergence from what the head says of generated features of the same class
+    (b).
+    """
     decay: PositiveShare = 0.98
     """What both weights are multiplied by after every round."""
     diversity: NonNegative = 1.0
-    """Weight of the generator's penalty on features that do not differ where their noise does (eta)."""
+    """Weight of the generator's penalty on features that do not differ where their noise does
+    (eta).
+    """
     noise: Count = 32
     """How many numbers of noise the generator takes."""
     hidden: Count = 256
@@ -95,13 +109,18 @@ class FedGen(FedAvg):
     """How many pairs of noise and class the generator is trained on in a round."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = f"it needs its server's stage; set topology.kind = 'parallel' and topology.server = {GENERATE!r}"
+        unmet = (
+            "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
+            f"{GENERATE!r}"
+        )
         return no_linear_head(world) if GENERATE in {s.name for s in stages} else unmet
 
     def spec(self, world: World) -> ModelSpec:
         """The network G: from noise beside a one-hot class, to features."""
         width = contract.width(world.model(SERVER))
-        return contract.spec_for("mlp", (self.noise + world.classes,), width, {"hidden": (self.hidden,)})
+        return contract.spec_for(
+            "mlp", (self.noise + world.classes,), width, {"hidden": (self.hidden,)}
+        )
 
     def setup(self, world: World) -> State:
         drawn = contract.initial(self.spec(world), seed_for(world.seed, 0, 0, SERVER, GENERATE))
@@ -112,10 +131,18 @@ class FedGen(FedAvg):
         made = {"generator": state.extra["generator"]}
         if stage.name == GENERATE:
             heads = state.extra.many("head")
-            return Payload({**made, **many("head", heads), "counts": state.extra.tensor("labels")[sorted(heads)]})
+            return Payload(
+                {
+                    **made,
+                    **many("head", heads),
+                    "counts": state.extra.tensor("labels")[sorted(heads)],
+                }
+            )
         if stage.round == 1:
             return Payload(params=state.params)
-        return Payload({"params": state.params, **made, "counts": state.extra.tensor("labels").sum(0)})
+        return Payload(
+            {"params": state.params, **made, "counts": state.extra.tensor("labels").sum(0)}
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         if stage.name == GENERATE:
@@ -134,7 +161,9 @@ class FedGen(FedAvg):
         return super().fold(state.without("head."), replies, stage, world).next(groups=heads)
 
     def asked(self, labels: Tensor, classes: int, draw: torch.Generator) -> Tensor:
-        """Inputs of G for some classes: noise, uniform in [0, 1), beside one-hot classes; (n, noise + C) float64."""
+        """Inputs of G for some classes: noise, uniform in [0, 1), beside one-hot classes; (n,
+        noise + C) float64.
+        """
         eps = torch.rand(len(labels), self.noise, generator=draw, dtype=torch.float64)
         return torch.cat([eps, torch.eye(classes, dtype=torch.float64)[labels]], 1)
 
@@ -142,8 +171,8 @@ class FedGen(FedAvg):
 def diversity_loss(noise: Tensor, features: Tensor, mask: Tensor) -> Tensor:
     """How little features differ where their noise does, () in (0, 1]: 1 if all features are one.
 
-    ``exp(-mean over pairs of mean (e_i - e_j)² * mean |h_i - h_j|)``. noise: (B, d); features: (B, D); mask: (B,), 1
-    for real examples.
+    ``exp(-mean over pairs of mean (e_i - e_j)² * mean |h_i - h_j|)``. noise: (B, d); features: (B,
+    D); mask: (B,), 1 for real examples.
     """
     far = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)  # (B, B)
     apart = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(2)
@@ -153,7 +182,9 @@ def diversity_loss(noise: Tensor, features: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainGenerator(ClientWork):
-    """The server trains G so that each client's head knows the class of its features, as far as it has the class."""
+    """The server trains G so that each client's head knows the class of its features, as far as it
+    has the class.
+    """
 
     method: FedGen
     round: int
@@ -180,7 +211,9 @@ class TrainGenerator(ClientWork):
             "diverse": self.method.diversity * diversity_loss(noise, features, step.mask),
         }
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(generator=params), NOTHING
 
 
@@ -192,23 +225,35 @@ class FromGenerator(ClientWork):
     round: int
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        made, draw = down.tensors("generator"), generator(seed_for(world.seed, self.round, 0, view.client, GENERATE))
+        made, draw = (
+            down.tensors("generator"),
+            generator(seed_for(world.seed, self.round, 0, view.client, GENERATE)),
+        )
         labels = torch.arange(world.classes).repeat_interleave(POOL)
         asked = Examples(self.method.asked(labels, world.classes, draw).to(dtype_of(made)), labels)
         pool = view.passes.logits(made, asked, self.method.spec(world)).cpu()  # (C * POOL, D)
         there = (down.tensor("counts") > 0)[labels].nonzero().squeeze(1)
         mixed = there[torch.randperm(len(there), generator=draw)]
-        constants = {"same": pool.view(world.classes, POOL, -1), "any": pool[mixed], "labels": labels[mixed]}
+        constants = {
+            "same": pool.view(world.classes, POOL, -1),
+            "any": pool[mixed],
+            "labels": labels[mixed],
+        }
         return Carry(down.params, constants=constants)
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         weight, bias = (step.params[name] for name in HEAD)
         turn = step.index + step.epoch  # in each epoch other features
-        other, same = turn % len(carry["labels"]), carry["same"][step.y, turn % POOL]  # (B,), (B, D)
+        # (B,), (B, D)
+        other, same = turn % len(carry["labels"]), carry["same"][step.y, turn % POOL]
         labels = carry["labels"][other]
         said = cross_entropy(step.on(carry["any"][other] @ weight.T + bias), labels)
         if carry.head is not None:  # others may have classes that take no part here
             said = torch.where(carry.head[labels], said, 0.0)
         far = kd(step.logits(), step.on((same @ weight.T + bias).detach()))
         left, m = max(LEAST, self.method.decay ** (self.round - 1)), self.method
-        return {**super().terms(step, carry), "generated": left * m.weight * said, "match": left * m.match * far}
+        return {
+            **super().terms(step, carry),
+            "generated": left * m.weight * said,
+            "match": left * m.match * far,
+        }

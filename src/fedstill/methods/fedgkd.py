@@ -1,19 +1,25 @@
-"""FedGKD: distil from the global models of the last rounds, so that local training forgets less of what they knew.
+"""FedGKD: distil from the global models of the last rounds, so that local training forgets less of
+what they knew.
 
-Source: Yao et al., "FedGKD: Towards Heterogeneous Federated Learning via Global Knowledge Distillation" (2021), and its
-code.
-Symbols: c = ``weight``; M = ``models``; tau = ``temperature``; omega = votes, T_v = ``vote_temperature``.
-State: the global parameters; past.N = the model that round N began with, of the last M - 1 rounds but the first;
-teacher = their mean with this round's, from when there are two; votes = omega of each teacher, as the models vote;
-loss.N = the loss on public data of the model that round N began with, as the models vote.
+Source: Yao et al., "FedGKD: Towards Heterogeneous Federated Learning via Global Knowledge
+Distillation" (2021), and its code.
+Symbols: c = ``weight``; M = ``models``; tau = ``temperature``; omega = votes, T_v =
+``vote_temperature``.
+State: the global parameters; past.N = the model that round N began with, of the last M - 1 rounds
+but the first; teacher = their mean with this round's, from when there are two; votes = omega of
+each teacher, as the models vote; loss.N = the loss on public data of the model that round N began
+with, as the models vote.
 Memory: nothing.
 Reading: the paper's weight is gamma / 2 with gamma 0.2; ``weight`` is all of it.
-Reading: only averaged models teach, as in the code: not the initial one. The first round has no teacher.
-Reading: the code's teacher stays the first round's for ever if M is 1; here it is the round's global model.
-Reading: the code's vote cannot run, and its divergences would have no gradient; here they have, and the server's losses
-on labelled public data weigh the teachers, as the formula says, with a temperature of 1.
-Reading: the code weighs clients alike; ``aggregation`` chooses, by size as it is. Training settings as in the other
-methods' tables; the code's are 20 epochs at 0.05 with momentum 0.9.
+Reading: only averaged models teach, as in the code: not the initial one. The first round has no
+teacher.
+Reading: the code's teacher stays the first round's for ever if M is 1; here it is the round's
+global model.
+Reading: the code's vote cannot run, and its divergences would have no gradient; here they have, and
+the server's losses on labelled public data weigh the teachers, as the formula says, with a
+temperature of 1.
+Reading: the code weighs clients alike; ``aggregation`` chooses, by size as it is. Training settings
+as in the other methods' tables; the code's are 20 epochs at 0.05 with momentum 0.9.
 """
 
 from __future__ import annotations
@@ -30,7 +36,21 @@ from fedstill.errors import BadPayload
 from fedstill.fields import Count, NonNegative, Positive
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World, many
+from fedstill.records import (
+    NOTHING,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+    many,
+)
 from fedstill.registry import method
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
@@ -65,8 +85,14 @@ class FedGKD(FedAvg):
         return {**state.extra.many("past"), state.round: state.params}
 
     def remember(self, state: State) -> State:
-        """The state with the model that its round begins with among the past ones, of which the oldest goes."""
-        past = {r: p for r, p in self.teachers(state).items() if r > max(1, state.round + 1 - self.models)}
+        """The state with the model that its round begins with among the past ones, of which the
+        oldest goes.
+        """
+        past = {
+            r: p
+            for r, p in self.teachers(state).items()
+            if r > max(1, state.round + 1 - self.models)
+        }
         return state.without("past.").next(groups=many("past", past))
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
@@ -80,7 +106,9 @@ class FedGKD(FedAvg):
 @method("fedgkd_vote")
 @dataclass(frozen=True)
 class FedGKDVote(FedGKD):
-    """FedGKD from each of the last models apart, weighed by the server's losses on labelled public data."""
+    """FedGKD from each of the last models apart, weighed by the server's losses on labelled public
+    data.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": WEIGH}
     stages: ClassVar[frozenset[str]] = frozenset({"train", WEIGH})
@@ -92,7 +120,10 @@ class FedGKDVote(FedGKD):
     """Temperature of the votes (T_v): the larger, the more alike they are."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = f"it needs its server's stage; set topology.kind = 'parallel' and topology.server = {WEIGH!r}"
+        unmet = (
+            "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
+            f"{WEIGH!r}"
+        )
         return "" if WEIGH in {s.name for s in stages} else unmet
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
@@ -119,13 +150,17 @@ class FedGKDVote(FedGKD):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == WEIGH:
             kept = {f"loss.{r}": state.extra[f"loss.{r}"] for r in state.extra.many("past")}
-            return state.without("loss.").next(groups={**kept, f"loss.{state.round + 1}": replies[0].up["loss"]})
+            return state.without("loss.").next(
+                groups={**kept, f"loss.{state.round + 1}": replies[0].up["loss"]}
+            )
         return super().fold(self.remember(state), replies, stage, world)
 
 
 @dataclass(frozen=True)
 class FromPast(ClientWork):
-    """Cross-entropy and the divergence from the mean of the last global models, the frozen teacher ``global``."""
+    """Cross-entropy and the divergence from the mean of the last global models, the frozen teacher
+    ``global``.
+    """
 
     method: FedGKD
 
@@ -139,20 +174,30 @@ class FromPast(ClientWork):
 
 @dataclass(frozen=True)
 class FromVoters(ClientWork):
-    """Cross-entropy and the divergences from each of the last global models, weighed by their votes."""
+    """Cross-entropy and the divergences from each of the last global models, weighed by their
+    votes.
+    """
 
     method: FedGKDVote
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         teachers = {f"past.{r}": p for r, p in down.many("past").items()}
         return Carry(
-            down.params, teachers={**teachers, "global": down.params}, constants={"votes": down.tensor("votes")}
+            down.params,
+            teachers={**teachers, "global": down.params},
+            constants={"votes": down.tensor("votes")},
         )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         student, m = step.logits(), self.method
-        far = torch.stack([kd(student, step.teacher(name), m.temperature) for name in carry.teachers])  # (M, B)
-        return {**super().terms(step, carry), "past": m.weight * (carry["votes"].unsqueeze(1) * far).sum(0)}
+        # (M, B)
+        far = torch.stack(
+            [kd(student, step.teacher(name), m.temperature) for name in carry.teachers]
+        )
+        return {
+            **super().terms(step, carry),
+            "past": m.weight * (carry["votes"].unsqueeze(1) * far).sum(0),
+        }
 
 
 class Weighed(ClientWork):
@@ -161,7 +206,9 @@ class Weighed(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={}, constants={"params": down.params})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         if view.public is None:
             raise BadPayload("the server has no public data; set [data] public")
         loss = cross_entropy(view.logits(carry["params"], "public"), view.public.labels.cpu())

@@ -1,14 +1,18 @@
 """FedLC: calibrate logits by a margin, the larger the fewer examples of a class a client has.
 
-Source: Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration" (2022).
-Symbols: tau = ``margin``, a scale of margins and no temperature; n_c = the client's examples of class c.
+Source: Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration"
+(2022).
+Symbols: tau = ``margin``, a scale of margins and no temperature; n_c = the client's examples of
+class c.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the printed loss leaves the label out of its denominator, has no lower bound, and training was reported to
-collapse; as it is the label is in it, which is calibrated softmax. ``denominator`` = "others" is the printed one.
+Reading: the printed loss leaves the label out of its denominator, has no lower bound, and training
+was reported to collapse; as it is the label is in it, which is calibrated softmax.
+``denominator`` = "others" is the printed one.
 Reading: tau n_c^(-1/4) is infinite for a class without examples; there the margin is 100 tau.
 Reading: there is no official code; tau is 1 in two implementations and 0.1 in a third. We take 1.
-Reading: n_c are the client's own counts; one implementation takes those of all clients, so that all have one margin.
+Reading: n_c are the client's own counts; one implementation takes those of all clients, so that all
+have one margin.
 """
 
 from __future__ import annotations
@@ -36,12 +40,15 @@ ABSENT = 100.0
 class FedLC(FedAvg):
     """FedAvg with logits lowered by a margin for classes that a client has few examples of."""
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
+    # its objective has label counts
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
 
     margin: NonNegative = 1.0
     """Scale of the margins (tau): a class of n examples has tau n^(-1/4)."""
     denominator: Literal["all", "others"] = "all"
-    """Which classes the label's probability is taken among: all, or the others as the paper prints it."""
+    """Which classes the label's probability is taken among: all, or the others as the paper prints
+    it.
+    """
 
     def work(self, stage: Stage) -> ClientWork:
         return Calibrated(self)

@@ -1,13 +1,16 @@
-"""FedLMD: distil only classes that a client has little of, whose global knowledge its own training would erase.
+"""FedLMD: distil only classes that a client has little of, whose global knowledge its own training
+would erase.
 
 Source: Lu et al., "Federated Learning with Label-Masking Distillation" (2023), and its code.
-Symbols: beta, tau = ``temperature``; majority = the classes of which a client has more than its mean over all classes.
+Symbols: beta, tau = ``temperature``; majority = the classes of which a client has more than its
+mean over all classes.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: where the label is the only minority class, the code's mask leaves the teacher nothing and the loss is about
-1000 times its probability of the label; there is nothing to distil, so the term is 0.
-Reading: the published teacher-free form does not run (an argument too many, a negative target); its target is uniform
-over the minority classes other than the label.
+Reading: where the label is the only minority class, the code's mask leaves the teacher nothing and
+the loss is about 1000 times its probability of the label; there is nothing to distil, so the term
+is 0.
+Reading: the published teacher-free form does not run (an argument too many, a negative target); its
+target is uniform over the minority classes other than the label.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from fedstill.work import ClientWork
 class FedLMD(FedAvg):
     """FedAvg with distillation of the minority classes from the round's global model."""
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
+    # its objective has label counts
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
 
     beta: NonNegative = 1.0
     """Weight of the distillation."""
@@ -57,21 +61,30 @@ class FedLMDTeacherFree(FedLMD):
 
 @dataclass(frozen=True)
 class MaskedUniform(ClientWork):
-    """Cross-entropy and beta times the divergence from a teacher that knows no minority class from another."""
+    """Cross-entropy and beta times the divergence from a teacher that knows no minority class from
+    another.
+    """
 
     method: FedLMD
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         counts = view.counts.double()
-        return Carry(down.params, constants={"majority": counts > counts.mean(), "counts": view.counts})
+        return Carry(
+            down.params, constants={"majority": counts > counts.mean(), "counts": view.counts}
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         student, m = step.logits(), self.method
-        far = minority_kd(student, self.target(step), step.y, self.not_distilled(carry), m.temperature)  # (B,)
+        # (B,)
+        far = minority_kd(
+            student, self.target(step), step.y, self.not_distilled(carry), m.temperature
+        )
         return {**super().terms(step, carry), "minority": m.beta * far}
 
     def not_distilled(self, carry: Carry) -> Tensor:
-        """The majority classes (C,), of those that take part in training, and all that take no part."""
+        """The majority classes (C,), of those that take part in training, and all that take no
+        part.
+        """
         on, counts = carry.head, carry["counts"]
         majority: Tensor = carry["majority"]
         return majority if on is None else ~on | (counts * on.sum() > counts.sum())

@@ -1,14 +1,19 @@
-"""FedLwF: learning without forgetting, over tasks: distil the classes of before from the model of the last task's end.
+"""FedLwF: learning without forgetting, over tasks: distil the classes of before from the model of
+the last task's end.
 
-Source: Li & Hoiem, "Learning without Forgetting" (2016), as TARGET's and LANDER's codes run it in a federation.
-Symbols: lambda = ``weight``; tau = ``temperature``; O = the classes seen before the task that the client is in.
-State: the global parameters; old = the global model at the end of the task before, from the second task on.
+Source: Li & Hoiem, "Learning without Forgetting" (2016), as TARGET's and LANDER's codes run it in a
+federation.
+Symbols: lambda = ``weight``; tau = ``temperature``; O = the classes seen before the task that the
+client is in.
+State: the global parameters; old = the global model at the end of the task before, from the second
+task on.
 Memory: nothing.
-Reading: the codes take 3 times the cross-entropy of softened old columns with tau 2 and no tau^2; with tau^2, a weight
-of 0.75 has their gradient.
-Reading: old and new outputs are compared over O alone and as they are, whatever outputs ``stream.head`` trains. The
-codes train the task's outputs alone: set ``stream.head`` to "task".
-Reading: Fed-Mammoth's LwF distils the columns of the new classes, which the old model never trained; not followed.
+Reading: the codes take 3 times the cross-entropy of softened old columns with tau 2 and no tau^2;
+with tau^2, a weight of 0.75 has their gradient.
+Reading: old and new outputs are compared over O alone and as they are, whatever outputs
+``stream.head`` trains. The codes train the task's outputs alone: set ``stream.head`` to "task".
+Reading: Fed-Mammoth's LwF distils the columns of the new classes, which the old model never
+trained; not followed.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ from fedstill.work import ClientWork
 @method("fedlwf")
 @dataclass(frozen=True)
 class FedLwF(FedAvg):
-    """FedAvg with distillation of earlier tasks' classes from the model of the last task's end; needs [stream]."""
+    """FedAvg with distillation of earlier tasks' classes from the model of the last task's end;
+    needs [stream].
+    """
 
     weight: NonNegative = 0.75
     """Weight of the distillation (lambda)."""
@@ -65,11 +72,16 @@ class Remembered(ClientWork):
         if "old" not in down or not self.method.weight:
             return Carry(params=down.params)
         before = torch.tensor(world.stream.seen(world.stream.task(self.round, view.client) - 1))
-        return Carry(params=down.params, teachers={"old": down.tensors("old")}, constants={"before": before})
+        return Carry(
+            params=down.params, teachers={"old": down.tensors("old")}, constants={"before": before}
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         if not carry.teachers:
             return super().terms(step, carry)
         both = step.logits(raw=True), step.teacher("old", raw=True)
         student, teacher = (z.index_select(1, carry["before"]) for z in both)  # (B, |O|) each
-        return {**super().terms(step, carry), "old": self.method.weight * kd(student, teacher, self.method.temperature)}
+        return {
+            **super().terms(step, carry),
+            "old": self.method.weight * kd(student, teacher, self.method.temperature),
+        }

@@ -1,17 +1,24 @@
-"""FedMD: networks of any kind agree on public images: each moves its logits towards the mean, then revisits its data.
+"""FedMD: networks of any kind agree on public images: each moves its logits towards the mean, then
+revisits its data.
 
-Source: Li & Wang, "FedMD: Heterogenous Federated Learning via Model Distillation" (2019), Algorithm 1, with its code.
-Stages: ``pretrain`` on the public images and their labels, and ``transfer`` on the client's own data, once; then, a
-round, the consensus and its digest (``distil``), and the revisit of the own data, which is the next round's ``local``,
-and after the last round ``revisit``. Only ``pretrain`` reads public labels; ``topology.first = ""`` leaves it out.
-State: the parameters of the server's model; subset = positions (P,) of the round's public images, where ``subset`` asks
-for fewer than all; target = the consensus on these, (P, C), until the clients have learned from it.
+Source: Li & Wang, "FedMD: Heterogenous Federated Learning via Model Distillation" (2019), Algorithm
+1, with its code.
+Stages: ``pretrain`` on the public images and their labels, and ``transfer`` on the client's own
+data, once; then, a round, the consensus and its digest (``distil``), and the revisit of the own
+data, which is the next round's ``local``, and after the last round ``revisit``. Only ``pretrain``
+reads public labels; ``topology.first = ""`` leaves it out.
+State: the parameters of the server's model; subset = positions (P,) of the round's public images,
+where ``subset`` asks for fewer than all; target = the consensus on these, (P, C), until the clients
+have learned from it.
 Memory: params = the client's own model.
-Reading: the paper's pre-training and transfer go on "to convergence"; here 20 and 25 epochs, the most its code allows.
-Reading: the paper calls what is exchanged class scores; its code means logits, and digests them by absolute error.
-Reading: the consensus is of ``subset`` public images, drawn again each round (5,000 in the code); by default 0: of all.
-Reading: FedMD has no model on the server. Ours learns from the consensus as a client does, so that there is one to
-measure; no client learns from it.
+Reading: the paper's pre-training and transfer go on "to convergence"; here 20 and 25 epochs, the
+most its code allows.
+Reading: the paper calls what is exchanged class scores; its code means logits, and digests them by
+absolute error.
+Reading: the consensus is of ``subset`` public images, drawn again each round (5,000 in the code);
+by default 0: of all.
+Reading: FedMD has no model on the server. Ours learns from the consensus as a client does, so that
+there is one to measure; no client learns from it.
 """
 
 from __future__ import annotations
@@ -23,8 +30,27 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedstill.losses import logit_error
-from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange, TrainThenPredict, own_model
-from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.methods.public_logits import (
+    DISTIL,
+    LOCAL,
+    TEACH,
+    LogitExchange,
+    TrainThenPredict,
+    own_model,
+)
+from fedstill.records import (
+    NOTHING,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
@@ -39,10 +65,14 @@ OWN = Plan(epochs=4, batch=5, optimiser="adam", lr=0.001)
 @method("fedmd")
 @dataclass(frozen=True)
 class FedMD(LogitExchange):
-    """Learn from the mean of the clients' logits on public images, after pre-training on these with their labels."""
+    """Learn from the mean of the clients' logits on public images, after pre-training on these with
+    their labels.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"first": PRETRAIN, "start": TRANSFER, "last": REVISIT}
-    stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL, PRETRAIN, TRANSFER, REVISIT})
+    stages: ClassVar[frozenset[str]] = frozenset(
+        {LOCAL, TEACH, DISTIL, PRETRAIN, TRANSFER, REVISIT}
+    )
     personal: ClassVar[frozenset[str]] = frozenset({DISTIL, REVISIT})
     labelled: ClassVar[frozenset[str]] = frozenset({PRETRAIN})
     plans: ClassVar[Mapping[str, Plan]] = {
@@ -75,10 +105,14 @@ class FedMD(LogitExchange):
 
 @dataclass(frozen=True)
 class TrainWithoutUpload(TrainThenPredict):
-    """A client trains its own model with labels, and keeps it: on public images first, on its own last."""
+    """A client trains its own model with labels, and keeps it: on public images first, on its own
+    last.
+    """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(own_model(memory, view, world), constants={"temperature": 1.0})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return NOTHING, Payload(params=params)

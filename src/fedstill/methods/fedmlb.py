@@ -1,16 +1,20 @@
-"""FedMLB: the layers of the global model go on from what the local one has at each level, and say if it still fits.
+"""FedMLB: the layers of the global model go on from what the local one has at each level, and say
+if it still fits.
 
-Source: Kim et al., "Multi-Level Branched Regularization for Federated Learning" (2022), and its code.
-Symbols: l1, l2, l3 = ``own``, ``branch``, ``agree``; tau = ``temperature``; a level is where the network can be cut.
+Source: Kim et al., "Multi-Level Branched Regularization for Federated Learning" (2022), and its
+code.
+Symbols: l1, l2, l3 = ``own``, ``branch``, ``agree``; tau = ``temperature``; a level is where the
+network can be cut.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the code does not detach the branches in the divergence, so that their gradient flows into the local layers;
-``detach`` does.
+Reading: the code does not detach the branches in the divergence, so that their gradient flows into
+the local layers; ``detach`` does.
 Reading: without a factor tau squared, as in the code.
-Reading: the received layers are in evaluation mode; in the code in training mode, which under GroupNorm is the same.
+Reading: the received layers are in evaluation mode; in the code in training mode, which under
+GroupNorm is the same.
 Reading: a step costs 1 + L/2 passes of FedAvg's with L branches.
-Reading: the code's settings are 1,000 rounds at 0.1 with a weight decay of 1e-3, batches of 50 and gradients clipped at
-10; here as in the other methods' tables.
+Reading: the code's settings are 1,000 rounds at 0.1 with a weight decay of 1e-3, batches of 50 and
+gradients clipped at 10; here as in the other methods' tables.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from fedstill.work import ClientWork
 @method("fedmlb")
 @dataclass(frozen=True)
 class FedMLB(FedAvg):
-    """FedAvg with branches into the frozen global model: their losses, and their divergence from the local answers."""
+    """FedAvg with branches into the frozen global model: their losses, and their divergence from
+    the local answers.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "levels"})
 

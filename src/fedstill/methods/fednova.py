@@ -1,14 +1,20 @@
-"""FedNova: normalise each client's change by its number of effective steps, so that long runners do not pull harder.
+"""FedNova: normalise each client's change by its number of effective steps, so that long runners do
+not pull harder.
 
-Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization" (2020).
-Symbols: tau_i = local steps; rho = momentum; a_i = effective steps; p_i = share of examples; d_i = mean direction.
-State: the global parameters; direction = the control variate's global term, for each trained parameter, unless ``ccvr``
-is "off"; labels = the census's label counts (clients, C), where ``ccvr`` is "full".
-Memory: direction = d_i of the client's last run, for each trained parameter, unless ``ccvr`` is "off".
-Reading: ``ccvr`` is what the FedNTD repository adds to it, a control variate: "repo" as it runs there, with a global
-term that stays 0, so that a client is pushed away from its own last direction; "full" with the update of the global
-term that the repository defines and never calls. The published sharding rows of FedNTD cannot come from plain FedNova,
-which is FedAvg where sizes and steps are equal.
+Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization" (2020).
+Symbols: tau_i = local steps; rho = momentum; a_i = effective steps; p_i = share of examples; d_i =
+mean direction.
+State: the global parameters; direction = the control variate's global term, for each trained
+parameter, unless ``ccvr`` is "off"; labels = the census's label counts (clients, C), where ``ccvr``
+is "full".
+Memory: direction = d_i of the client's last run, for each trained parameter, unless ``ccvr`` is
+"off".
+Reading: ``ccvr`` is what the FedNTD repository adds to it, a control variate: "repo" as it runs
+there, with a global term that stays 0, so that a client is pushed away from its own last direction;
+"full" with the update of the global term that the repository defines and never calls. The published
+sharding rows of FedNTD cannot come from plain FedNova, which is FedAvg where sizes and steps are
+equal.
 """
 
 from __future__ import annotations
@@ -22,7 +28,20 @@ from torch import Tensor
 from fedstill.aggregate import effective_steps, normalised_mean
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import NOTHING, SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    NOTHING,
+    SERVER,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
@@ -34,17 +53,21 @@ from fedstill.work import ClientWork
 class FedNova(FedAvg):
     """FedAvg with changes normalised by effective steps."""
 
-    permits: ClassVar[frozenset[str]] = frozenset()  # each client's change is divided by its own steps
+    # each client's change is divided by its own steps
+    permits: ClassVar[frozenset[str]] = frozenset()
 
     ccvr: Literal["off", "repo", "full"] = "off"
-    """The FedNTD repository's control variate: none, as it runs there, or with its global term updated as well."""
+    """The FedNTD repository's control variate: none, as it runs there, or with its global term
+    updated as well.
+    """
 
     def requires(self) -> frozenset[str]:
         return self.needs | ({"label_counts"} if self.ccvr == "full" else set())
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (
-            "it evens out steps between clients whose changes are averaged, and in a chain none are; "
+            "it evens out steps between clients whose changes are averaged, and in a chain none "
+            "are; "
             "choose method fedseq, or scaffold for control variates, or topology.kind = 'parallel'"
             if has_links(stages)
             else ""
@@ -54,7 +77,9 @@ class FedNova(FedAvg):
         start = super().setup(world)
         if self.ccvr == "off":
             return start
-        return start.next(direction=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))
+        return start.next(
+            direction=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if self.ccvr == "off":
@@ -71,12 +96,16 @@ class FedNova(FedAvg):
         sent = only(state.params, sorted(trainable_names(world.model(SERVER))))
         steps = [max(r.up.number("steps"), 0.0) for r in replies]
         mean = super().fold(state, replies, stage, world).params  # for buffers
-        moved = state.next(params={**mean, **normalised_mean(sent, replies, steps, self.aggregation)})
+        moved = state.next(
+            params={**mean, **normalised_mean(sent, replies, steps, self.aggregation)}
+        )
         if self.ccvr != "full":
             return moved
         lr = world.plans[stage.name].lr_at(world.stream.within(stage.round))
         everyone = float(state.extra.tensor("labels").sum())
-        direction = scale(state.extra.tensors("direction"), 1 - sum(r.examples for r in replies) / everyone)
+        direction = scale(
+            state.extra.tensors("direction"), 1 - sum(r.examples for r in replies) / everyone
+        )
         for reply, a in zip(replies, steps, strict=True):
             own = direction_of(sent, reply.up.params, lr, a)
             direction = add(direction, scale(own, reply.examples / everyone))
@@ -89,7 +118,9 @@ def reach(ran: Ran, plan: Plan) -> float:
 
 
 def direction_of(sent: Tensors, got: Tensors, lr: float, steps: float) -> dict[str, Tensor]:
-    """d_i: the mean gradient that leads from ``sent`` to ``got`` in so many effective steps; zeros for none."""
+    """d_i: the mean gradient that leads from ``sent`` to ``got`` in so many effective steps; zeros
+    for none.
+    """
     change = sub(sent, only(got, sent))
     return scale(change, 1 / (lr * steps)) if steps > 0 else zeros_like(change)
 
@@ -100,7 +131,9 @@ class Counted(ClientWork):
 
     stage: str
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(params=params, steps=reach(ran, world.plans[self.stage])), NOTHING
 
 
@@ -116,7 +149,9 @@ class Corrected(Counted):
     def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
         return add(grads, carry["correction"])
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         up, _ = super().end(params, carry, ran, view, world)
         sent = only(carry["sent"], carry["correction"])
         return up, Payload(direction=direction_of(sent, params, ran.lr, up.number("steps")))

@@ -1,13 +1,17 @@
-"""FedNTD: distil only the not-true classes from the global model, so that local training forgets less of them.
+"""FedNTD: distil only the not-true classes from the global model, so that local training forgets
+less of them.
 
-Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning" (2022),
-eq. 10, with the mix of appendix H and the squared-error variant of appendix L.
+Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
+Learning" (2022), eq. 10, with the mix of appendix H and the squared-error variant of appendix L.
 Symbols: beta = weight of not-true distillation; tau = ``temperature``; lambda = ``mix``.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: eq. 10 has no tau^2, the authors' code does; we keep it (it matters away from tau = 1 only).
-Reading: appendix H's mix has coefficient 1 on the cross-entropy (eq. 17, 18), unlike eq. 3; we follow appendix H.
-Reading: appendix L leaves the reduction open; divergence at beta 0.3 fits a sum over the C-1 logits, not a mean.
+Reading: eq. 10 has no tau^2, the authors' code does; we keep it (it matters away from tau = 1
+only).
+Reading: appendix H's mix has coefficient 1 on the cross-entropy (eq. 17, 18), unlike eq. 3; we
+follow appendix H.
+Reading: appendix L leaves the reduction open; divergence at beta 0.3 fits a sum over the C-1
+logits, not a mean.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ class FedNTDSquared(FedAvg):
 
 
 @method("kd_ntd")
-@method("kd", about="Distillation of all classes from the round's global model: the mix at 0.", mix=0.0)
+@method(
+    "kd", about="Distillation of all classes from the round's global model: the mix at 0.", mix=0.0
+)
 @dataclass(frozen=True)
 class KDToNTD(FedAvg):
     """Distillation that goes from all classes (mix 0) to the not-true classes (mix 1)."""
@@ -75,12 +81,19 @@ class KDToNTD(FedAvg):
 
 
 def no_other_classes(world: World) -> str:
-    """Why a divergence over the not-true classes is nothing on a run: where two classes take part, one is not true."""
+    """Why a divergence over the not-true classes is nothing on a run: where two classes take part,
+    one is not true.
+    """
     stream = world.stream
     if max(len(stream.outputs(task, world.classes)) for task in range(stream.tasks)) > 2:
         return ""
-    when = "" if world.classes == 2 else f", as stream.head = {stream.head!r} leaves two in each task"
-    return f"of two classes one is not the true one{when}; nothing is distilled, and this trains as fedavg; choose kd"
+    when = (
+        "" if world.classes == 2 else f", as stream.head = {stream.head!r} leaves two in each task"
+    )
+    return (
+        f"of two classes one is not the true one{when}; nothing is distilled, and this trains as "
+        "fedavg; choose kd"
+    )
 
 
 class FromGlobal(ClientWork):
@@ -108,13 +121,16 @@ class NotTrueSquared(FromGlobal):
     method: FedNTDSquared
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        far = other_mse(step.logits(), step.teacher("global"), step.y, self.method.reduction)  # (B,)
+        # (B,)
+        far = other_mse(step.logits(), step.teacher("global"), step.y, self.method.reduction)
         return {**super().terms(step, carry), "not_true": self.method.beta * far}
 
 
 @dataclass(frozen=True)
 class Mixed(FromGlobal):
-    """Cross-entropy, (1 - mix) of the divergence over all classes, and mix of that over the not-true classes."""
+    """Cross-entropy, (1 - mix) of the divergence over all classes, and mix of that over the
+    not-true classes.
+    """
 
     method: KDToNTD
 

@@ -1,17 +1,21 @@
-"""FedProto: clients with networks of their own draw their features to the mean features of each class.
+"""FedProto: clients with networks of their own draw their features to the mean features of each
+class.
 
-Source: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients" (2022), Algorithm 1, and its
-code.
+Source: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients" (2022),
+Algorithm 1, and its code.
 Symbols: lambda = ``strength``; D = features; C = classes.
-State: no global parameters; values = the prototypes, mean features by class, (C, D); seen = 1 for a class that has one,
-else 0, (C,).
+State: no global parameters; values = the prototypes, mean features by class, (C, D); seen = 1 for a
+class that has one, else 0, (C,).
 Memory: params = the client's own model.
-Reading: means are taken after training, in evaluation mode; the code takes them while the weights move.
-Reading: the text weighs clients by their examples of a class, the code alike; ``aggregation`` chooses, alike as it is.
-Reading: the distance is the mean of squares over features, as in the code, not their sum; an example of a class without
-a prototype has none, and counts in the batch's mean.
-Reading: the code answers by the nearest prototype of the client's own classes. Here the client's head answers, and
-where it has a test set of its own the journal has the accuracy of the nearest prototype over all classes beside it.
+Reading: means are taken after training, in evaluation mode; the code takes them while the weights
+move.
+Reading: the text weighs clients by their examples of a class, the code alike; ``aggregation``
+chooses, alike as it is.
+Reading: the distance is the mean of squares over features, as in the code, not their sum; an
+example of a class without a prototype has none, and counts in the batch's mean.
+Reading: the code answers by the nearest prototype of the client's own classes. Here the client's
+head answers, and where it has a test set of its own the journal has the accuracy of the nearest
+prototype over all classes beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ from fedstill.work import ClientWork
 
 @dataclass(frozen=True)
 class WithPrototypes(ClassValues):
-    """The server's half of methods whose values are features; each says how it comes by the prototypes."""
+    """The server's half of methods whose values are features; each says how it comes by the
+    prototypes.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_features"})
     plans: ClassVar[Mapping[str, Plan]] = {"train": replace(FEDNTD_PLAN, epochs=1)}
@@ -62,14 +68,20 @@ class FedProto(WithPrototypes):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         values, seen = mean_by_class(replies, state.extra.tensor("values"), self.aggregation)
-        return state.next(values=values, seen=torch.maximum(state.extra.tensor("seen"), seen.float()))
+        return state.next(
+            values=values, seen=torch.maximum(state.extra.tensor("seen"), seen.float())
+        )
 
 
 class TowardsPrototypes(TowardsValues):
-    """Training towards prototypes; on a test set of the client's own it says what the nearest one would answer."""
+    """Training towards prototypes; on a test set of the client's own it says what the nearest one
+    would answer.
+    """
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
-        """``nearest_prototype``: accuracy in [0, 1] of the nearest prototype received, of all classes that have one."""
+        """``nearest_prototype``: accuracy in [0, 1] of the nearest prototype received, of all
+        classes that have one.
+        """
         seen, test = carry["seen"] > 0, view.test
         if test is None or len(test) == 0 or not bool(seen.any()):
             return {}

@@ -1,14 +1,16 @@
-"""FedRep: each client fits a head of its own to the common body, then the body to its head; bodies are averaged.
+"""FedRep: each client fits a head of its own to the common body, then the body to its head; bodies
+are averaged.
 
-Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning" (2021), Algorithm 1, and
-its code.
+Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning"
+(2021), Algorithm 1, and its code.
 State: the global parameters, of which the head stays as it was; nothing more.
 Memory: params = the client's own model, whole.
 Reading: after the last round the code trains all clients' heads once more: the stage ``finetune``.
-Reading: the code has one optimiser for both parts, whose momentum rests in between; here each begins anew.
+Reading: the code has one optimiser for both parts, whose momentum rests in between; here each
+begins anew.
 Reading: statistics of normalisation in the body stay as received while the head is trained.
-Reading: epochs are the code's for two classes a client (ten of the head, one of the body); its other settings are 0.01
-with momentum 0.5 in batches of 10; here as in the other methods' tables.
+Reading: epochs are the code's for two classes a client (ten of the head, one of the body); its
+other settings are 0.01 with momentum 0.5 in batches of 10; here as in the other methods' tables.
 """
 
 from __future__ import annotations
@@ -39,14 +41,21 @@ class FedRep(PartlyShared):
     schedule: ClassVar[Mapping[str, Any]] = {"before": HEAD, "last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({HEAD, "train", LAST})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "head"})
-    plans: ClassVar[Mapping[str, Plan]] = {HEAD: HEAD_PLAN, "train": replace(FEDNTD_PLAN, epochs=1), LAST: HEAD_PLAN}
+    plans: ClassVar[Mapping[str, Plan]] = {
+        HEAD: HEAD_PLAN,
+        "train": replace(FEDNTD_PLAN, epochs=1),
+        LAST: HEAD_PLAN,
+    }
     personal: ClassVar[frozenset[str]] = frozenset({"train", LAST})
     silent: ClassVar[frozenset[str]] = frozenset({HEAD, LAST})
 
     aggregation: Aggregation = "examples"
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = f"clients fit their heads first; set topology.kind = 'parallel' and topology.before = {HEAD!r}"
+        unmet = (
+            "clients fit their heads first; set topology.kind = 'parallel' and topology.before = "
+            f"{HEAD!r}"
+        )
         return "" if HEAD in {s.name for s in stages} else unmet
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:

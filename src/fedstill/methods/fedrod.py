@@ -1,14 +1,20 @@
-"""FedROD: a generic head that is averaged, trained as if classes were balanced, and a head of each client's own on top.
+"""FedROD: a generic head that is averaged, trained as if classes were balanced, and a head of each
+client's own on top.
 
-Source: Chen & Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification" (2022).
-Symbols: gamma = ``gamma``, the power of label counts in the balanced softmax; the personal head = ``own.*``.
+Source: Chen & Chao, "On Bridging Generic and Personalized Federated Learning for Image
+Classification" (2022).
+Symbols: gamma = ``gamma``, the power of label counts in the balanced softmax; the personal head =
+``own.*``.
 State: the global parameters, in which the own head stays zero; nothing more.
 Memory: params = the client's own model, whole, its own head included.
-Reading: there is no official code. The own head is zero at first, so that a client's answer is then the generic one; in
-one implementation it is a copy of the generic head.
-Reading: a class without examples counts as one of one example; log 0 would leave it without gradient.
-Reading: the answer is the sum of both heads' logits, as in the paper; one implementation takes the own head's alone.
-Reading: one optimiser trains both heads. No gradient of one reaches the other, but ``clip_norm`` is over both.
+Reading: there is no official code. The own head is zero at first, so that a client's answer is then
+the generic one; in one implementation it is a copy of the generic head.
+Reading: a class without examples counts as one of one example; log 0 would leave it without
+gradient.
+Reading: the answer is the sum of both heads' logits, as in the paper; one implementation takes the
+own head's alone.
+Reading: one optimiser trains both heads. No gradient of one reaches the other, but ``clip_norm`` is
+over both.
 Reading: the variant in which a network makes the own head out of label counts is left out.
 """
 
@@ -26,7 +32,19 @@ from fedstill.losses import adjusted_cross_entropy, cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.additions import ADDED, own_logits, with_both_heads
-from fedstill.records import SERVER, Carry, ModelSpec, Payload, Stage, State, Step, Teacher, Tensors, View, World
+from fedstill.records import (
+    SERVER,
+    Carry,
+    ModelSpec,
+    Payload,
+    Stage,
+    State,
+    Step,
+    Teacher,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
@@ -35,7 +53,9 @@ from fedstill.work import ClientWork
 @method("fedrod")
 @dataclass(frozen=True)
 class FedROD(PartlyShared):
-    """FedAvg with balanced softmax, and a second head at each client that turns its answers to the client's classes."""
+    """FedAvg with balanced softmax, and a second head at each client that turns its answers to the
+    client's classes.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
     adds: ClassVar[tuple[str, ...]] = ("own_head",)
@@ -64,7 +84,9 @@ class FedROD(PartlyShared):
 
 @dataclass(frozen=True)
 class BothHeads(KeepsItsOwn):
-    """Balanced softmax for body and generic head, cross-entropy of both heads' sum for the own head alone."""
+    """Balanced softmax for body and generic head, cross-entropy of both heads' sum for the own head
+    alone.
+    """
 
     gamma: float
 

@@ -1,13 +1,17 @@
-"""FedRS: restrict the softmax of classes that a client has no examples of, so that it forgets less of them.
+"""FedRS: restrict the softmax of classes that a client has no examples of, so that it forgets less
+of them.
 
-Source: Li & Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data" (2021).
+Source: Li & Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID
+Data" (2021).
 Symbols: alpha = ``alpha``, what the logits of missing classes are multiplied by in training.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the paper restricts missing classes alone, its code every class in proportion: (1 - alpha) n_c / max n + alpha
-of n_c examples; ``scaling`` chooses, the paper's as it is.
-Reading: the paper's last layer has no bias; here the whole logit is multiplied, with the bias where there is one.
-Reading: its clients train at 0.03 in batches of 64, gradients clipped to 100; here as in the other methods' tables.
+Reading: the paper restricts missing classes alone, its code every class in proportion: (1 - alpha)
+n_c / max n + alpha of n_c examples; ``scaling`` chooses, the paper's as it is.
+Reading: the paper's last layer has no bias; here the whole logit is multiplied, with the bias where
+there is one.
+Reading: its clients train at 0.03 in batches of 64, gradients clipped to 100; here as in the other
+methods' tables.
 """
 
 from __future__ import annotations
@@ -30,14 +34,19 @@ from fedstill.work import ClientWork
 @method("fedrs")
 @dataclass(frozen=True)
 class FedRS(FedAvg):
-    """FedAvg whose clients scale down, in training, the logits of classes they have no examples of."""
+    """FedAvg whose clients scale down, in training, the logits of classes they have no examples
+    of.
+    """
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
+    # its objective has label counts
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
 
     alpha: Share = 0.5
     """What the logits of missing classes are multiplied by (alpha); 1 is plain training."""
     scaling: Literal["missing", "share"] = "missing"
-    """Which logits are scaled: of missing classes, or of all in proportion to their examples (the paper's code)."""
+    """Which logits are scaled: of missing classes, or of all in proportion to their examples (the
+    paper's code).
+    """
 
     def work(self, stage: Stage) -> ClientWork:
         return Restricted(self)
@@ -51,10 +60,17 @@ class Restricted(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         counts, alpha = view.counts.double(), self.method.alpha
-        share = (counts > 0).double() if self.method.scaling == "missing" else counts / counts.max().clamp(min=1)
+        share = (
+            (counts > 0).double()
+            if self.method.scaling == "missing"
+            else counts / counts.max().clamp(min=1)
+        )
         scale = torch.where(share < 1, alpha + (1 - alpha) * share, 1.0)  # (C,)
         return Carry(down.params, constants={"scale": scale.to(dtype_of(down.params))})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        scale = carry["scale"] if carry.head is None else torch.where(carry.head, carry["scale"], 1.0)  # 0 * OFF is on
+        # 0 * OFF is on
+        scale = (
+            carry["scale"] if carry.head is None else torch.where(carry.head, carry["scale"], 1.0)
+        )
         return {"restricted": adjusted_cross_entropy(step.logits(), step.y, scale=scale)}

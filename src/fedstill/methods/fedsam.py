@@ -1,7 +1,9 @@
-"""FedSAM: each step's gradient is taken where the loss nearby is largest, so that clients end in flat places.
+"""FedSAM: each step's gradient is taken where the loss nearby is largest, so that clients end in
+flat places.
 
-Source: Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization" (2022), Algorithm 1, as the code of
-FedSOL has it; Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization" (2021).
+Source: Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization" (2022),
+Algorithm 1, as the code of FedSOL has it; Foret et al., "Sharpness-Aware Minimization for
+Efficiently Improving Generalization" (2021).
 State: the global parameters, nothing more.
 Memory: nothing.
 Reading: rho is FedSOL's choice for it, 0.5.
@@ -29,7 +31,8 @@ from fedstill.work import ClientWork
 class FedSAM(FedAvg):
     """FedAvg with gradients taken a distance rho further up the client's own loss."""
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its first pass has no noise
+    # its first pass has no noise
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
 
     rho: NonNegative = 0.5
     """How far from the parameters the gradient is taken; 0: at them."""

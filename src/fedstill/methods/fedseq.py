@@ -1,13 +1,13 @@
 """FedSeq: clients train one after another; each goes on from the model of the one before it.
 
-Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning on Heterogeneous Data" (2023), Algorithm 1;
-training settings from Xu et al., "SFedKD: Sequential Federated Learning with Discrepancy-Aware Multi-Teacher Knowledge
-Distillation".
+Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning on Heterogeneous Data"
+(2023), Algorithm 1; training settings from Xu et al., "SFedKD: Sequential Federated Learning with
+Discrepancy-Aware Multi-Teacher Knowledge Distillation".
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the first paper's code counts steps, with batches of 20 and gradients clipped at 50; SFedKD gives five epochs
-with batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and names no momentum, clipping or decay of the
-learning rate. There are none here.
+Reading: the first paper's code counts steps, with batches of 20 and gradients clipped at 50; SFedKD
+gives five epochs with batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and names
+no momentum, clipping or decay of the learning rate. There are none here.
 """
 
 from __future__ import annotations
@@ -34,4 +34,8 @@ class FedSeq(Method):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        return "" if has_links(stages) else "side by side it is method fedavg; choose that, or leave topology.kind out"
+        return (
+            ""
+            if has_links(stages)
+            else "side by side it is method fedavg; choose that, or leave topology.kind out"
+        )

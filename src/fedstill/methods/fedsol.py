@@ -1,17 +1,20 @@
-"""FedSOL: each step's gradient is taken where the global model is known less, so that learning disturbs it less.
+"""FedSOL: each step's gradient is taken where the global model is known less, so that learning
+disturbs it less.
 
-Source: Lee et al., "FedSOL: Stabilized Orthogonal Learning with Proximal Restrictions in Federated Learning" (2024),
-and its code.
-Symbols: rho = ``rho``; Lambda = ``scale``, "adaptive" |w - w_global| in units of its columns' norms, "fixed" 1.
+Source: Lee et al., "FedSOL: Stabilized Orthogonal Learning with Proximal Restrictions in Federated
+Learning" (2024), and its code.
+Symbols: rho = ``rho``; Lambda = ``scale``, "adaptive" |w - w_global| in units of its columns'
+norms, "fixed" 1.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the divergence from the global model is at temperature 3 and without the factor 9, as in the code; only its
-gradient's direction counts.
-Reading: that gradient is divided by its own norm over all trained entries, not by that of Lambda times it, and whatever
-``part`` is moved.
+Reading: the divergence from the global model is at temperature 3 and without the factor 9, as in
+the code; only its gradient's direction counts.
+Reading: that gradient is divided by its own norm over all trained entries, not by that of Lambda
+times it, and whatever ``part`` is moved.
 Reading: statistics of normalisation take up each batch in the first pass only.
-Reading: a client's first step is FedAvg's. There the divergence's gradient is zero but for rounding, which the code
-divides by its own norm if Lambda is 1; here nothing is moved before the parameters have left those received.
+Reading: a client's first step is FedAvg's. There the divergence's gradient is zero but for
+rounding, which the code divides by its own norm if Lambda is 1; here nothing is moved before the
+parameters have left those received.
 """
 
 from __future__ import annotations
@@ -39,12 +42,15 @@ from fedstill.work import ClientWork
 class FedSOL(FedAvg):
     """FedAvg with gradients taken a step further away from what the global model says."""
 
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its first pass has no noise
+    # its first pass has no noise
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
 
     rho: NonNegative = 1.0
     """How far from the parameters the gradient is taken, at most; 0: at them."""
     scale: Literal["adaptive", "fixed"] = "adaptive"
-    """Whether an entry is moved in proportion to how far training has moved it, or all alike (Lambda)."""
+    """Whether an entry is moved in proportion to how far training has moved it, or all alike
+    (Lambda).
+    """
     temperature: Positive = 3.0
     """Temperature of the divergence from the global model."""
     part: Literal["all", "head", "body"] = "all"
@@ -59,12 +65,16 @@ class FedSOL(FedAvg):
 
 @dataclass(frozen=True)
 class Orthogonal(FromGlobal):
-    """Training on the gradient of the cross-entropy where the divergence from the model received is larger."""
+    """Training on the gradient of the cross-entropy where the divergence from the model received is
+    larger.
+    """
 
     method: FedSOL
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return replace(super().begin(down, memory, view, world), constants={"received": down.params})
+        return replace(
+            super().begin(down, memory, view, world), constants={"received": down.params}
+        )
 
     def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         tau = self.method.temperature

@@ -1,19 +1,25 @@
-"""FedTGP: as FedProto, with prototypes that the server trains to lie apart, by a margin taken from the clients' own.
+"""FedTGP: as FedProto, with prototypes that the server trains to lie apart, by a margin taken from
+the clients' own.
 
-Source: Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data
-and Model Heterogeneity in Federated Learning" (2024), Algorithm 1, and its code.
-Symbols: lambda = ``strength``; tau = ``largest_margin``; G = the table of prototypes, S = the server's epochs.
-Stages: ``train``, and ``prototypes``, in which the server trains G on what the round's clients sent.
-State: no global parameters; values = G of each class, (C, D); seen = 1 for a class that any client ever had, else 0,
-(C,); table = the parameters of G; means.N = what client N sent; counts.N = its label counts, until the server has
-learned from them.
+Source: Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive
+Learning for Data and Model Heterogeneity in Federated Learning" (2024), Algorithm 1, and its code.
+Symbols: lambda = ``strength``; tau = ``largest_margin``; G = the table of prototypes, S = the
+server's epochs.
+Stages: ``train``, and ``prototypes``, in which the server trains G on what the round's clients
+sent.
+State: no global parameters; values = G of each class, (C, D); seen = 1 for a class that any client
+ever had, else 0, (C,); table = the parameters of G; means.N = what client N sent; counts.N = its
+label counts, until the server has learned from them.
 Memory: params = the client's own model.
-Reading: G is an embedding, a linear layer, ReLU and a linear layer; the first two are one table, here of width D.
-Reading: the code's distance is the root of a difference that rounding can make negative; here it is the root of the sum
-of squares, which is at least 1e-12.
+Reading: G is an embedding, a linear layer, ReLU and a linear layer; the first two are one table,
+here of width D.
+Reading: the code's distance is the root of a difference that rounding can make negative; here it is
+the root of the sum of squares, which is at least 1e-12.
 Reading: the code answers by the nearest prototype; here the client's head answers, as in FedProto.
-Reading: the margin is the largest distance of a class's mean over clients to the next class's; with one class it is 0.
-Reading: the code trains for an epoch at 0.01 in batches of 10, clients and server alike; clients here as in FedProto.
+Reading: the margin is the largest distance of a class's mean over clients to the next class's; with
+one class it is 0.
+Reading: the code trains for an epoch at 0.01 in batches of 10, clients and server alike; clients
+here as in FedProto.
 """
 
 from __future__ import annotations
@@ -59,11 +65,16 @@ PROTOTYPES = "prototypes"
 @method("fedtgp")
 @dataclass(frozen=True)
 class FedTGP(WithPrototypes):
-    """Clients draw their features to prototypes that the server trains to lie apart; networks may differ."""
+    """Clients draw their features to prototypes that the server trains to lie apart; networks may
+    differ.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": PROTOTYPES}
     stages: ClassVar[frozenset[str]] = frozenset({"train", PROTOTYPES})
-    plans: ClassVar[Mapping[str, Plan]] = {**WithPrototypes.plans, PROTOTYPES: Plan(epochs=100, batch=10, lr=0.01)}
+    plans: ClassVar[Mapping[str, Plan]] = {
+        **WithPrototypes.plans,
+        PROTOTYPES: Plan(epochs=100, batch=10, lr=0.01),
+    }
 
     strength: NonNegative = 10.0
     """Weight of the distance to the prototypes (lambda)."""
@@ -72,12 +83,16 @@ class FedTGP(WithPrototypes):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         unmet = f"it needs its server's stage; set topology.server = {PROTOTYPES!r}"
-        return super().misfit(stages, world) or ("" if PROTOTYPES in {s.name for s in stages} else unmet)
+        return super().misfit(stages, world) or (
+            "" if PROTOTYPES in {s.name for s in stages} else unmet
+        )
 
     def setup(self, world: World) -> State:
         start, spec = super().setup(world), table_of(self.blank(SERVER, world))
         drawn = contract.initial(spec, seed_for(world.seed, 0, 0, SERVER, "prototypes"))
-        return start.next(table={k: v.to(dtype_of(world.initial(SERVER))) for k, v in drawn.items()})
+        return start.next(
+            table={k: v.to(dtype_of(world.initial(SERVER))) for k, v in drawn.items()}
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != PROTOTYPES:
@@ -86,11 +101,17 @@ class FedTGP(WithPrototypes):
         return Payload({**said, "table": state.extra["table"], "margin": self.margin(state)})
 
     def margin(self, state: State) -> float:
-        """The largest distance of a class's mean to the next class's, at most ``largest_margin``."""
+        """The largest distance of a class's mean to the next class's, at most
+        ``largest_margin``.
+        """
         replies = [Reply(c, Payload(means=m, counts=n), 0) for c, m, n in said_of(state.extra)]
         means, seen = mean_by_class(replies, state.extra.tensor("values"), "uniform")
         apart = torch.cdist(means[seen], means[seen]).fill_diagonal_(torch.inf)
-        return min(float(apart.min(1).values.max()), self.largest_margin) if int(seen.sum()) > 1 else 0.0
+        return (
+            min(float(apart.min(1).values.max()), self.largest_margin)
+            if int(seen.sum()) > 1
+            else 0.0
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         return Apart() if stage.name == PROTOTYPES else super().work(stage)
@@ -105,7 +126,9 @@ class FedTGP(WithPrototypes):
             table = replies[0].up.tensors("table")
             values = all_prototypes(table_of(state.extra.tensor("values")), table)
             return state.without("means.", "counts.").next(table=table, values=values)
-        seen = torch.stack([state.extra.tensor("seen"), *((r.up.tensor("counts") > 0).float() for r in replies)])
+        seen = torch.stack(
+            [state.extra.tensor("seen"), *((r.up.tensor("counts") > 0).float() for r in replies)]
+        )
         said = {f"{g}.{r.client}": r.up.tensor(g) for r in replies for g in ("means", "counts")}
         return state.next(groups=said, seen=seen.amax(0))
 
@@ -118,7 +141,9 @@ def table_of(values: Tensor) -> ModelSpec:
 
 def all_prototypes(spec: ModelSpec, table: Tensors) -> Tensor:
     """G of every class, (C, D)."""
-    one_hot = torch.eye(spec.input_shape[0], dtype=dtype_of(table), device=table["head.weight"].device)
+    one_hot = torch.eye(
+        spec.input_shape[0], dtype=dtype_of(table), device=table["head.weight"].device
+    )
     return contract.forward(contract.module(spec, "frozen"), table, one_hot)
 
 
@@ -129,14 +154,23 @@ def said_of(groups: Payload) -> list[tuple[int, Tensor, Tensor]]:
 
 
 class Apart(ClientWork):
-    """The server trains G so that each mean that a client sent is nearest its own class's prototype, by a margin."""
+    """The server trains G so that each mean that a client sent is nearest its own class's
+    prototype, by a margin.
+    """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         pairs = [(means[n > 0], (n > 0).nonzero().squeeze(1)) for _, means, n in said_of(down)]
         points = Examples(torch.cat([m for m, _ in pairs]), torch.cat([y for _, y in pairs]))
         table = down.tensors("table")
-        spec = contract.spec_for("mlp", (world.classes,), points.values.shape[1], {"hidden": (points.values.shape[1],)})
-        return Carry(table, constants={"margin": down.number("margin"), "spec": spec}, model=spec, examples=points)
+        spec = contract.spec_for(
+            "mlp", (world.classes,), points.values.shape[1], {"hidden": (points.values.shape[1],)}
+        )
+        return Carry(
+            table,
+            constants={"margin": down.number("margin"), "spec": spec},
+            model=spec,
+            examples=points,
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         prototypes = all_prototypes(carry["spec"], step.params)  # (C, D)
@@ -144,5 +178,7 @@ class Apart(ClientWork):
         own = step.y.unsqueeze(1) == torch.arange(len(prototypes), device=step.y.device)
         return {"apart": cross_entropy(-(apart + carry["margin"] * own.to(apart.dtype)), step.y)}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(table=params), NOTHING

@@ -1,15 +1,17 @@
-"""FML: each client trains a network of its own and a shared one, the "meme", which learn from each other.
+"""FML: each client trains a network of its own and a shared one, the "meme", which learn from each
+other.
 
 Source: Shen et al., "Federated Mutual Learning" (2020), and its code.
 Symbols: P = ``own``, the client's own network; M = ``shared``; alpha = ``alpha``, beta = ``beta``.
 State: the parameters of a pair, of which the shared network is averaged; nothing more.
 Memory: params = the client's pair, whole.
-Reading: the code that is published calls neither the exchange of models nor their mean; here both are done, as in the
-paper.
+Reading: the code that is published calls neither the exchange of models nor their mean; here both
+are done, as in the paper.
 Reading: neither network's gradient flows through the other's distillation, as in the code.
-Reading: the code has an optimiser for each network; here one for both; it is the same, but for ``clip_norm``.
-Reading: the code weighs clients alike; ``aggregation`` chooses, and is so as it is. Training settings as in the other
-methods' tables; the code's are batches of 128 and a weight decay of 5e-4.
+Reading: the code has an optimiser for each network; here one for both; it is the same, but for
+``clip_norm``.
+Reading: the code weighs clients alike; ``aggregation`` chooses, and is so as it is. Training
+settings as in the other methods' tables; the code's are batches of 128 and a weight decay of 5e-4.
 """
 
 from __future__ import annotations
@@ -33,19 +35,32 @@ from fedstill.work import ClientWork
 @method("fml")
 @dataclass(frozen=True)
 class FML(PartlyShared):
-    """Networks of the clients' own, of any architecture, and a shared one learn from each other at every client."""
+    """Networks of the clients' own, of any architecture, and a shared one learn from each other at
+    every client.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"pair"})
 
     alpha: Share = 0.5
-    """Share of the labels in what the client's own network learns; the rest is what the shared one says."""
+    """Share of the labels in what the client's own network learns; the rest is what the shared one
+    says.
+    """
     beta: Share = 0.5
-    """Share of the labels in what the shared network learns; the rest is what the client's own says."""
+    """Share of the labels in what the shared network learns; the rest is what the client's own
+    says.
+    """
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         models = {world.model(c): world.initial(c) for stage in stages for c in stage.clients}
-        shapes = {tuple((k, v.shape) for k, v in self.shared(params).items()) for params in models.values()}
-        return "" if len(shapes) == 1 else "all share one network; set the same model.shared in clients.models"
+        shapes = {
+            tuple((k, v.shape) for k, v in self.shared(params).items())
+            for params in models.values()
+        }
+        return (
+            ""
+            if len(shapes) == 1
+            else "all share one network; set the same model.shared in clients.models"
+        )
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if name.startswith("shared.")]

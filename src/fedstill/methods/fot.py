@@ -1,19 +1,26 @@
-"""FOT: the server keeps out of each change what would move the layers' answers to the inputs of earlier tasks.
+"""FOT: the server keeps out of each change what would move the layers' answers to the inputs of
+earlier tasks.
 
-Source: Bakman et al., "Federated Orthogonal Training: Mitigating Global Catastrophic Forgetting in Continual Federated
-Learning" (2024), and its code.
-Symbols: eps = ``keeps``; U = basis, of each layer the orthonormal directions (d, r) of earlier tasks' inputs.
-Stages: ``train``; after each task but the last ``inputs``, of all clients that are there: nothing is trained.
-State: the global parameters; basis = U of each layer of the body that has one, in float64, from the second task on.
+Source: Bakman et al., "Federated Orthogonal Training: Mitigating Global Catastrophic Forgetting in
+Continual Federated Learning" (2024), and its code.
+Symbols: eps = ``keeps``; U = basis, of each layer the orthonormal directions (d, r) of earlier
+tasks' inputs.
+Stages: ``train``; after each task but the last ``inputs``, of all clients that are there: nothing
+is trained.
+State: the global parameters; basis = U of each layer of the body that has one, in float64, from the
+second task on.
 Memory: nothing.
-Reading: the code's clients send what of their inputs A is outside of U, times random numbers, and how large it is; the
-server adds this up. Here they send the sum of A A^T, (d, d) for each layer: it is exact, adds up over clients, and they
-need not be told U. For layers of many inputs it is more than the code sends; such networks are refused.
-Reading: the share of A outside of U is that of all clients' inputs together; the code takes the mean of their shares.
-Reading: the code's tasks have a head each and are told at the test. Here there is one head, which is not protected, nor
-are biases and what normalises: set ``stream.head`` to "task", so that a task trains its own columns of it.
-Reading: embeddings, convolutions in groups, and whatever else of the body is no linear layer or convolution are not
-protected; the run says so.
+Reading: the code's clients send what of their inputs A is outside of U, times random numbers, and
+how large it is; the server adds this up. Here they send the sum of A A^T, (d, d) for each layer: it
+is exact, adds up over clients, and they need not be told U. For layers of many inputs it is more
+than the code sends; such networks are refused.
+Reading: the share of A outside of U is that of all clients' inputs together; the code takes the
+mean of their shares.
+Reading: the code's tasks have a head each and are told at the test. Here there is one head, which
+is not protected, nor are biases and what normalises: set ``stream.head`` to "task", so that a task
+trains its own columns of it.
+Reading: embeddings, convolutions in groups, and whatever else of the body is no linear layer or
+convolution are not protected; the run says so.
 """
 
 from __future__ import annotations
@@ -29,7 +36,20 @@ from fedstill.fields import NonNegative, Share
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.models.contract import module, trainable_names
 from fedstill.models.layer_inputs import beside_layers, body_layers
-from fedstill.records import KEEP, SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    KEEP,
+    SERVER,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.ridge import NO_TRAINING
 from fedstill.work import ClientWork
@@ -47,7 +67,9 @@ ROUNDING = 1e-12
 @method("fot")
 @dataclass(frozen=True)
 class FOT(FedAvg):
-    """FedAvg whose changes are orthogonal to the inputs of each layer in earlier tasks; needs [stream]."""
+    """FedAvg whose changes are orthogonal to the inputs of each layer in earlier tasks; needs
+    [stream].
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": INPUTS}
     stages: ClassVar[frozenset[str]] = frozenset({"train", INPUTS})
@@ -66,17 +88,28 @@ class FOT(FedAvg):
         if wide:
             d = layers[wide[0]]
             layer = wide[0].removesuffix(".weight")
-            return f"layer {layer} has {d} inputs, and at most {MOST_INPUTS} can be told of; choose a smaller model"
-        return "" if layers else "the body of its model has no layer to protect; choose another model, mlp or cnn"
+            return (
+                f"layer {layer} has {d} inputs, and at most {MOST_INPUTS} can be told of; choose a "
+                "smaller model"
+            )
+        return (
+            ""
+            if layers
+            else "the body of its model has no layer to protect; choose another model, mlp or cnn"
+        )
 
     def caution(self, world: World) -> str:
         spec = world.model(SERVER)
-        free = [name for name in beside_layers(module(spec, "frozen")) if name in trainable_names(spec)]
+        free = [
+            name for name in beside_layers(module(spec, "frozen")) if name in trainable_names(spec)
+        ]
         if world.stream.nothing_before or not free:
             return world.stream.nothing_before
         return (
-            f"only linear layers and convolutions are protected, and {', '.join(free[:3])}{', …' * (len(free) > 3)} of "
-            f"model {spec.label} trains as with fedavg; choose a model without it, or another method"
+            "only linear layers and convolutions are protected, and "
+            f"{', '.join(free[:3])}{', …' * (len(free) > 3)} of "
+            f"model {spec.label} trains as with fedavg; choose a model without it, or another "
+            "method"
         )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
@@ -90,7 +123,9 @@ class FOT(FedAvg):
         if stage.name != INPUTS:
             return super().expects(client, stage, world)
         layers = body_layers(module(world.model(client), "frozen"))
-        return Payload(products={name: torch.zeros(d, d, dtype=torch.float64) for name, d in layers.items()})
+        return Payload(
+            products={name: torch.zeros(d, d, dtype=torch.float64) for name, d in layers.items()}
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         known = state.extra.tensors("basis") if "basis" in state.extra else {}
@@ -100,7 +135,9 @@ class FOT(FedAvg):
             return after.next(params={**after.params, **moved})
         share = min(1.0, self.keeps + self.grows * world.stream.task(stage.round))
         names = replies[0].up.tensors("products")
-        sums = {k: torch.stack([r.up.tensors("products")[k] for r in replies]).sum(0) for k in names}
+        sums = {
+            k: torch.stack([r.up.tensors("products")[k] for r in replies]).sum(0) for k in names
+        }
         grown = {k: with_directions(known.get(k, s[:, :0]), s, share) for k, s in sums.items()}
         return state.next(basis={k: u for k, u in grown.items() if u.shape[1]})
 
@@ -111,15 +148,17 @@ class SendInputs(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={}, constants={"products": view.input_products(down.params)})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(products=carry["products"]), KEEP
 
 
 def orthogonal(new: Tensor, old: Tensor, basis: Tensor) -> Tensor:
     """Weights moved from ``old`` towards ``new`` by what of the change is orthogonal to U.
 
-    new, old: (out, ...) of d numbers for each output; basis: U (d, r), orthonormal. Gives weights of the same shape:
-    with D their change, D U = 0.
+    new, old: (out, ...) of d numbers for each output; basis: U (d, r), orthonormal. Gives weights
+    of the same shape: with D their change, D U = 0.
     """
     change = (new.double() - old.double()).flatten(1)
     rest = change - (change @ basis) @ basis.T
@@ -127,11 +166,13 @@ def orthogonal(new: Tensor, old: Tensor, basis: Tensor) -> Tensor:
 
 
 def with_directions(basis: Tensor, products: Tensor, share: float) -> Tensor:
-    """The directions U (d, r), with the fewest more so that at least a share of a layer's inputs lies in their span.
+    """The directions U (d, r), with the fewest more so that at least a share of a layer's inputs
+    lies in their span.
 
-    basis: U so far, orthonormal; products: the sum of a a^T over inputs a, (d, d) float64; share: eps in [0, 1]. With q
-    the norm of what of the inputs is outside of U over their norm, the strongest directions of that are taken until
-    they hold a share (q - (1 - eps)) / q of its energy; none where q <= 1 - eps. Gives U with orthonormal columns.
+    basis: U so far, orthonormal; products: the sum of a a^T over inputs a, (d, d) float64; share:
+    eps in [0, 1]. With q the norm of what of the inputs is outside of U over their norm, the
+    strongest directions of that are taken until they hold a share (q - (1 - eps)) / q of its
+    energy; none where q <= 1 - eps. Gives U with orthonormal columns.
 
     Source: FOT's FedAVGAggregator.py.
     """
@@ -140,12 +181,14 @@ def with_directions(basis: Tensor, products: Tensor, share: float) -> Tensor:
     rest = outside @ products @ outside
     energy, directions = torch.linalg.eigh((rest + rest.T) / 2)
     energy, directions = energy.flip(0).clamp(min=0), directions.flip(1)
-    q = min(1.0, float((energy.sum() / whole).sqrt())) if whole > 0 else 0.0  # above 1 only by rounding
+    # above 1 only by rounding
+    q = min(1.0, float((energy.sum() / whole).sqrt())) if whole > 0 else 0.0
     if q <= max(1 - share, ROUNDING**0.5):
         return basis
     wanted = (q - (1 - share)) / q
     sums = energy.cumsum(0) / energy.sum()
     count = min(1 + int((sums < wanted - ROUNDING).sum()), len(products) - basis.shape[1])
     both, _ = torch.linalg.qr(torch.cat([basis, directions[:, :count]], dim=1))
-    grown: Tensor = both.contiguous()  # as it is read back from a checkpoint: products of it have the same bits then
+    # as it is read back from a checkpoint: products of it have the same bits then
+    grown: Tensor = both.contiguous()
     return grown

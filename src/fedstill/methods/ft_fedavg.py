@@ -1,7 +1,8 @@
-"""FT-FedAvg: after the last round of FedAvg, every client trains the global model on its own data once more.
+"""FT-FedAvg: after the last round of FedAvg, every client trains the global model on its own data
+once more.
 
-Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2:
-100 rounds of two epochs, then four; Adam as in local training.
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(QKT), appendix A.2: 100 rounds of two epochs, then four; Adam as in local training.
 State: the global parameters; student.N = client N's fine-tuned model, after the last round.
 Memory: nothing.
 """
@@ -31,7 +32,8 @@ class FTFedAvg(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # the fine-tuned models are each client's own
+    # the fine-tuned models are each client's own
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
     plans: ClassVar[Mapping[str, Plan]] = {"train": PARALLEL, LAST: replace(PARALLEL, epochs=4)}
     personal: ClassVar[frozenset[str]] = frozenset({LAST})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})

@@ -1,22 +1,27 @@
-"""GLFC's clients: kept examples, classes weighed by how badly they are known, and the last task's model as a teacher.
+"""GLFC's clients: kept examples, classes weighed by how badly they are known, and the last task's
+model as a teacher.
 
 Source: Dong et al., "Federated Class-Incremental Learning" (GLFC, 2022), and its code.
 Symbols: m = ``size``; sigma = sigmoid; g = |sigma(z_y) - 1| of an example of class y.
 Stages: ``train``; after each task ``remember``, of all clients that are there: nothing is trained.
-State: the global parameters; old = the global model at the end of the task before, from the second task on; means =
-the mean of each class's features at length 1, (C, D), where ``nearest_mean`` is set; known = which classes have one,
-(C,), there.
-Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task, its place among the
-client's examples of that, and its key.
-Reading: which classes are old, and which task is the first, is by the task that the client itself is in.
-Reading: the loss is half the binary cross-entropy of all outputs in training, weighed by g over the batch's mean of g,
-old and new classes apart; and half that to targets in which the old classes' are the old model's sigmoids. In the first
-task it is the first half alone, whole. The weights have no gradient.
-Reading: the paper's clients find out that the task has changed by a rise of the model's mean entropy over 1.2; the
-stream says so here. They choose the old model with a proxy server, which rebuilds images of clients from gradients;
-here it is the last task's, and nothing is rebuilt.
-Reading: training is as FedAvg's here; the code's learning rate is 2.0, in steps, in ten rounds a task.
-Reading: kept examples are chosen by herding under the model at their task's end, as many of each class.
+State: the global parameters; old = the global model at the end of the task before, from the second
+task on; means = the mean of each class's features at length 1, (C, D), where ``nearest_mean`` is
+set; known = which classes have one, (C,), there.
+Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task,
+its place among the client's examples of that, and its key.
+Reading: which classes are old, and which task is the first, is by the task that the client itself
+is in.
+Reading: the loss is half the binary cross-entropy of all outputs in training, weighed by g over the
+batch's mean of g, old and new classes apart; and half that to targets in which the old classes' are
+the old model's sigmoids. In the first task it is the first half alone, whole. The weights have no
+gradient.
+Reading: the paper's clients find out that the task has changed by a rise of the model's mean
+entropy over 1.2; the stream says so here. They choose the old model with a proxy server, which
+rebuilds images of clients from gradients; here it is the last task's, and nothing is rebuilt.
+Reading: training is as FedAvg's here; the code's learning rate is 2.0, in steps, in ten rounds a
+task.
+Reading: kept examples are chosen by herding under the model at their task's end, as many of each
+class.
 """
 
 from __future__ import annotations
@@ -39,12 +44,16 @@ from fedstill.work import ClientWork
 @method("glfc_local")
 @dataclass(frozen=True)
 class GLFCLocal(Replay):
-    """Kept examples, sigmoid losses weighed by class, and the last task's model as a teacher; needs [stream]."""
+    """Kept examples, sigmoid losses weighed by class, and the last task's model as a teacher; needs
+    [stream].
+    """
 
     size: CountOrZero = 2000
     """The most examples that a client keeps (m)."""
     choose: Literal["reservoir", "herding"] = "herding"
-    """Which are kept: drawn evenly, or as many of each class, those whose features come nearest to its mean (iCaRL)."""
+    """Which are kept: drawn evenly, or as many of each class, those whose features come nearest to
+    its mean (iCaRL).
+    """
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if self.beta is not None or self.alpha:
@@ -54,7 +63,10 @@ class GLFCLocal(Replay):
     def caution(self, world: World) -> str:
         if world.stream.tasks > 1:
             return ""
-        return "without [stream] there is no earlier task, and only its first task's loss acts; add [stream]"
+        return (
+            "without [stream] there is no earlier task, and only its first task's loss acts; add "
+            "[stream]"
+        )
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The model of a task's end teaches the whole next task."""
@@ -78,29 +90,43 @@ class OfGLFC(Rehearse):
     """Half a loss weighed by class, half one to the old model's answers for old classes."""
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry, task = super().begin(down, memory, view, world), world.stream.task(self.round, view.client)
+        carry, task = (
+            super().begin(down, memory, view, world),
+            world.stream.task(self.round, view.client),
+        )
         old = torch.zeros(world.classes, dtype=torch.bool)
         old[list(world.stream.seen(task - 1) if task > 0 else ())] = True
         teachers = {"old": down.tensors("old")} if "old" in down else {}
         mask = world.stream.mask(self.round, view.client, world.classes)
         on = torch.ones(world.classes, dtype=torch.bool) if mask is None else mask | old
-        return replace(carry, teachers=teachers, constants={**carry.constants, "old": old, "on": on})
+        return replace(
+            carry, teachers=teachers, constants={**carry.constants, "old": old, "on": on}
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        z, old, on = step.logits(raw=True), carry["old"], carry["on"].to(step.mask.dtype)  # (B, C), (C,), (C,)
+        # (B, C), (C,), (C,)
+        z, old, on = step.logits(raw=True), carry["old"], carry["on"].to(step.mask.dtype)
         y = torch.zeros_like(z).scatter(1, step.y.unsqueeze(1), 1.0)
         far = (1 - z.gather(1, step.y.unsqueeze(1)).squeeze(1).sigmoid()).detach()  # (B,)
         weight = by_group(far, old[step.y], step)
-        now = weight * (binary_cross_entropy_with_logits(z, y, reduction="none") * on).sum(1) / on.sum()
+        now = (
+            weight
+            * (binary_cross_entropy_with_logits(z, y, reduction="none") * on).sum(1)
+            / on.sum()
+        )
         if not carry.teachers:
             return {"bce": now}
         target = torch.where(old, step.teacher("old", raw=True).sigmoid().to(z.dtype), y)
-        kept = (binary_cross_entropy_with_logits(z, target, reduction="none") * on).sum(1) / on.sum()
+        kept = (binary_cross_entropy_with_logits(z, target, reduction="none") * on).sum(
+            1
+        ) / on.sum()
         return {"bce": 0.5 * now, "old": 0.5 * kept}
 
 
 def by_group(values: Tensor, group: Tensor, step: Step) -> Tensor:
-    """Values (B,) over the mean of those of their own group, of two, among a batch's real examples: (B,)."""
+    """Values (B,) over the mean of those of their own group, of two, among a batch's real examples:
+    (B,).
+    """
     means = []
     for one in (group, ~group):
         here = one.to(values.dtype)

@@ -1,25 +1,33 @@
-"""HiPer-FedKD: learn from the mean of standardised logits; the more a client differs, the lower its temperature.
+"""HiPer-FedKD: learn from the mean of standardised logits; the more a client differs, the lower its
+temperature.
 
-Source: Malik, "Adaptive Curriculum Learning for Bidirectional Federated Knowledge Distillation" (HiPer-FedKD),
-Algorithm 1 and section 3, with the author's notebooks, which made the printed numbers. Four variants:
-``hiper_baseline``; ``hiper_temperature`` (Improvement 1: personal temperatures); ``hiper_standardised`` (Improvement 2:
-z-scored logits too); ``hiper_fedkd`` (Improvement 2.1: exponential temperatures).
-Symbols: s_k = heterogeneity score; T_k = temperature of client k's cross-entropy; T = ``temperature`` (distillation);
-k = ``decay``; P = the public set.
-State: the parameters of the server's model; subset = positions (P,) of the round's public images, where ``subset`` asks
-for fewer than all; target = the consensus on these, (P, C), until the clients have learned from it; labels = the
-census's label counts (clients, C), where temperatures are personal.
+Source: Malik, "Adaptive Curriculum Learning for Bidirectional Federated Knowledge Distillation"
+(HiPer-FedKD), Algorithm 1 and section 3, with the author's notebooks, which made the printed
+numbers. Four variants: ``hiper_baseline``; ``hiper_temperature`` (Improvement 1: personal
+temperatures); ``hiper_standardised`` (Improvement 2: z-scored logits too); ``hiper_fedkd``
+(Improvement 2.1: exponential temperatures).
+Symbols: s_k = heterogeneity score; T_k = temperature of client k's cross-entropy; T =
+``temperature`` (distillation); k = ``decay``; P = the public set.
+State: the parameters of the server's model; subset = positions (P,) of the round's public images,
+where ``subset`` asks for fewer than all; target = the consensus on these, (P, C), until the clients
+have learned from it; labels = the census's label counts (clients, C), where temperatures are
+personal.
 Memory: params = the client's own model.
-Reading: the abstract and section 2.1.1 let the server's model teach the clients; Algorithm 1 and the notebook teach
-clients and server alike by the mean of the clients' logits, as here. That mean is not standardised again.
+Reading: the abstract and section 2.1.1 let the server's model teach the clients; Algorithm 1 and
+the notebook teach clients and server alike by the mean of the clients' logits, as here. That mean
+is not standardised again.
 Reading: Algorithm 1 prints no T^2 before the divergence, the notebook has it; we keep it.
-Reading: the text clamps T_k to [0.05, 0.99], the notebook to [0.01, 0.99]: ``low`` is 0.01. At alpha 0.1 the paper's
-Improvement 1 fits 0.01, its Improvement 2 fits 0.05 (docs/results.md, the coldest client). Classes that a client lacks
-are left out of s_k as in the notebook; ``count_absent`` follows the text.
-Reading: the notebook pairs the last batch of the public set with the logits of other images; here they are its own.
-Reading: the notebooks add 1e-8 to the label's probability before the logarithm, the paper's formula does not:
-``floor``. Where a cold client's probability is far below it, the notebook's loss has no gradient.
-Reading: label counts of a client that sent none are unknown: it trains at ``high``, as if it were like all others.
+Reading: the text clamps T_k to [0.05, 0.99], the notebook to [0.01, 0.99]: ``low`` is 0.01. At
+alpha 0.1 the paper's Improvement 1 fits 0.01, its Improvement 2 fits 0.05 (docs/results.md, the
+coldest client). Classes that a client lacks are left out of s_k as in the notebook;
+``count_absent`` follows the text.
+Reading: the notebook pairs the last batch of the public set with the logits of other images; here
+they are its own.
+Reading: the notebooks add 1e-8 to the label's probability before the logarithm, the paper's formula
+does not: ``floor``. Where a cold client's probability is far below it, the notebook's loss has no
+gradient.
+Reading: label counts of a client that sent none are unknown: it trains at ``high``, as if it were
+like all others.
 """
 
 from __future__ import annotations
@@ -39,7 +47,9 @@ from fedstill.records import Plan, State
 from fedstill.registry import method
 
 HIPER_PLAN = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
-"""Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is kept to measure its model."""
+"""Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is kept to measure
+its model.
+"""
 
 PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
 """On the public set: in its order, as the notebooks do."""
@@ -51,8 +61,17 @@ PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
     temperatures="off",
     z_score=False,
 )
-@method("hiper_temperature", about="Improvement 1: linear personal temperatures.", temperatures="linear", z_score=False)
-@method("hiper_standardised", about="Improvement 2: linear temperatures, standardised logits.", temperatures="linear")
+@method(
+    "hiper_temperature",
+    about="Improvement 1: linear personal temperatures.",
+    temperatures="linear",
+    z_score=False,
+)
+@method(
+    "hiper_standardised",
+    about="Improvement 2: linear temperatures, standardised logits.",
+    temperatures="linear",
+)
 @method("hiper_fedkd")
 @dataclass(frozen=True)
 class HiPerFedKD(LogitExchange):
@@ -79,13 +98,16 @@ class HiPerFedKD(LogitExchange):
     count_absent: bool = False
     """Whether classes that a client lacks count in its heterogeneity."""
     floor: PositiveShare | None = None
-    """What is added to the label's probability before its logarithm, in local training; unset: nothing."""
+    """What is added to the label's probability before its logarithm, in local training; unset:
+    nothing.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low > self.high:
             raise ConfigError(
-                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures are between these"
+                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures are "
+                "between these"
             )
 
     def requires(self) -> frozenset[str]:

@@ -1,6 +1,8 @@
-"""Local only: every client trains a model of its own and exchanges nothing; what all one-shot methods start from.
+"""Local only: every client trains a model of its own and exchanges nothing; what all one-shot
+methods start from.
 
-Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2.
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(QKT), appendix A.2.
 State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples.
 Memory: nothing.
 """

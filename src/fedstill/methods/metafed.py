@@ -1,17 +1,19 @@
 """MetaFed: clients in a ring keep models of their own, and each learns from the one before it.
 
-Source: Chen et al., "MetaFed: Federated Learning among Federations with Cyclic Knowledge Distillation for Personalized
-Healthcare" (2022), and its code.
+Source: Chen et al., "MetaFed: Federated Learning among Federations with Cyclic Knowledge
+Distillation for Personalized Healthcare" (2022), and its code.
 Symbols: theta_1 = ``keeps_above``, theta_2 = ``listens_below``; lambda = ``strength``.
 State: the model of the client that acted last; ring = 1 once there is one.
-Memory: params = the client's own model; ready = 1 from when its held-out accuracy has exceeded theta_1, 0 before.
-Reading: a client that is not ready takes over the weights of the one before and trains them; one that is ready keeps
-its own, and is drawn to the other's features. The code's last stage goes by the same rule, and so does this one.
-Reading: the code's published commands set theta_1 to 1.1, which no accuracy exceeds: then nothing is ever distilled.
-Its default is 0.6; ours, too.
+Memory: params = the client's own model; ready = 1 from when its held-out accuracy has exceeded
+theta_1, 0 before.
+Reading: a client that is not ready takes over the weights of the one before and trains them; one
+that is ready keeps its own, and is drawn to the other's features. The code's last stage goes by the
+same rule, and so does this one.
+Reading: the code's published commands set theta_1 to 1.1, which no accuracy exceeds: then nothing
+is ever distilled. Its default is 0.6; ours, too.
 Reading: the code takes the features in a second pass in training mode; here there is one pass.
-Reading: a fifth of each client's data is held out for theta_1 and theta_2; a client that is too small for that never
-becomes ready.
+Reading: a fifth of each client's data is held out for theta_1 and theta_2; a client that is too
+small for that never becomes ready.
 Reading: the paper's rounds are of federations; here a federation is a client.
 """
 
@@ -50,13 +52,17 @@ from fedstill.work import ClientWork
 WARM_UP, LAST = "warm_up", "personalise"
 
 METAFED_PLAN = Plan(epochs=1, batch=32, lr=0.01, validation=0.2)
-"""The code's settings: one epoch a visit, batches of 32, a constant learning rate without momentum."""
+"""The code's settings: one epoch a visit, batches of 32, a constant learning rate without
+momentum.
+"""
 
 
 @method("metafed")
 @dataclass(frozen=True)
 class MetaFed(Method):
-    """Models of each client's own, along a ring: taken over from the client before, and later drawn to its features."""
+    """Models of each client's own, along a ring: taken over from the client before, and later drawn
+    to its features.
+    """
 
     topology: ClassVar[str] = "sequential"
     schedule: ClassVar[Mapping[str, Any]] = {"order": "fixed", "first": WARM_UP, "last": LAST}
@@ -72,20 +78,34 @@ class MetaFed(Method):
     strength: NonNegative = 1.0
     """Weight of the squared distance to the features of the model before (lambda)."""
     keeps_above: NonNegative = 0.6
-    """Held-out accuracy above which a client keeps its own model (theta_1); above 1: none ever does."""
+    """Held-out accuracy above which a client keeps its own model (theta_1); above 1: none ever
+    does.
+    """
     listens_below: NonNegative = 0.5
-    """Accuracy of the ring's model below which, in the last stage, a client as good learns nothing of it (theta_2)."""
+    """Accuracy of the ring's model below which, in the last stage, a client as good learns nothing
+    of it (theta_2).
+    """
     share_norms: bool = True
     """Whether layers that normalise by statistics are taken over with the rest."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if not has_links(stages):
             return "side by side there is no client before; leave topology.kind out"
-        blind = [s.name for s in stages if s.name in world.plans and not world.plans[s.name].validation]
-        return f"accuracy on held-out data decides; set plan.{blind[0]}.validation = 0.2" if blind else ""
+        blind = [
+            s.name for s in stages if s.name in world.plans and not world.plans[s.name].validation
+        ]
+        return (
+            f"accuracy on held-out data decides; set plan.{blind[0]}.validation = 0.2"
+            if blind
+            else ""
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(params=state.params) if "ring" in state.extra and stage.name != WARM_UP else Payload()
+        return (
+            Payload(params=state.params)
+            if "ring" in state.extra and stage.name != WARM_UP
+            else Payload()
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         return InRing(self, stage.name)
@@ -99,7 +119,9 @@ class MetaFed(Method):
 
 @dataclass(frozen=True)
 class InRing(ClientWork):
-    """Training of the model before, or of the client's own near the other's features; of its own alone without one."""
+    """Training of the model before, or of the client's own near the other's features; of its own
+    alone without one.
+    """
 
     method: MetaFed
     stage: str
@@ -114,10 +136,14 @@ class InRing(ClientWork):
         strength = self.method.strength
         if self.stage == LAST:
             strength *= self.listens(self.right(own, view), self.right(down.params, view))
-        return Carry(own, teachers={"before": down.params}, constants={"ready": ready, "strength": strength})
+        return Carry(
+            own, teachers={"before": down.params}, constants={"ready": ready, "strength": strength}
+        )
 
     def listens(self, own: float, other: float) -> float:
-        """What lambda is multiplied by in the last stage, from held-out accuracies: 0, or from near 0 to 1."""
+        """What lambda is multiplied by in the last stage, from held-out accuracies: 0, or from near
+        0 to 1.
+        """
         worse = other <= own and other < self.method.listens_below
         return 0.0 if worse else float(10 ** min(1.0, 5 * (other - own)) / 10)
 
@@ -131,12 +157,20 @@ class InRing(ClientWork):
         apart = (step.features() - step.teacher_features("before")).square().mean(1)  # (B,)
         return {**super().terms(step, carry), "features": carry["strength"] * apart}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         ready = int(carry["ready"] or self.right(params, view) > self.method.keeps_above)
-        return Payload(params=params) if self.stage == "train" else NOTHING, Payload(params=params, ready=ready)
+        return Payload(params=params) if self.stage == "train" else NOTHING, Payload(
+            params=params, ready=ready
+        )
 
 
 def statistics(spec: ModelSpec) -> list[str]:
     """The entries of layers that normalise by statistics."""
     m = contract.module(spec)
-    return [k for k in m.state_dict() if isinstance(m.get_submodule(k.rpartition(".")[0]), contract.NORMS)]
+    return [
+        k
+        for k in m.state_dict()
+        if isinstance(m.get_submodule(k.rpartition(".")[0]), contract.NORMS)
+    ]

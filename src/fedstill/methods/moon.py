@@ -1,13 +1,16 @@
-"""MOON: keep a client's features near the global model's and away from those of its own previous model.
+"""MOON: keep a client's features near the global model's and away from those of its own previous
+model.
 
 Source: Li et al., "Model-Contrastive Federated Learning" (2021), eq. 3 and 4.
 Symbols: mu = ``mu``; T = ``temperature``.
 State: the global parameters, nothing more.
 Memory: params = the model that the client ended with last.
-Reading: the original network has a projection head under its classifier: give the model one (``[model] projection``).
-FedNTD ran it without, on the features before the last layer, with mu = 1 in its table and 0.1 in its configuration.
-At mu = 5 a pooled network without it hardly learned (docs/results.md); the recipes of QKT's tables have it.
-Reading: a client's previous model is the initial global one until it has trained; frozen models are in evaluation mode.
+Reading: the original network has a projection head under its classifier: give the model one
+(``[model] projection``). FedNTD ran it without, on the features before the last layer, with mu = 1
+in its table and 0.1 in its configuration. At mu = 5 a pooled network without it hardly learned
+(docs/results.md); the recipes of QKT's tables have it.
+Reading: a client's previous model is the initial global one until it has trained; frozen models are
+in evaluation mode.
 """
 
 from __future__ import annotations
@@ -52,9 +55,12 @@ class Contrasted(ClientWork):
         return Carry(down.params, teachers={"global": down.params, "previous": previous})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        near, far = step.teacher_features("global"), step.teacher_features("previous")  # (B, D) each
+        # (B, D) each
+        near, far = step.teacher_features("global"), step.teacher_features("previous")
         contrast = model_contrast(step.features(), near, far, self.method.temperature)
         return {"ce": cross_entropy(step.logits(), step.y), "contrast": self.method.mu * contrast}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(params=params), Payload(params=params)

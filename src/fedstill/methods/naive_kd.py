@@ -1,15 +1,19 @@
 """Naive KD: a client distils the models of all its peers into its own, on its own data.
 
-Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), eq. 1.
-Symbols: alpha = weight of the distillation; tau = ``temperature``; T = the teachers, all other clients.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
-N's model after it has learned from its peers.
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(QKT), eq. 1.
+Symbols: alpha = weight of the distillation; tau = ``temperature``; T = the teachers, all other
+clients.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
+student.N = client N's model after it has learned from its peers.
 Memory: nothing.
-Reading: eq. 1 sums over all teachers. With the sum a client forgets over three times as much as in the published rows,
-and is worse on average than alone; there it is better. With the mean it forgets little and is better (docs/results.md):
-the mean is the default, ``over_teachers`` offers both.
-Reading: an epoch count of 25 is for CIFAR-10 and CINIC-10; other data have 10: set ``[plan.transfer] epochs``.
-Reading: ``participants`` is the number of clients that take part in a client's one exchange, itself included (0: all).
+Reading: eq. 1 sums over all teachers. With the sum a client forgets over three times as much as in
+the published rows, and is worse on average than alone; there it is better. With the mean it forgets
+little and is better (docs/results.md): the mean is the default, ``over_teachers`` offers both.
+Reading: an epoch count of 25 is for CIFAR-10 and CINIC-10; other data have 10: set
+``[plan.transfer] epochs``.
+Reading: ``participants`` is the number of clients that take part in a client's one exchange, itself
+included (0: all).
 """
 
 from __future__ import annotations
@@ -83,7 +87,9 @@ class NaiveKD(LocalOnly):
 
 
 def own_and_peers(state: State, client: int, participants: int, world: World) -> Payload | None:
-    """A client's own model and those of the peers it asks, of ``participants`` in all; None if it could not fit one."""
+    """A client's own model and those of the peers it asks, of ``participants`` in all; None if it
+    could not fit one.
+    """
     models = fitted(state)
     if client not in models:
         return None
@@ -98,7 +104,9 @@ class Distilled(ClientWork):
     method: NaiveKD
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(down.params, {str(c): (world.model(c), p) for c, p in down.many("peer").items()})
+        return Carry(
+            down.params, {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         terms = {"ce": cross_entropy(step.logits(), step.y)}

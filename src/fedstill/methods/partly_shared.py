@@ -1,8 +1,8 @@
 """What methods share whose clients send a part of their model and keep the rest.
 
-A client goes on with its own entries and the server's in place of those that travel, and remembers the whole of what it
-ends with: that is its model. The server averages what travels. If all entries do, it is federated averaging to the bit;
-if none do, clients train alone.
+A client goes on with its own entries and the server's in place of those that travel, and remembers
+the whole of what it ends with: that is its model. The server averages what travels. If all entries
+do, it is federated averaging to the bit; if none do, clients train alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from torch import Tensor
 from fedstill.aggregate import Aggregation
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import (
+    NOTHING,
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.trees import only
 from fedstill.work import ClientWork
 
@@ -48,13 +60,19 @@ class PartlyShared(FedAvg):
         return KeepsItsOwn(self, stage.name)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return NOTHING if stage.name in self.silent else Payload(shared=self.shared(world.initial(client)))
+        return (
+            NOTHING
+            if stage.name in self.silent
+            else Payload(shared=self.shared(world.initial(client)))
+        )
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         """Entries that do not travel keep their bits."""
         if stage.name in self.silent:
             return state
-        return state.next(params={**state.params, **self.averaged(replies, self.shared(state.params), "shared")})
+        return state.next(
+            params={**state.params, **self.averaged(replies, self.shared(state.params), "shared")}
+        )
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """A global model, only if all that is trained travels."""
@@ -64,7 +82,9 @@ class PartlyShared(FedAvg):
 
 @dataclass(frozen=True)
 class KeepsItsOwn(ClientWork):
-    """Local training of the client's own model with the shared entries received; it remembers what it ends with."""
+    """Local training of the client's own model with the shared entries received; it remembers what
+    it ends with.
+    """
 
     method: PartlyShared
     stage: str
@@ -73,8 +93,14 @@ class KeepsItsOwn(ClientWork):
         own = memory.params if memory else {}
         return Carry({**world.initial(view.client), **own, **down.tensors("shared")})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        up = NOTHING if self.stage in self.method.silent else Payload(shared=self.method.shared(params))
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        up = (
+            NOTHING
+            if self.stage in self.method.silent
+            else Payload(shared=self.method.shared(params))
+        )
         return up, Payload(params=params)
 
 

@@ -1,18 +1,23 @@
-"""PFNM: models that clients trained alone become one by matching their hidden units, of which it may have more.
+"""PFNM: models that clients trained alone become one by matching their hidden units, of which it
+may have more.
 
-Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019) and its code; with
-convolutions, the code of Wang et al., "Federated Learning with Matched Averaging" (2020). A baseline in Alballa et al.,
-"Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), Table 2.
-Symbols: sigma^2 = ``variance``, sigma_0^2 = ``prior_variance``, gamma; ``passes`` over the clients after the first
-match; where a layer has ``most`` global units, a client adds no more than one.
-State: the global parameters, and their architecture, once units are matched; candidate.N = the model that the Nth
-setting makes, until clients have tried all; labels = the census's label counts (clients, C).
+Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019) and
+its code; with convolutions, the code of Wang et al., "Federated Learning with Matched Averaging"
+(2020). A baseline in Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning
+Environments" (QKT), Table 2.
+Symbols: sigma^2 = ``variance``, sigma_0^2 = ``prior_variance``, gamma; ``passes`` over the clients
+after the first match; where a layer has ``most`` global units, a client adds no more than one.
+State: the global parameters, and their architecture, once units are matched; candidate.N = the
+model that the Nth setting makes, until clients have tried all; labels = the census's label counts
+(clients, C).
 Memory: params = the client's own model, where rounds follow, from which it goes on.
-Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the one of best train
-accuracy: here the server sends every candidate to the clients (the stage ``transfer``), who count what it gets right of
-their own data. With one value each, nothing is sent again.
-Reading: exact for fully connected and plain convolutional networks. QKT has it with ResNet-18, which PFNM does not
-cover, and does not say how: there it is an approximation of ours (``fedstill.matching.residual``).
+Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the
+one of best train
+accuracy: here the server sends every candidate to the clients (the stage ``transfer``), who count
+what it gets right of their own data. With one value each, nothing is sent again.
+Reading: exact for fully connected and plain convolutional networks. QKT has it with ResNet-18,
+which PFNM does not cover, and does not say how: there it is an approximation of ours
+(``fedstill.matching.residual``).
 """
 
 from __future__ import annotations
@@ -32,7 +37,20 @@ from fedstill.keys import seed_for
 from fedstill.matching import MatchingSettings, match_models, matchable, unmatched, widened
 from fedstill.methods.fedavg_once import FedAvgOnce
 from fedstill.methods.naive_kd import TRANSFER
-from fedstill.records import KEEP, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World, many
+from fedstill.records import (
+    KEEP,
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+    many,
+)
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
@@ -40,7 +58,9 @@ from fedstill.work import ClientWork
 @method("pfnm")
 @dataclass(frozen=True)
 class PFNM(FedAvgOnce):
-    """One model of all local ones, their hidden units matched; of residual networks approximately."""
+    """One model of all local ones, their hidden units matched; of residual networks
+    approximately.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
@@ -62,14 +82,20 @@ class PFNM(FedAvgOnce):
     def settings(self) -> list[MatchingSettings]:
         """What is tried, in the order of the fields' values."""
         grid = product(self.gamma, self.variance, self.prior_variance)
-        return [MatchingSettings(variance, prior, gamma, self.most, self.passes) for gamma, variance, prior in grid]
+        return [
+            MatchingSettings(variance, prior, gamma, self.most, self.passes)
+            for gamma, variance, prior in grid
+        ]
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
         if spec.held:
             return "it changes the widths of layers, and train_only keeps some as they are"
         if not matchable(spec):
-            return f"it matches units of plain chains of layers and of residual networks, and {unmatched(spec)}"
+            return (
+                "it matches units of plain chains of layers and of residual networks, and "
+                f"{unmatched(spec)}"
+            )
         return super().misfit(stages, world)
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
@@ -88,7 +114,10 @@ class PFNM(FedAvgOnce):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == FIT:
-            candidates = {i: self.matched(state, replies, stage, world, s) for i, s in enumerate(self.settings)}
+            candidates = {
+                i: self.matched(state, replies, stage, world, s)
+                for i, s in enumerate(self.settings)
+            }
             if len(candidates) == 1:
                 return self.chosen(state, candidates[0], world)
             return state.next(groups=many("candidate", candidates))
@@ -97,10 +126,17 @@ class PFNM(FedAvgOnce):
         return self.chosen(state.without("candidate."), best, world)
 
     def matched(
-        self, state: State, replies: Sequence[Reply], stage: Stage, world: World, setting: MatchingSettings
+        self,
+        state: State,
+        replies: Sequence[Reply],
+        stage: Stage,
+        world: World,
+        setting: MatchingSettings,
     ) -> dict[str, Tensor]:
         """The model that the clients' make under one setting."""
-        draw = np.random.default_rng(seed_for(world.seed, stage.round, stage.index, SERVER, "matching"))
+        draw = np.random.default_rng(
+            seed_for(world.seed, stage.round, stage.index, SERVER, "matching")
+        )
         counts = state.extra.tensor("labels")[[r.client for r in replies]]
         models, sizes = [r.up.params for r in replies], [float(r.examples) for r in replies]
         return match_models(world.model(SERVER), models, counts, sizes, setting, draw)
@@ -123,7 +159,9 @@ class Tried(ClientWork):
         logits = view.logits(params, model=widened(view.model, params))
         return int((logits.argmax(1) == view.data.labels.cpu()).sum())
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(right=carry["right"]), KEEP
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""What methods share whose clients send logits on public images, not weights: each may have another network.
+"""What methods share whose clients send logits on public images, not weights: each may have another
+network.
 
-A round: every client trains its own model on its own data and sends what it says of the public images; the server takes
-the mean of what came; the server, and then every client, learns from that mean on the public images. The server distils
-by the same work as a client: it is the client whose data are the public set. A client's model never leaves its memory.
+A round: every client trains its own model on its own data and sends what it says of the public
+images; the server takes the mean of what came; the server, and then every client, learns from that
+mean on the public images. The server distils by the same work as a client: it is the client whose
+data are the public set. A client's model never leaves its memory.
 
-A client that failed in one stage is left out of that mean; in the next stage it learns from the others' like the rest.
+A client that failed in one stage is left out of that mean; in the next stage it learns from the
+others' like the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +25,20 @@ from fedstill.fields import CountOrZero
 from fedstill.keys import generator, seed_for
 from fedstill.losses import cross_entropy
 from fedstill.method import Method
-from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    NOTHING,
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
@@ -31,7 +47,9 @@ LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"
 
 @dataclass(frozen=True)
 class LogitExchange(Method):
-    """The server's half that all share; each method defines what is sent, the consensus and the loss."""
+    """The server's half that all share; each method defines what is sent, the consensus and the
+    loss.
+    """
 
     topology: ClassVar[str] = "public_logits"
     stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL})
@@ -66,13 +84,17 @@ class LogitExchange(Method):
         if not 0 < self.subset < world.public:
             return state
         draw = generator(seed_for(world.seed, state.round, 0, SERVER, "public subset"))
-        return state.next(subset=torch.randperm(world.public, generator=draw)[: self.subset].sort().values)
+        return state.next(
+            subset=torch.randperm(world.public, generator=draw)[: self.subset].sort().values
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         which = {"subset": state.extra["subset"]} if "subset" in state.extra else {}
         if stage.name in (TEACH, DISTIL):
             model = {"params": state.params} if client == SERVER else {}
-            return Payload({**which, **model, "target": state.extra.get("target", self._blank(world))})
+            return Payload(
+                {**which, **model, "target": state.extra.get("target", self._blank(world))}
+            )
         return Payload({**which, "temperature": self.temperature_of(state, client)})
 
     def work(self, stage: Stage) -> ClientWork:
@@ -93,7 +115,9 @@ class LogitExchange(Method):
             return state.next(params=replies[0].up.params)
         if stage.name == DISTIL:
             return state.without("target", "subset")
-        return state.next(target=self.consensus(torch.stack([r.up.tensor("logits") for r in replies]).mean(0)))
+        return state.next(
+            target=self.consensus(torch.stack([r.up.tensor("logits") for r in replies]).mean(0))
+        )
 
 
 def own_model(memory: Payload, view: View, world: World) -> Tensors:
@@ -109,14 +133,18 @@ class TrainThenPredict(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         if len(view.data) == 0:
-            raise BadPayload(f"client {view.client} has no examples of any class: it has nothing to say")
+            raise BadPayload(
+                f"client {view.client} has no examples of any class: it has nothing to say"
+            )
         constants = {"temperature": down.number("temperature"), "subset": down.get("subset")}
         return Carry(own_model(memory, view, world), constants=constants)
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         return {"ce": self.method.from_labels(step.logits(), step.y, carry["temperature"])}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         logits = view.logits(params, "public", carry["subset"])
         return Payload(logits=self.method.sent_logits(logits)), Payload(params=params)
 
@@ -134,5 +162,11 @@ class Distil(ClientWork):
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         return {"distil": self.method.distance(step.logits(), carry["target"][step.index])}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        return (Payload(params=params), NOTHING) if view.client == SERVER else (NOTHING, Payload(params=params))
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        return (
+            (Payload(params=params), NOTHING)
+            if view.client == SERVER
+            else (NOTHING, Payload(params=params))
+        )

@@ -1,32 +1,41 @@
-"""QKT: a client asks its peers for classes that it lacks, learns them from those that know, and refines its head.
+"""QKT: a client asks its peers for classes that it lacks, learns them from those that know, and
+refines its head.
 
-Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (2025), eq. 2 to 5 and
-Algorithm 1; selective weight masking from appendix A.5; var-E from appendix A.6.4.
-Symbols: Q = the client's query; Y_S = its own classes; lambda = ``query_weight``; alpha, tau as in naive KD; T_Q = the
-teachers whose mean softmax on ``samples`` examples of noise reaches ``threshold`` for a class of Q; Z = ``frozen``.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
-N's model after the last phase that it went through.
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(2025), eq. 2 to 5 and Algorithm 1; selective weight masking from appendix A.5; var-E from appendix
+A.6.4.
+Symbols: Q = the client's query; Y_S = its own classes; lambda = ``query_weight``; alpha, tau as in
+naive KD; T_Q = the teachers whose mean softmax on ``samples`` examples of noise reaches
+``threshold`` for a class of Q; Z = ``frozen``.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
+student.N = client N's model after the last phase that it went through.
 Memory: nothing.
-Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the objective is the negative of it. Its
-gradient is that of ``masked_kl``, and it cannot be negative.
-Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5: 1.5, and 3 for
-CIFAR-100 (``query_weight``).
-Reading: eq. 4 sums over T_Q, while naive KD's published row fits a mean. On a network with batch statistics, as the
-paper's, and with a threshold at which the filter works, the sum is nearer to QKT's rows; with the small CNN the mean
-is, but for the gain (docs/results.md). ``over_teachers`` is the sum.
-Reading: ``threshold`` is the paper's 0.01. A network with batch statistics that was trained on few images lets half of
-the peers pass that lack the class; 1 / C then tells them apart (``python -m benchmarks.probes``).
-Reading: ``threshold`` is for images. Random signals and token ids tell known classes from others as well, but there a
-model gives the others 0.05 to 0.12, so that all peers pass 0.01; choose it on other data, in units of 1 / C.
+Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the objective is the
+negative of it. Its gradient is that of ``masked_kl``, and it cannot be negative.
+Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5:
+1.5, and 3 for CIFAR-100 (``query_weight``).
+Reading: eq. 4 sums over T_Q, while naive KD's published row fits a mean. On a network with batch
+statistics, as the paper's, and with a threshold at which the filter works, the sum is nearer to
+QKT's rows; with the small CNN the mean is, but for the gain (docs/results.md). ``over_teachers`` is
+the sum.
+Reading: ``threshold`` is the paper's 0.01. A network with batch statistics that was trained on few
+images lets half of the peers pass that lack the class; 1 / C then tells them apart
+(``python -m benchmarks.probes``).
+Reading: ``threshold`` is for images. Random signals and token ids tell known classes from others as
+well, but there a model gives the others 0.05 to 0.12, so that all peers pass 0.01; choose it on
+other data, in units of 1 / C.
 Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has lambda.
-Reading: without any teacher in T_Q the sum of eq. 4 is empty: the client goes on with cross-entropy alone, both phases.
-The journal's ``teachers`` is then empty, and tables say how many queries had none.
+Reading: without any teacher in T_Q the sum of eq. 4 is empty: the client goes on with cross-entropy
+alone, both phases. The journal's ``teachers`` is then empty, and tables say how many queries had
+none.
 Reading: in phase 2 the extractor is frozen: no gradient, and normalisation in evaluation mode.
-Reading: importance is "L2 norm-based, averaged over batches", of no named loss: the root of the mean square of the
-batches' gradients of cross-entropy, at the start of phase 2; ``importance`` also offers their mean size, and gradients
-of eq. 4, which choose over half of the row of the class asked for. Z counts the head's entries, weights and biases.
-Frozen ones are put back after every step: weight decay and Adam would move them without a gradient.
-Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them needs them once.
+Reading: importance is "L2 norm-based, averaged over batches", of no named loss: the root of the
+mean square of the batches' gradients of cross-entropy, at the start of phase 2; ``importance`` also
+offers their mean size, and gradients of eq. 4, which choose over half of the row of the class asked
+for. Z counts the head's entries, weights and biases. Frozen ones are put back after every step:
+weight decay and Adam would move them without a gradient.
+Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them
+needs them once.
 """
 
 from __future__ import annotations
@@ -44,7 +53,18 @@ from fedstill.losses import cross_entropy, masked_ce
 from fedstill.methods.local_only import answered
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
-from fedstill.records import Carry, Examples, Payload, Plan, Stage, State, Step, Tensors, View, World
+from fedstill.records import (
+    Carry,
+    Examples,
+    Payload,
+    Plan,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
 from fedstill.registry import method
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
@@ -59,7 +79,9 @@ Weighed = Callable[[Tensor, Tensor], Tensor]
 @method("qkt")
 @dataclass(frozen=True)
 class QKT(NaiveKD):
-    """Learn the classes asked for from peers that know them, then refine the old head on the new features."""
+    """Learn the classes asked for from peers that know them, then refine the old head on the new
+    features.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
@@ -76,7 +98,9 @@ class QKT(NaiveKD):
     query_weight: Positive = 1.5
     """Weight of the classes asked for, where the client's other classes have 1 (lambda)."""
     threshold: Share = 0.01
-    """Mean softmax on noise from which on a peer knows a class. 0.01 suits images only: on other data all pass it."""
+    """Mean softmax on noise from which on a peer knows a class. 0.01 suits images only: on other
+    data all pass it.
+    """
     samples: Count = 20
     """Examples of noise on which the peers' models are probed."""
     teachers: Literal["filtered", "all"] = "filtered"
@@ -86,11 +110,15 @@ class QKT(NaiveKD):
     phases: Literal[1, 2] = 2
     """Whether there is a second phase, in which the head is refined."""
     head: Literal["local", "phase1"] = "local"
-    """The head that phase 2 starts from: the client's own, from before phase 1, or that of phase 1."""
+    """The head that phase 2 starts from: the client's own, from before phase 1, or that of
+    phase 1.
+    """
     frozen: Share = 0.0
     """Share of the head's entries, the most important ones, that phase 2 leaves as they are (Z)."""
     importance: Literal["rms", "mean", "objective"] = "rms"
-    """How batches' gradients of cross-entropy make an importance: their rms, mean size, or rms of eq. 4's gradients."""
+    """How batches' gradients of cross-entropy make an importance: their rms, mean size, or rms of
+    eq. 4's gradients.
+    """
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if client not in world.queries and stage.name != FIT:
@@ -100,7 +128,9 @@ class QKT(NaiveKD):
         learned, start = self.after_phase1(state, client), self.with_peers(state, client, world)
         if self.phases == 1 or learned is None or start is None:
             return None
-        return Payload({**start, "params": {**learned, **(head_of(start.params) if self.old_head else {})}})
+        return Payload(
+            {**start, "params": {**learned, **(head_of(start.params) if self.old_head else {})}}
+        )
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
         """The model whose extractor a client refines a head on; None if it has none."""
@@ -117,7 +147,9 @@ class QKT(NaiveKD):
         return Fit() if stage.name == FIT else Queried(self)
 
     def mask(self, view: View, world: World) -> Tensor:
-        """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the rest."""
+        """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the
+        rest.
+        """
         if self.classes == "all":
             return torch.ones(world.classes)
         mask = (view.counts > 0).to(dtype_of(world.initial(view.client)))
@@ -125,7 +157,9 @@ class QKT(NaiveKD):
         return mask
 
     def shares(self, use: Tensor) -> Tensor:
-        """How much each teacher counts, given which ones are in T_Q (0 or 1, any shape); without any, all zeros."""
+        """How much each teacher counts, given which ones are in T_Q (0 or 1, any shape); without
+        any, all zeros.
+        """
         return use / use.sum().clamp(min=1) if self.over_teachers == "mean" else use
 
     def useful(self, probe: Tensor, query: Sequence[int]) -> bool:
@@ -135,7 +169,9 @@ class QKT(NaiveKD):
 
 @dataclass(frozen=True)
 class Queried(ClientWork):
-    """Cross-entropy, and the masked cross-entropy towards each teacher that knows a class asked for."""
+    """Cross-entropy, and the masked cross-entropy towards each teacher that knows a class asked
+    for.
+    """
 
     method: QKT
 
@@ -145,7 +181,9 @@ class Queried(ClientWork):
         useful = [self.method.useful(p, view.query) for p in probes]
         use = torch.tensor(useful, dtype=dtype_of(down.params)).reshape(-1, 1)
         mask = self.method.mask(view, world)
-        return Carry(down.params, teachers, constants={"use": self.method.shares(use), "mask": mask})
+        return Carry(
+            down.params, teachers, constants={"use": self.method.shares(use), "mask": mask}
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         terms = {"ce": cross_entropy(step.logits(), step.y)}
@@ -155,21 +193,31 @@ class Queried(ClientWork):
         return terms
 
     def taught(self, logits: Tensor, teachers: Tensor, mask: Tensor, use: Tensor) -> Tensor:
-        """What eq. 4 adds to cross-entropy, (B,): logits (B, C), teachers (T, B, C), mask (C,), use (T, 1)."""
+        """What eq. 4 adds to cross-entropy, (B,): logits (B, C), teachers (T, B, C), mask (C,), use
+        (T, 1).
+        """
         each = masked_ce(logits, teachers, mask, self.method.temperature)  # (T, B)
         return self.method.alpha * (use * each).sum(0)
 
     def score(self, params: Tensors, view: View) -> float | None:
-        """Average Accuracy on public labels, for plans that keep the best epoch; without any, as other clients do."""
+        """Average Accuracy on public labels, for plans that keep the best epoch; without any, as
+        other clients do.
+        """
         if view.public is None or bool((view.public.labels < 0).any()):
             return super().score(params, view)
         y, classes = view.public.labels.cpu(), len(view.counts)
         hit = y[view.logits(params, "public").argmax(1) == y]
-        accuracy = class_accuracy(torch.bincount(hit, minlength=classes), torch.bincount(y, minlength=classes))
+        accuracy = class_accuracy(
+            torch.bincount(hit, minlength=classes), torch.bincount(y, minlength=classes)
+        )
         return average_accuracy(accuracy, view.proportions, view.query)
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
-        used = [int(c) for c, u in zip(carry.teachers, carry["use"].flatten().tolist(), strict=True) if u]
+        used = [
+            int(c)
+            for c, u in zip(carry.teachers, carry["use"].flatten().tolist(), strict=True)
+            if u
+        ]
         return {"query": list(view.query), "teachers": used}
 
 
@@ -183,13 +231,21 @@ class Refined(Queried):
 
 @dataclass(frozen=True)
 class PartlyRefined(Refined):
-    """The same without the most important share Z of the head's entries, which stay as they are to the bit."""
+    """The same without the most important share Z of the head's entries, which stay as they are to
+    the bit.
+    """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         carry = super().begin(down, memory, view, world)
         of_eq4 = self.method.importance == "objective"
-        peers = [view.logits(p, model=world.model(c)) for c, p in down.many("peer").items()] if of_eq4 else []
-        scores = self.importances(down.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch)
+        peers = (
+            [view.logits(p, model=world.model(c)) for c, p in down.many("peer").items()]
+            if of_eq4
+            else []
+        )
+        scores = self.importances(
+            down.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch
+        )
         frozen = self.most_important(scores)
         return replace(carry, constants={**carry.constants, "frozen": frozen})
 
@@ -203,29 +259,43 @@ class PartlyRefined(Refined):
         rows = carry["frozen"][f"{HEAD}weight"].flatten(1).double().mean(1)
         return {**super().report(params, carry, view, world), "frozen_rows": rows.tolist()}
 
-    def importances(self, params: Tensors, loss: Weighed, view: View, batch: int) -> dict[str, Tensor]:
-        """The importance of every entry of the head, from the gradients of batches of the client's own data."""
+    def importances(
+        self, params: Tensors, loss: Weighed, view: View, batch: int
+    ) -> dict[str, Tensor]:
+        """The importance of every entry of the head, from the gradients of batches of the client's
+        own data.
+        """
         mean, total = self.method.importance == "mean", dict[str, Tensor]()
-        numbered = Examples(view.data.values, torch.arange(len(view.data), device=view.data.labels.device))
+        numbered = Examples(
+            view.data.values, torch.arange(len(view.data), device=view.data.labels.device)
+        )
         for grads in view.passes.gradients(params, numbered, loss, batch):
             own = {k: g.abs() if mean else g.square() for k, g in head_of(grads).items()}
             total = {k: total[k] + v for k, v in own.items()} if total else own
         return total
 
     def weighed(self, carry: Carry, view: View, peers: Sequence[Tensor]) -> Weighed:
-        """The loss whose gradients are the importance: cross-entropy, and eq. 4's rest for logits (n, C) of peers."""
+        """The loss whose gradients are the importance: cross-entropy, and eq. 4's rest for logits
+        (n, C) of peers.
+        """
         labels = view.data.labels
         if not peers:
             return lambda logits, index: cross_entropy(logits, labels[index])
-        teachers, mask, use = (v.to(labels.device) for v in (torch.stack(list(peers)), carry["mask"], carry["use"]))
-        return lambda z, index: cross_entropy(z, labels[index]) + self.taught(z, teachers[:, index], mask, use)
+        teachers, mask, use = (
+            v.to(labels.device) for v in (torch.stack(list(peers)), carry["mask"], carry["use"])
+        )
+        return lambda z, index: (
+            cross_entropy(z, labels[index]) + self.taught(z, teachers[:, index], mask, use)
+        )
 
     def most_important(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which entries are among the share Z with the highest scores; of equal ones the first."""
         flat = torch.cat([v.flatten() for v in scores.values()])
         top = highest(flat, round(self.method.frozen * len(flat)))
         parts = torch.split(top, [v.numel() for v in scores.values()])
-        return {k: part.reshape(v.shape) for (k, v), part in zip(scores.items(), parts, strict=True)}
+        return {
+            k: part.reshape(v.shape) for (k, v), part in zip(scores.items(), parts, strict=True)
+        }
 
 
 def highest(scores: Tensor, count: int) -> Tensor:

@@ -1,17 +1,22 @@
-"""QKT Light: phase 1 is naive KD, the same for every query, and can be done once for all; phase 2 is QKT's.
+"""QKT Light: phase 1 is naive KD, the same for every query, and can be done once for all; phase 2
+is QKT's.
 
-Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.4.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
-N's model after the last phase that it went through itself; shared = the model of phase 1, where one client or the
-server does it for all.
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(QKT), appendix A.4.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
+student.N = client N's model after the last phase that it went through itself; shared = the model of
+phase 1, where one client or the server does it for all.
 Memory: nothing.
-Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own data; "volunteer client" lets one do it
-for all, the one with most examples; "centralized server" has it done on public images whose labels are not read.
-Reading: phase 1 is eq. 1, whose sum is the mean here, as it is in naive KD: so a client loses less of its own classes,
-which is nearer to the published rows (docs/results.md). ``phase1_over`` offers both; ``over_teachers`` is phase 2's.
+Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own data; "volunteer
+client" lets one do it for all, the one with most examples; "centralized server" has it done on
+public images whose labels are not read.
+Reading: phase 1 is eq. 1, whose sum is the mean here, as it is in naive KD: so a client loses less
+of its own classes, which is nearer to the published rows (docs/results.md). ``phase1_over`` offers
+both; ``over_teachers`` is phase 2's.
 Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
-Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where phase 1 is shared: then
-the head of phase 1 is refined. ``head`` chooses; "auto" follows this reading.
+Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where
+phase 1 is shared: then the head of phase 1 is refined. ``head`` chooses; "auto" follows this
+reading.
 """
 
 from __future__ import annotations
@@ -38,26 +43,43 @@ TRANSFER_SERVER = "transfer_server"
 
 
 @method("qkt_light")
-@method("qkt_light_volunteer", about="QKT Light whose phase 1 one client does for all.", phase1="volunteer")
+@method(
+    "qkt_light_volunteer",
+    about="QKT Light whose phase 1 one client does for all.",
+    phase1="volunteer",
+)
 @dataclass(frozen=True)
 class QKTLight(QKT):
-    """Naive KD of all classes alike, then QKT's refinement of the head for the classes asked for."""
+    """Naive KD of all classes alike, then QKT's refinement of the head for the classes asked
+    for.
+    """
 
-    plans: ClassVar[Mapping[str, Plan]] = {**QKT.plans, REFINE: replace(QKT.plans[REFINE], epochs=5)}
+    plans: ClassVar[Mapping[str, Plan]] = {
+        **QKT.plans,
+        REFINE: replace(QKT.plans[REFINE], epochs=5),
+    }
 
     head: Literal["auto", "local", "phase1"] = "auto"  # type: ignore[assignment]
-    """The head that phase 2 starts from; "auto" is "local" where each client did phase 1 for itself, else "phase1"."""
+    """The head that phase 2 starts from; "auto" is "local" where each client did phase 1 for
+    itself, else "phase1".
+    """
     phase1: Literal["student", "volunteer"] = "student"
     """Who does phase 1: each student for itself, or the student with most examples for all."""
     phase1_over: Literal["sum", "mean", "same"] = "mean"
-    """Whether phase 1, which is naive KD, is the sum over the teachers or their mean; "same": as ``over_teachers``."""
+    """Whether phase 1, which is naive KD, is the sum over the teachers or their mean; "same": as
+    ``over_teachers``.
+    """
 
     def requires(self) -> frozenset[str]:
         return self.needs | ({"same_shapes"} if self.phase1 == "volunteer" else set())
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name == TRANSFER and self.phase1 == "volunteer":
-            return self.with_peers(state, client, world) if client == volunteer(state, stage.clients) else None
+            return (
+                self.with_peers(state, client, world)
+                if client == volunteer(state, stage.clients)
+                else None
+            )
         return super().down(state, client, stage, world)
 
     def joined(self, each: Tensor) -> Tensor:
@@ -73,7 +95,11 @@ class QKTLight(QKT):
         return super().fold(state, replies, stage, world)
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
-        return state.extra.tensors("shared") if "shared" in state.extra else super().after_phase1(state, client)
+        return (
+            state.extra.tensors("shared")
+            if "shared" in state.extra
+            else super().after_phase1(state, client)
+        )
 
     @property
     def old_head(self) -> bool:
@@ -88,17 +114,25 @@ class QKTLightServer(QKTLight):
     schedule: ClassVar[Mapping[str, Any]] = {"server": TRANSFER_SERVER, "transfer": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER_SERVER, REFINE})
     needs: ClassVar[frozenset[str]] = QKT.needs | {"public_data", "same_shapes"}
-    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING, TRANSFER_SERVER: TRANSFERRING, REFINE: QKTLight.plans[REFINE]}
+    plans: ClassVar[Mapping[str, Plan]] = {
+        FIT: FITTING,
+        TRANSFER_SERVER: TRANSFERRING,
+        REFINE: QKTLight.plans[REFINE],
+    }
     personal: ClassVar[frozenset[str]] = frozenset({FIT, REFINE})
 
     phase1: Literal["server"] = "server"  # type: ignore[assignment]
     """Who does phase 1: the server, for all."""
     start: Literal["volunteer", "mean"] = "volunteer"
-    """What the server starts from: the model of the client with most examples, or the mean of all."""
+    """What the server starts from: the model of the client with most examples, or the mean of
+    all.
+    """
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
         if TRANSFER_SERVER not in {s.name for s in stages}:
-            raise IncompatibleMethod(f"this method needs its server's stage: set topology.server = {TRANSFER_SERVER!r}")
+            raise IncompatibleMethod(
+                f"this method needs its server's stage: set topology.server = {TRANSFER_SERVER!r}"
+            )
         return state
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
@@ -107,7 +141,11 @@ class QKTLightServer(QKTLight):
         models = fitted(state)
         if not models:
             return None
-        own = mean(list(models.values()), [1.0] * len(models)) if self.start == "mean" else models[volunteer(state)]
+        own = (
+            mean(list(models.values()), [1.0] * len(models))
+            if self.start == "mean"
+            else models[volunteer(state)]
+        )
         return Payload({"params": own, **many("peer", models)})
 
     def work(self, stage: Stage) -> ClientWork:
@@ -125,10 +163,16 @@ class Unlabelled(Distilled):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
-        return {"teachers": self.method.joined(kd(step.logits(), teachers, self.method.temperature))}
+        return {
+            "teachers": self.method.joined(kd(step.logits(), teachers, self.method.temperature))
+        }
 
 
 def volunteer(state: State, among: Sequence[int] | None = None) -> int:
-    """The client with most examples, of all or some; of several, the first; -1 if none has fitted a model."""
-    sizes = {c: state.extra.number(f"size.{c}") for c in fitted(state) if among is None or c in among}
+    """The client with most examples, of all or some; of several, the first; -1 if none has fitted a
+    model.
+    """
+    sizes = {
+        c: state.extra.number(f"size.{c}") for c in fitted(state) if among is None or c in among
+    }
     return max(sizes, key=lambda c: (sizes[c], -c), default=-1)

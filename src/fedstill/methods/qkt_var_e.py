@@ -1,12 +1,14 @@
-"""QKT with var-E: each client stops each phase at the epoch that is best for it, on labelled public data.
+"""QKT with var-E: each client stops each phase at the epoch that is best for it, on labelled public
+data.
 
-Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.6.4:
-a validation set of 1 % (CINIC-10) or 10 % (other data) of the training set.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
-N's model after the last phase that it went through.
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(QKT), appendix A.6.4: a validation set of 1 % (CINIC-10) or 10 % (other data) of the training set.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
+student.N = client N's model after the last phase that it went through.
 Memory: nothing.
-Reading: no grid is given: every epoch up to QKT's is a candidate, scored by Average Accuracy. The set must hold the
-classes asked for, so it is drawn over all clients: it is ``data.public``, whose labels this method reads.
+Reading: no grid is given: every epoch up to QKT's is a candidate, scored by Average Accuracy. The
+set must hold the classes asked for, so it is drawn over all clients: it is ``data.public``, whose
+labels this method reads.
 """
 
 from __future__ import annotations

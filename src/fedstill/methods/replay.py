@@ -1,23 +1,29 @@
-"""Replay: clients keep a few of their examples of each task, and train on these, too, in the tasks that follow.
+"""Replay: clients keep a few of their examples of each task, and train on these, too, in the tasks
+that follow.
 
-Source: Buzzega et al., "Dark Experience for General Continual Learning" (2020), DER++, and its form of experience
-replay; Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning" (2017), for ``choose`` and
-``nearest_mean``.
-Symbols: m = ``size``; alpha = ``alpha``, beta = ``beta``; n = the client's own examples, N = these and the kept ones.
+Source: Buzzega et al., "Dark Experience for General Continual Learning" (2020), DER++, and its form
+of experience replay; Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning"
+(2017), for ``choose`` and ``nearest_mean``.
+Symbols: m = ``size``; alpha = ``alpha``, beta = ``beta``; n = the client's own examples, N = these
+and the kept ones.
 Stages: ``train``; after each task ``remember``, of all clients that are there: nothing is trained.
-State: the global parameters; means = the mean of each class's features at length 1, (C, D); known = which classes have
-one, (C,), where ``nearest_mean`` is set.
-Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task, its place among the
-client's examples of that, and its key; logits = the model's logits of it at its task's end, where ``alpha`` is set.
-Reading: an example's key is drawn by client, task and place. Those with the lowest keys of all so far are kept: an even
-sample of the past, whatever the order and the rounds. DER++'s reservoir takes an example again in each epoch, and holds
-the current task; this one does neither.
-Reading: with ``beta`` or ``alpha`` the objective is the mean over the client's own examples, and beta and alpha times
-those over the kept ones, as in DER++. Each batch is drawn from both together; DER++'s draws a batch from each.
-Reading: kept examples take part with the outputs of all classes seen so far, where ``stream.head`` is "task", too.
-Reading: what the released codes of TARGET and LANDER call iCaRL has no chosen examples, no class means and no memory:
-each round draws 300 anew from all data that the client ever had. Not followed.
-Reading: the mean of a class of which nobody keeps an example is that of its own task's end, under the model of then.
+State: the global parameters; means = the mean of each class's features at length 1, (C, D); known =
+which classes have one, (C,), where ``nearest_mean`` is set.
+Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task,
+its place among the client's examples of that, and its key; logits = the model's logits of it at its
+task's end, where ``alpha`` is set.
+Reading: an example's key is drawn by client, task and place. Those with the lowest keys of all so
+far are kept: an even sample of the past, whatever the order and the rounds. DER++'s reservoir takes
+an example again in each epoch, and holds the current task; this one does neither.
+Reading: with ``beta`` or ``alpha`` the objective is the mean over the client's own examples, and
+beta and alpha times those over the kept ones, as in DER++. Each batch is drawn from both together;
+DER++'s draws a batch from each.
+Reading: kept examples take part with the outputs of all classes seen so far, where ``stream.head``
+is "task", too.
+Reading: what the released codes of TARGET and LANDER call iCaRL has no chosen examples, no class
+means and no memory: each round draws 300 anew from all data that the client ever had. Not followed.
+Reading: the mean of a class of which nobody keeps an example is that of its own task's end, under
+the model of then.
 """
 
 from __future__ import annotations
@@ -34,7 +40,13 @@ from fedstill.fields import CountOrZero, NonNegative
 from fedstill.keys import generator, seed_for
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.rehearsed import herded, means_to_send, merged, nearest_mean_head, of_other_tasks
+from fedstill.methods.rehearsed import (
+    herded,
+    means_to_send,
+    merged,
+    nearest_mean_head,
+    of_other_tasks,
+)
 from fedstill.models.contract import predictor, width
 from fedstill.records import (
     KEEP,
@@ -68,23 +80,32 @@ class Replay(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": REMEMBER}
     stages: ClassVar[frozenset[str]] = frozenset({"train", REMEMBER})
-    permits: ClassVar[frozenset[str]] = frozenset()  # kept examples act in rounds that no noise was counted for
+    # kept examples act in rounds that no noise was counted for
+    permits: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, REMEMBER: NO_TRAINING}
 
     size: CountOrZero = 50
     """The most examples that a client keeps (m)."""
     choose: Literal["reservoir", "herding"] = "reservoir"
-    """Which are kept: drawn evenly, or as many of each class, those whose features come nearest to its mean (iCaRL)."""
+    """Which are kept: drawn evenly, or as many of each class, those whose features come nearest to
+    its mean (iCaRL).
+    """
     balance: Literal["none", "class"] = "none"
     """Whether as many of each class are kept."""
     beta: NonNegative | None = None
-    """Weight of the cross-entropy over kept examples against that over the client's own; unset: all examples alike."""
+    """Weight of the cross-entropy over kept examples against that over the client's own; unset: all
+    examples alike.
+    """
     alpha: NonNegative = 0.0
-    """Weight of the squared distance to the logits that kept examples had at their task's end (DER++: 0.5 each)."""
+    """Weight of the squared distance to the logits that kept examples had at their task's end
+    (DER++: 0.5 each).
+    """
     nearest_mean: bool = False
     """Whether the model that answers by the nearest class mean is made and tested as well."""
     answers: Literal["network", "nearest_mean"] = "network"
-    """Whose accuracy the run's numbers are, from the first task's end on; ``nearest_mean`` makes that model, too."""
+    """Whose accuracy the run's numbers are, from the first task's end on; ``nearest_mean`` makes
+    that model, too.
+    """
 
     @property
     def by_means(self) -> bool:
@@ -97,13 +118,22 @@ class Replay(FedAvg):
         return self.by_means or (self.size > 0 and (self.alpha > 0 or self.choose == "herding"))
 
     def requires(self) -> frozenset[str]:
-        more = {"head", "features"} if self.by_means else {"features"} if self.choose == "herding" else set()
+        more = (
+            {"head", "features"}
+            if self.by_means
+            else {"features"}
+            if self.choose == "herding"
+            else set()
+        )
         return self.needs | more
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         shares = [world.plans[name].validation for name in ("train", REMEMBER)]
         if shares[0] != shares[1]:
-            return f"examples held out of training must not be kept; set validation = {shares[0]} in [plan.{REMEMBER}]"
+            return (
+                f"examples held out of training must not be kept; set validation = {shares[0]} in "
+                f"[plan.{REMEMBER}]"
+            )
         return no_linear_head(world) if self.by_means else ""
 
     def caution(self, world: World) -> str:
@@ -117,7 +147,9 @@ class Replay(FedAvg):
         return Payload(params=state.params) if self.reads_model else Payload()
 
     def remembers(self, stage: Stage, world: World) -> bool:
-        """Whether clients keep examples of a stage's task: there is a later one, in which these would be gone."""
+        """Whether clients keep examples of a stage's task: there is a later one, in which these
+        would be gone.
+        """
         stream = world.stream
         return self.size > 0 and not stream.kept and stream.task(stage.round) < stream.tasks - 1
 
@@ -129,7 +161,9 @@ class Replay(FedAvg):
             return super().expects(client, stage, world)
         if not self.by_means:
             return Payload()
-        like = torch.zeros(world.classes, width(world.model(client)), dtype=dtype_of(world.initial(client)))
+        like = torch.zeros(
+            world.classes, width(world.model(client)), dtype=dtype_of(world.initial(client))
+        )
         return Payload(means=like, counts=torch.zeros(world.classes, dtype=torch.int64))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
@@ -143,7 +177,9 @@ class Replay(FedAvg):
         return state.next(means=means, known=known | before[1])
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The global model; and, once there are class means, the same with these as its last layer."""
+        """The global model; and, once there are class means, the same with these as its last
+        layer.
+        """
         named = super().predictors(state, world)
         if "means" in state.extra:
             last = nearest_mean_head(state.extra.tensor("means"), state.extra.tensor("known"))
@@ -172,12 +208,19 @@ class Rehearse(ClientWork):
             both = own + len(more)
             constants |= {"per_own": both / max(own, 1), "per_kept": both / len(more)}
         if m.alpha:
-            blank = torch.zeros(m.size - len(more), world.classes, dtype=kept.tensor("logits").dtype)
-            constants |= {"logits": torch.cat([kept.tensor("logits"), blank]), "columns": self.seen(view, world)}
+            blank = torch.zeros(
+                m.size - len(more), world.classes, dtype=kept.tensor("logits").dtype
+            )
+            constants |= {
+                "logits": torch.cat([kept.tensor("logits"), blank]),
+                "columns": self.seen(view, world),
+            }
         return Carry(params=down.params, more=more, constants=constants)
 
     def seen(self, view: View, world: World) -> Tensor:
-        """The outputs with which kept examples take part, (C,) bool: those of the classes seen so far."""
+        """The outputs with which kept examples take part, (C,) bool: those of the classes seen so
+        far.
+        """
         seen, stream = torch.zeros(world.classes, dtype=torch.bool), world.stream
         own = stream.seen(stream.task(self.round, view.client))
         seen[list(own if stream.head != "all" else range(world.classes))] = True
@@ -195,7 +238,9 @@ class Rehearse(ClientWork):
         if "per_own" not in known:
             return {"ce": ce}
         beta = known["per_kept"] * m.beta if m.beta is not None else 1.0
-        weighed = torch.where(again, beta * ce, (known["per_own"] if m.beta is not None else 1.0) * ce)
+        weighed = torch.where(
+            again, beta * ce, (known["per_own"] if m.beta is not None else 1.0) * ce
+        )
         if not m.alpha:
             return {"ce": weighed}
         stored = known["logits"][(step.index - known["own"]).clamp(min=0)]
@@ -203,7 +248,9 @@ class Rehearse(ClientWork):
         apart = ((step.logits(raw=True) - stored).square() * columns).sum(1) / columns.sum()
         return {"ce": weighed, "logits": m.alpha * known["per_kept"] * again * apart}
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return Payload(params=params), KEEP
 
 
@@ -218,7 +265,11 @@ class Remember(ClientWork):
         m, task = self.method, world.stream.task(self.stage.round, view.client)
         others = of_other_tasks(memory, task)
         keeps = m.remembers(self.stage, world)
-        now = merged(others, self.now(task, down, view, world), m.size, self.by_class) if keeps else memory
+        now = (
+            merged(others, self.now(task, down, view, world), m.size, self.by_class)
+            if keeps
+            else memory
+        )
         up = Payload()
         if m.by_means:
             kept = [Examples(others.tensor("values"), others.tensor("labels"))] if others else []
@@ -239,10 +290,16 @@ class Remember(ClientWork):
             draw = generator(seed_for(world.seed, task, 0, view.client, "reservoir"))
             keys = torch.rand(len(data), generator=draw, dtype=torch.float64)
         logits = {"logits": view.logits(down.params)} if m.alpha else {}
-        of = {"tasks": torch.full((len(data),), task), "places": torch.arange(len(data)), "keys": keys}
+        of = {
+            "tasks": torch.full((len(data),), task),
+            "places": torch.arange(len(data)),
+            "keys": keys,
+        }
         return Payload(values=data.values, labels=data.labels, **of, **logits)
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return carry["up"], carry["memory"]
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""SCAFFOLD: correct every local gradient by the difference between the client's direction and the mean direction.
+"""SCAFFOLD: correct every local gradient by the difference between the client's direction and the
+mean direction.
 
-Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (2020), option II, in the
-form of the FedNTD repository: the correction enters before momentum and weight decay.
+Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning"
+(2020), option II, in the form of the FedNTD repository: the correction enters before momentum and
+weight decay.
 Symbols: c, c_i = control variates of the server and of a client; K = local steps.
 State: the global parameters; control = c, for each trained parameter, 0 at first.
 Memory: control = c_i, for each trained parameter.
-Reading: the repository divides by effective steps (momentum counted, as FedNova's a_i), others by K; ``divide_by``.
+Reading: the repository divides by effective steps (momentum counted, as FedNova's a_i), others by
+K; ``divide_by``.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Scaffold(FedAvg):
 
     def setup(self, world: World) -> State:
         start = super().setup(world)
-        return start.next(control=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))
+        return start.next(
+            control=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, control=state.extra.tensors("control"))
@@ -69,12 +74,16 @@ class Controlled(ClientWork):
     def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
         return add(sub(grads, carry["own"]), carry["everyone"])
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         steps = float(ran.steps)
         if self.divide_by == "effective_steps":
             steps = reach(ran, world.plans[self.stage])
         own, everyone = carry["own"], carry["everyone"]
         control = own
         if steps > 0:
-            control = add(sub(own, everyone), direction_of(only(carry["sent"], own), params, ran.lr, steps))
+            control = add(
+                sub(own, everyone), direction_of(only(carry["sent"], own), params, ran.lr, steps)
+            )
         return Payload(params=params, change=sub(control, own)), Payload(control=control)

@@ -1,22 +1,28 @@
-"""SFedKD: learn from the last round's models, chosen so that together they know all classes, weighed by label distance.
+"""SFedKD: learn from the last round's models, chosen so that together they know all classes,
+weighed by label distance.
 
-Source: Xu et al., "SFedKD: Sequential Federated Learning with Discrepancy-Aware Multi-Teacher Knowledge Distillation",
-eq. 2 to 5 and Algorithm 1.
-Symbols: K = ``k``; gamma, beta = weights of not-true-class (NCKD) and true-class distillation (TCKD), the other way
-round than in FedADKD; tau = ``temperature``; d = ``distance`` of label shares; g_k, h_k = weights of teacher k (eq. 5),
-``g`` and ``h`` switch them on, off is 1/K.
-State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their order; snapshot.N =
-the model that client N of these ended with; teacher.N = the model of client N, which teaches in this round; labels =
-the census's label counts (clients, C), if teachers are chosen or weighed by them; teacher_labels = those of the
-teachers (K, C), of the task in which they trained, if they are weighed; fewer = true once fewer models than K could
-teach.
+Source: Xu et al., "SFedKD: Sequential Federated Learning with Discrepancy-Aware Multi-Teacher
+Knowledge Distillation", eq. 2 to 5 and Algorithm 1.
+Symbols: K = ``k``; gamma, beta = weights of not-true-class (NCKD) and true-class distillation
+(TCKD), the other way round than in FedADKD; tau = ``temperature``; d = ``distance`` of label
+shares; g_k, h_k = weights of teacher k (eq. 5), ``g`` and ``h`` switch them on, off is 1/K.
+State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their
+order; snapshot.N = the model that client N of these ended with; teacher.N = the model of client N,
+which teaches in this round; labels = the census's label counts (clients, C), if teachers are chosen
+or weighed by them; teacher_labels = those of the teachers (K, C), of the task in which they
+trained, if they are weighed; fewer = true once fewer models than K could teach.
 Memory: nothing.
-Reading: no temperature is named, and eq. 3 and 4 print no tau^2; we take DKD's 4 with tau^2 (``tau2_scale``).
-Reading: KL is infinite where a class is absent; both sides are smoothed by the paper's only constant (``smoothing``).
-Reading: Algorithm 1 adds label shares up without normalising; here they are (see ``teachers.complementary``).
-Reading: teachers are the models as they were right after a client trained, kept by the server, which knows every
-client's labels from a census. Round 1 has none. Where K is more than the last round had models, all of them teach.
-Reading: on topology "parallel" the teachers are the last round's local models, and what clients send is averaged.
+Reading: no temperature is named, and eq. 3 and 4 print no tau^2; we take DKD's 4 with tau^2
+(``tau2_scale``).
+Reading: KL is infinite where a class is absent; both sides are smoothed by the paper's only
+constant (``smoothing``).
+Reading: Algorithm 1 adds label shares up without normalising; here they are (see
+``teachers.complementary``).
+Reading: teachers are the models as they were right after a client trained, kept by the server,
+which knows every client's labels from a census. Round 1 has none. Where K is more than the last
+round had models, all of them teach.
+Reading: on topology "parallel" the teachers are the last round's local models, and what clients
+send is averaged.
 """
 
 from __future__ import annotations
@@ -48,10 +54,11 @@ Choice = Literal["greedy", "random", "all"]
 
 @dataclass(frozen=True)
 class TaughtByLastRound(FedSeq):
-    """The server's half of every method whose teachers are K of the models that clients ended the last round with.
+    """The server's half of every method whose teachers are K of the models that clients ended the
+    last round with.
 
-    The server keeps the models of a round as ``snapshot.CLIENT``, in the order ``trained``, and of them, in the next
-    round, those chosen as ``teacher.CLIENT``.
+    The server keeps the models of a round as ``snapshot.CLIENT``, in the order ``trained``, and of
+    them, in the next round, those chosen as ``teacher.CLIENT``.
     """
 
     k: CountOrZero = 5
@@ -76,14 +83,21 @@ class TaughtByLastRound(FedSeq):
         chosen = self.chosen(candidates, state, world)
         if 0 < len(chosen) < self.k and "fewer" not in state.extra and self.teacher_choice != "all":
             log.warning(
-                "method.k = %d, and round %d left %d models: all of them teach", self.k, state.round - 1, len(chosen)
+                "method.k = %d, and round %d left %d models: all of them teach",
+                self.k,
+                state.round - 1,
+                len(chosen),
             )
             state = state.next(fewer=True)
-        state = state.without("teacher.", "snapshot.").next(trained=torch.zeros(0, dtype=torch.int64))
+        state = state.without("teacher.", "snapshot.").next(
+            trained=torch.zeros(0, dtype=torch.int64)
+        )
         return state.next(groups=many("teacher", {c: models[c] for c in chosen}))
 
     def chosen(self, candidates: Sequence[int], state: State, world: World) -> list[int]:
-        """The clients whose models teach in this round, of those that trained in the last one, in their order."""
+        """The clients whose models teach in this round, of those that trained in the last one, in
+        their order.
+        """
         if self.teacher_choice == "all":
             return list(candidates)
         if self.teacher_choice == "random":
@@ -102,19 +116,27 @@ class TaughtByLastRound(FedSeq):
         after = super().fold(state, replies, stage, world)
         if self.k == 0 and self.teacher_choice != "all":
             return after
-        trained = torch.cat([state.extra.tensor("trained"), torch.tensor([r.client for r in replies])])
+        trained = torch.cat(
+            [state.extra.tensor("trained"), torch.tensor([r.client for r in replies])]
+        )
         models = many("snapshot", {r.client: r.up.params for r in replies})
         return after.next(groups=models, trained=trained)
 
     def _known(self, state: State, client: int) -> bool:
-        """Whether this client's labels are known, if they matter: one that missed the census cannot be weighed."""
-        return "label_counts" not in self.requires() or bool(state.extra.tensor("labels")[client].sum() > 0)
+        """Whether this client's labels are known, if they matter: one that missed the census cannot
+        be weighed.
+        """
+        return "label_counts" not in self.requires() or bool(
+            state.extra.tensor("labels")[client].sum() > 0
+        )
 
 
 @method("sfedkd")
 @dataclass(frozen=True)
 class SFedKD(TaughtByLastRound):
-    """Sequential training with complementary teachers of the last round, weighed by how far their labels are."""
+    """Sequential training with complementary teachers of the last round, weighed by how far their
+    labels are.
+    """
 
     gamma: NonNegative = 1.0
     """Weight of the not-true-class distillation (NCKD)."""
@@ -138,22 +160,28 @@ class SFedKD(TaughtByLastRound):
         opened = super().open(state, stages, world)
         if not (self.g or self.h):
             return opened
-        teachers = list(opened.extra.many("teacher"))  # label counts are still those of the round in which they trained
+        # label counts are still those of the round in which they trained
+        teachers = list(opened.extra.many("teacher"))
         return opened.next(teacher_labels=state.extra.tensor("labels")[teachers])
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         sent = super().down(state, client, stage, world)
         if not (self.g or self.h) or not (teachers := list(state.extra.many("teacher"))):
             return sent
-        told = state.extra.get("teacher_labels")  # None in the first round that an earlier version's run goes on with
-        return Payload(sent, teacher_labels=state.extra.tensor("labels")[teachers] if told is None else told)
+        # None in the first round that an earlier version's run goes on with
+        told = state.extra.get("teacher_labels")
+        return Payload(
+            sent, teacher_labels=state.extra.tensor("labels")[teachers] if told is None else told
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         return Discrepant(self)
 
 
 def taught(down: Payload) -> Carry:
-    """Training from the parameters received, with the models that came along as teachers, by the id of their client."""
+    """Training from the parameters received, with the models that came along as teachers, by the id
+    of their client.
+    """
     return Carry(down.params, teachers={str(c): p for c, p in down.many("teacher").items()})
 
 
@@ -164,7 +192,9 @@ def logits_of(step: Step, carry: Carry) -> Tensor:
 
 @dataclass(frozen=True)
 class Discrepant(ClientWork):
-    """Cross-entropy, gamma times the weighed not-true-class and beta times the weighed true-class distillation."""
+    """Cross-entropy, gamma times the weighed not-true-class and beta times the weighed true-class
+    distillation.
+    """
 
     method: SFedKD
 
@@ -177,7 +207,9 @@ class Discrepant(ClientWork):
         shares = proportions(down.tensor("teacher_labels"))
         g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)  # (K,) each
         column = {"g": g.to(kind).unsqueeze(1), "h": h.to(kind).unsqueeze(1)}
-        return replace(carry, constants={k: v if getattr(m, k) else even for k, v in column.items()})
+        return replace(
+            carry, constants={k: v if getattr(m, k) else even for k, v in column.items()}
+        )
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         terms = super().terms(step, carry)
@@ -187,4 +219,8 @@ class Discrepant(ClientWork):
         scale = 1.0 if m.tau2_scale else m.temperature**-2
         other = (carry["g"] * multi_nckd(student, teachers, step.y, m.temperature)).sum(0)  # (B,)
         true = (carry["h"] * multi_tckd(student, teachers, step.y, m.temperature)).sum(0)
-        return {**terms, "other_classes": m.gamma * scale * other, "true_class": m.beta * scale * true}
+        return {
+            **terms,
+            "other_classes": m.gamma * scale * other,
+            "true_class": m.beta * scale * true,
+        }

@@ -1,20 +1,22 @@
 """AVER, EBKD and CA-MKD: several teachers' divergences, averaged, or weighed example by example.
 
-Source: Zhang et al., "Confidence-Aware Multi-Teacher Knowledge Distillation" (2022) and its code, which also holds the
-plain average and Kwon et al., "Adaptive Knowledge Distillation Based on Entropy" (2020); on FedSeq as in Xu et al.,
-"SFedKD". Teachers are chosen as in SFedKD.
+Source: Zhang et al., "Confidence-Aware Multi-Teacher Knowledge Distillation" (2022) and its code,
+which also holds the plain average and Kwon et al., "Adaptive Knowledge Distillation Based on
+Entropy" (2020); on FedSeq as in Xu et al., "SFedKD". Teachers are chosen as in SFedKD.
 Symbols: K = ``k``; a = ``weight``; tau = ``temperature``; b = ``feature_weight``.
-State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their order; snapshot.N =
-the model that client N of these ended with; teacher.N = the model of client N, which teaches in this round; labels =
-the census's label counts (clients, C), if teachers are chosen by them; fewer = true once fewer models than K could
-teach.
+State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their
+order; snapshot.N = the model that client N of these ended with; teacher.N = the model of client N,
+which teaches in this round; labels = the census's label counts (clients, C), if teachers are chosen
+by them; fewer = true once fewer models than K could teach.
 Memory: nothing.
-Reading: EBKD and CA-MKD divide by K once more, though their weights sum to K - 1 and to 1: CA-MKD is K times weaker
-than AVER at equal a. Kept as in the code.
-Reading: with one teacher the code's weights are 0 (EBKD) or 0/0 (CA-MKD); here it is plain distillation.
-Reading: SFedKD names neither the choice of teachers nor CA-MKD's feature term; here the choice is its own, and the term
-is off (the code's b is 50). Equal architectures need no adapter: features are compared as they are. As in the code the
-term begins with a client's second epoch, and its weights let gradients through.
+Reading: EBKD and CA-MKD divide by K once more, though their weights sum to K - 1 and to 1: CA-MKD
+is K times weaker than AVER at equal a. Kept as in the code.
+Reading: with one teacher the code's weights are 0 (EBKD) or 0/0 (CA-MKD); here it is plain
+distillation.
+Reading: SFedKD names neither the choice of teachers nor CA-MKD's feature term; here the choice is
+its own, and the term is off (the code's b is 50). Equal architectures need no adapter: features are
+compared as they are. As in the code the term begins with a client's second epoch, and its weights
+let gradients through.
 Reading: the code leaves out a partial last batch; here it is kept, for a small client has no other.
 """
 
@@ -64,7 +66,9 @@ class AVER(Averaged):
 @method("ebkd")
 @dataclass(frozen=True)
 class EBKD(Averaged):
-    """Sequential training with several teachers, on each example the more certain ones before the others."""
+    """Sequential training with several teachers, on each example the more certain ones before the
+    others.
+    """
 
     def weights(self, teachers: Tensor, labels: Tensor) -> Tensor:
         return entropy_weights(teachers) / len(teachers)
@@ -73,7 +77,9 @@ class EBKD(Averaged):
 @method("camkd")
 @dataclass(frozen=True)
 class CAMKD(Averaged):
-    """Sequential training with several teachers, on each example those that know its label before the others."""
+    """Sequential training with several teachers, on each example those that know its label before
+    the others.
+    """
 
     feature_weight: NonNegative = 0.0
     """Weight of the squared error of features (b); 0 leaves it out."""
@@ -108,7 +114,9 @@ class Several(ClientWork):
 
 @dataclass(frozen=True)
 class SeveralWithFeatures(Several):
-    """The same, and the squared error of features, weighed by how well a teacher's head reads the student's."""
+    """The same, and the squared error of features, weighed by how well a teacher's head reads the
+    student's.
+    """
 
     method: CAMKD
 
@@ -117,7 +125,8 @@ class SeveralWithFeatures(Several):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         z = step.features()  # (B, D)
-        theirs = [step.teacher_features(name) for name in carry.teachers]  # first: their logits come with them
+        # first: their logits come with them
+        theirs = [step.teacher_features(name) for name in carry.teachers]
         terms = super().terms(step, carry)
         if not carry.teachers:
             return terms
@@ -125,5 +134,6 @@ class SeveralWithFeatures(Several):
         models = [t for t in carry.teachers.values() if not isinstance(t, tuple)]
         read = torch.stack([contract.head(module, p, z) for p in models])  # (K, B, C)
         apart = (z - torch.stack(theirs)).square().mean(-1)  # (K, B)
-        weight = (step.epoch > 0) * self.method.feature_weight  # a product: the clients of a stack differ in epoch
+        # a product: the clients of a stack differ in epoch
+        weight = (step.epoch > 0) * self.method.feature_weight
         return {**terms, "features": weight * (self.method.weights(read, step.y) * apart).sum(0)}

@@ -1,7 +1,8 @@
-"""Metrics: formulas that give numbers from class-wise counts and accuracies, taken from tensors, arrays or lists.
+"""Metrics: formulas that give numbers from class-wise counts and accuracies, taken from tensors,
+arrays or lists.
 
-Accuracies and shares are in [0, 1]. A class without a test example has accuracy NaN (or ``None``, as a journal writes
-it): metrics leave it out, and give NaN where nothing is left.
+Accuracies and shares are in [0, 1]. A class without a test example has accuracy NaN (or ``None``,
+as a journal writes it): metrics leave it out, and give NaN where nothing is left.
 """
 
 from fedstill.metrics.accuracy import (

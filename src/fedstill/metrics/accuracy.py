@@ -28,7 +28,8 @@ def top1(correct: TensorLike, total: TensorLike) -> float:
 
 
 def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
-    """Accuracy of each class from counts per class: (C,) counts, gives a (C,) array, NaN where total is 0.
+    """Accuracy of each class from counts per class: (C,) counts, gives a (C,) array, NaN where
+    total is 0.
 
     >>> class_accuracy([3, 0], [4, 0])
     array([0.75,  nan])
@@ -38,10 +39,13 @@ def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
     return np.divide(right, all_, out=np.full_like(right, np.nan), where=all_ > 0)
 
 
-def in_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False) -> float:
+def in_local_accuracy(
+    class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False
+) -> float:
     """Accuracy on a test set whose labels are distributed as the client's own: ``sum_c p_c A_c``.
 
-    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client has.
+    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the
+    client has.
 
     Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
 
@@ -52,10 +56,14 @@ def in_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen:
     return mean_over_classes(accuracy, (shares > 0).astype(np.float64) if seen else shares)
 
 
-def out_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False) -> float:
-    """Accuracy on what the client does not hold: ``sum_c p~_c A_c`` with ``p~_c = (1 - p_c) / (C - 1)``.
+def out_local_accuracy(
+    class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False
+) -> float:
+    """Accuracy on what the client does not hold: ``sum_c p~_c A_c`` with
+    ``p~_c = (1 - p_c) / (C - 1)``.
 
-    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client does not have.
+    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the
+    client does not have.
 
     Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
 
@@ -66,8 +74,11 @@ def out_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen
     return mean_over_classes(accuracy, (shares <= 0).astype(np.float64) if seen else 1 - shares)
 
 
-def average_accuracy(class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]) -> float:
-    """Accuracy over a client's local and queried classes: a local class weighs its share, a queried one weighs 1.
+def average_accuracy(
+    class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]
+) -> float:
+    """Accuracy over a client's local and queried classes: a local class weighs its share, a queried
+    one weighs 1.
 
     class_accuracy, proportions: (C,); query: class ids. Without a query this is
     ``in_local_accuracy``. Raises ConfigError for a class id outside [0, C).
@@ -83,10 +94,13 @@ def average_accuracy(class_accuracy: TensorLike, proportions: TensorLike, query:
     return mean_over_classes(accuracy, np.where(_asked(query, len(accuracy)), 1.0, shares))
 
 
-def uniform_accuracy(class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]) -> float:
+def uniform_accuracy(
+    class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]
+) -> float:
     """The plain mean accuracy over a client's local and queried classes.
 
-    class_accuracy, proportions: (C,); query: class ids. Raises ConfigError for a class id outside [0, C).
+    class_accuracy, proportions: (C,); query: class ids. Raises ConfigError for a class id outside
+    [0, C).
 
     Source: QKT, appendix (uniform accuracy).
 
@@ -94,13 +108,17 @@ def uniform_accuracy(class_accuracy: TensorLike, proportions: TensorLike, query:
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return mean_over_classes(accuracy, (_asked(query, len(accuracy)) | (shares > 0)).astype(np.float64))
+    return mean_over_classes(
+        accuracy, (_asked(query, len(accuracy)) | (shares > 0)).astype(np.float64)
+    )
 
 
 def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | None]:
-    """What papers print when they don't print the last round's: the best round's accuracy, the last ten rounds' mean.
+    """What papers print when they don't print the last round's: the best round's accuracy, the last
+    ten rounds' mean.
 
-    accuracies: one a round, in order; None for a round without is left out. None where nothing is left.
+    accuracies: one a round, in order; None for a round without is left out. None where nothing is
+    left.
 
     >>> best_and_recent([0.5, None, 0.7, 0.6])["best_accuracy"]
     0.7
@@ -111,8 +129,13 @@ def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | Non
     return {"best_accuracy": max(seen, default=None), "mean_accuracy_last_10": mean}
 
 
-def _accuracy_and_shares(class_accuracy: TensorLike, proportions: TensorLike) -> tuple[Values, Values]:
-    accuracy, shares = values(class_accuracy, 1, "class accuracies"), values(proportions, 1, "label shares")
+def _accuracy_and_shares(
+    class_accuracy: TensorLike, proportions: TensorLike
+) -> tuple[Values, Values]:
+    accuracy, shares = (
+        values(class_accuracy, 1, "class accuracies"),
+        values(proportions, 1, "label shares"),
+    )
     same_classes(accuracy, shares)
     return accuracy, shares
 

@@ -1,4 +1,6 @@
-"""What clients gained and lost by their queries: per client and over clients, from the events of a journal."""
+"""What clients gained and lost by their queries: per client and over clients, from the events of a
+journal.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,21 @@ from fedstill.metrics.query import query_accuracy_gain, query_forgetting
 
 EventFields = Mapping[str, Any]
 
-QUERY_MEASURES = ("average_accuracy", "gain", "forgetting", "uniform_accuracy", "average_accuracy_before")
-"""What is measured of a client that asked; over clients it is journaled as ``query_`` and the name."""
+QUERY_MEASURES = (
+    "average_accuracy",
+    "gain",
+    "forgetting",
+    "uniform_accuracy",
+    "average_accuracy_before",
+)
+"""What is measured of a client that asked; over clients it is journaled as ``query_`` and the
+name.
+"""
 
 UNTAUGHT = "query_untaught"
-"""How many of the clients that asked had no teacher at all (QKT's T_Q is empty); they learned nothing by asking."""
+"""How many of the clients that asked had no teacher at all (QKT's T_Q is empty); they learned
+nothing by asking.
+"""
 
 
 def answers(
@@ -29,15 +41,17 @@ def answers(
     totals: Sequence[int],
     personal: Collection[str],
 ) -> dict[str, Any]:
-    """What each client that asked can do now, what it could do alone, and the means over these clients.
+    """What each client that asked can do now, what it could do alone, and the means over these
+    clients.
 
-    queries: class ids by client; label_counts: (C,) by client; alone: each client's event of the stage ``fit``, with
-    ``correct_by_class``; acted: this round's client events, in order; server: the round's ``class_accuracy`` and
-    ``others``; totals: (C,) test examples; personal: the stages after which a client's own model is its answer. Gives
-    ``answers``, one mapping a client, and for each of ``QUERY_MEASURES`` its mean ``query_…`` and population spread; a
-    number that cannot be had (gain without a fit) is None. ``teachers`` is how many taught a client, and
-    ``query_untaught`` how many clients nobody taught, where the method says it. Clients that nobody taught count in all
-    means. Empty without queries. Source: QKT, appendix A.2.
+    queries: class ids by client; label_counts: (C,) by client; alone: each client's event of the
+    stage ``fit``, with ``correct_by_class``; acted: this round's client events, in order; server:
+    the round's ``class_accuracy`` and ``others``; totals: (C,) test examples; personal: the stages
+    after which a client's own model is its answer. Gives ``answers``, one mapping a client, and for
+    each of ``QUERY_MEASURES`` its mean ``query_…`` and population spread; a number that cannot be
+    had (gain without a fit) is None. ``teachers`` is how many taught a client, and
+    ``query_untaught`` how many clients nobody taught, where the method says it. Clients that nobody
+    taught count in all means. Empty without queries. Source: QKT, appendix A.2.
     """
     own = {e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e}
     by_client = [
@@ -78,12 +92,18 @@ def _one(
         "uniform_accuracy": _or_none(uniform_accuracy(after, shares, query)),
         "gain": None if before is None else _or_none(query_accuracy_gain(before, after, query)),
         "forgetting": None if before is None else _or_none(query_forgetting(before, after, shares)),
-        "average_accuracy_before": None if before is None else _or_none(average_accuracy(before, shares, query)),
+        "average_accuracy_before": None
+        if before is None
+        else _or_none(average_accuracy(before, shares, query)),
     }
 
 
 def _of(event: EventFields | None, totals: Sequence[int]) -> TensorLike | None:
-    return class_accuracy(event["correct_by_class"], totals) if event and "correct_by_class" in event else None
+    return (
+        class_accuracy(event["correct_by_class"], totals)
+        if event and "correct_by_class" in event
+        else None
+    )
 
 
 def _or_none(value: float) -> float | None:

@@ -1,4 +1,6 @@
-"""What clients' own models are worth to them: the numbers of methods that leave each client a model of its own."""
+"""What clients' own models are worth to them: the numbers of methods that leave each client a model
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from fedstill.metrics.values import values
 def personal_accuracies(
     class_accuracy: Mapping[int, TensorLike], label_counts: Sequence[Sequence[int]]
 ) -> dict[int, float]:
-    """{client: accuracy of its answer on test examples whose classes are distributed as its own data}.
+    """{client: accuracy of its answer on test examples whose classes are distributed as its own
+    data}.
 
-    class_accuracy: (C,) by client; label_counts: (clients, C). A client without data, or none of whose classes has a
-    test image, is left out.
+    class_accuracy: (C,) by client; label_counts: (clients, C). A client without data, or none of
+    whose classes has a test image, is left out.
 
     >>> personal_accuracies({0: [1.0, 0.5], 1: [0.0, 0.0]}, [[3, 1], [0, 0]])
     {0: 0.875}
@@ -39,12 +42,14 @@ def personal_answers(
 ) -> dict[str, Any]:
     """What the clients' own models can do, over the clients whose models were measured.
 
-    class_accuracy: (C,) by client, of its own model; best: by client, the best of its earlier looks for each class;
-    label_counts: (clients, C). Gives ``personal_accuracy`` (``personal_accuracies``, the mean over clients) and its
-    population spread ``personal_accuracy_std``, ``personal_by_client``, ``personal_class_accuracy`` (C,), the mean over
-    clients, ``personal_clients``, how many they are, and ``personal_forgetting``: how far a client's own classes are
-    below its best earlier look, the mean over these classes and then over clients; 0 before the second look. Empty if
-    no client was measured.
+    class_accuracy: (C,) by client, of its own model; best: by client, the best of its earlier looks
+    for each class;
+    label_counts: (clients, C). Gives ``personal_accuracy`` (``personal_accuracies``, the mean over
+    clients) and its population spread ``personal_accuracy_std``, ``personal_by_client``,
+    ``personal_class_accuracy`` (C,), the mean over clients, ``personal_clients``, how many they
+    are, and ``personal_forgetting``: how far a client's own classes are below its best earlier
+    look, the mean over these classes and then over clients; 0 before the second look. Empty if no
+    client was measured.
 
     >>> personal_answers({0: [0.5, 0.0]}, {0: [0.75, 0.25]}, [[4, 0]])["personal_forgetting"]
     0.25
@@ -53,7 +58,9 @@ def personal_answers(
     if not by_client:
         return {}
     table = np.stack([values(class_accuracy[c], 1, "class accuracies") for c in by_client])
-    means = [float(np.nanmean(column)) if not np.isnan(column).all() else None for column in table.T]
+    means = [
+        float(np.nanmean(column)) if not np.isnan(column).all() else None for column in table.T
+    ]
     lost = [_lost(class_accuracy[c], best[c], label_counts[c]) for c in by_client if c in best]
     numbers = list(by_client.values())
     return {

@@ -11,10 +11,11 @@ from fedstill.metrics.values import same_classes, values
 
 
 def consistency(before: TensorLike, after: TensorLike) -> float:
-    """The cosine of two models' class accuracies: 1 for equal profiles, 0 for models with no class in common.
+    """The cosine of two models' class accuracies: 1 for equal profiles, 0 for models with no class
+    in common.
 
-    before, after: (C,) in [0, 1]. Classes without accuracy in either are left out; NaN for a model that is right
-    nowhere.
+    before, after: (C,) in [0, 1]. Classes without accuracy in either are left out; NaN for a model
+    that is right nowhere.
 
     Source: FedNTD, fig. 2(b) (consecutive rounds); SFedKD, fig. 1(b) (consecutive clients).
 
@@ -37,4 +38,6 @@ def running_consistency(class_accuracy: TensorLike) -> list[float]:
     [nan, 0.0, 1.0]
     """
     accuracy = values(class_accuracy, 2, "class accuracies of all rounds")
-    return [float("nan")] * min(len(accuracy), 1) + [consistency(a, b) for a, b in pairwise(accuracy)]
+    return [float("nan")] * min(len(accuracy), 1) + [
+        consistency(a, b) for a, b in pairwise(accuracy)
+    ]

@@ -9,11 +9,13 @@ from fedstill.metrics.values import Values, mean_over_classes, values
 
 
 def forgetting(class_accuracy: TensorLike) -> float:
-    """Forgetting F: the mean over classes of (best accuracy of an earlier round - accuracy of the last round).
+    """Forgetting F: the mean over classes of (best accuracy of an earlier round - accuracy of the
+    last round).
 
-    class_accuracy: (rounds, C) in [0, 1], oldest round first. Gives a number in [-1, 1], lower is better; a class
-    counts negatively only if its last round is strictly its best. 0 for one round or none. Classes without accuracy in
-    the last round, or in all earlier ones, are left out; NaN if none is left.
+    class_accuracy: (rounds, C) in [0, 1], oldest round first. Gives a number in [-1, 1], lower is
+    better; a class counts negatively only if its last round is strictly its best. 0 for one round
+    or none. Classes without accuracy in the last round, or in all earlier ones, are left out; NaN
+    if none is left.
 
     Source: FedNTD, eq. 5.
 
@@ -25,10 +27,11 @@ def forgetting(class_accuracy: TensorLike) -> float:
 
 
 def forgetting_by_class(class_accuracy: TensorLike) -> Values:
-    """What each class lost: best accuracy of an earlier round - accuracy of the last round, (C,); their mean is F.
+    """What each class lost: best accuracy of an earlier round - accuracy of the last round, (C,);
+    their mean is F.
 
-    class_accuracy: (rounds, C) in [0, 1], oldest round first. Zeros for one round; NaN for a class without accuracy in
-    the last round, or in all earlier ones.
+    class_accuracy: (rounds, C) in [0, 1], oldest round first. Zeros for one round; NaN for a class
+    without accuracy in the last round, or in all earlier ones.
 
     Source: FedNTD, eq. 5.
 

@@ -1,4 +1,6 @@
-"""What local models know of their own clients' classes and of the others': knowledge outside of local data (KOLD)."""
+"""What local models know of their own clients' classes and of the others': knowledge outside of
+local data (KOLD).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,20 @@ from fedstill.metrics.values import mean_over_classes, values
 
 
 def local_accuracies(
-    clients: Sequence[Mapping[str, Any]], received: Sequence[Any], aggregated: Sequence[Any], totals: Sequence[int]
+    clients: Sequence[Mapping[str, Any]],
+    received: Sequence[Any],
+    aggregated: Sequence[Any],
+    totals: Sequence[int],
 ) -> dict[str, float]:
-    """In- and out-local accuracy of local models, and of the global model before and after the round.
+    """In- and out-local accuracy of local models, and of the global model before and after the
+    round.
 
-    clients: events with ``correct_by_class`` and ``label_counts`` (C,), others are passed over; received, aggregated:
-    class accuracies (C,) of the global models; totals: test examples by class (C,). Gives means over clients, plain and
-    weighted by size, the spread (population) over clients, and the global models' accuracy on the mean of the clients'
-    label distributions. Keys with ``_seen`` are the plain means over classes that a client has, or does not have; a
-    client that has them all has no such out-local accuracy. Empty if no client was measured.
+    clients: events with ``correct_by_class`` and ``label_counts`` (C,), others are passed over;
+    received, aggregated: class accuracies (C,) of the global models; totals: test examples by class
+    (C,). Gives means over clients, plain and weighted by size, the spread (population) over
+    clients, and the global models' accuracy on the mean of the clients' label distributions. Keys
+    with ``_seen`` are the plain means over classes that a client has, or does not have; a client
+    that has them all has no such out-local accuracy. Empty if no client was measured.
 
     Source: FedNTD, section 2.2 and figure 4; the form ``_seen``: FedADKD, figure 6.
     """
@@ -35,7 +42,10 @@ def local_accuracies(
     for form, seen in (("", False), ("_seen", True)):
         for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
             by_client = [accuracy(a, p, seen) for a, p in zip(local, shares, strict=True)]
-            out |= {f"{side}_local_accuracy{form}{k}": v for k, v in over_clients(by_client, sizes).items()}
+            out |= {
+                f"{side}_local_accuracy{form}{k}": v
+                for k, v in over_clients(by_client, sizes).items()
+            }
     mean_share = shares.mean(0)
     for model, accuracy_by_class in (("received", received), ("global", aggregated)):
         out[f"{model}_in_local_accuracy"] = in_local_accuracy(accuracy_by_class, mean_share)
@@ -43,13 +53,16 @@ def local_accuracies(
     return out
 
 
-def by_epoch(clients: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[str, dict[str, dict[str, Any]]]:
+def by_epoch(
+    clients: Sequence[Mapping[str, Any]], totals: Sequence[int]
+) -> dict[str, dict[str, dict[str, Any]]]:
     """In- and out-local accuracy of models in training: as received, and after each local epoch.
 
-    clients: events with their stage's ``name``, ``correct_by_epoch`` (epochs + 1, C) and ``label_counts`` (C,), others
-    are passed over; totals: test examples by class (C,). Gives ``{"by_epoch": {stage: {...}}}`` with lists over epochs
-    of the means over clients, plain and weighted by size, and of the spread (population); a client that stopped earlier
-    is left out from there on. Empty if no client was measured. Source: FedNTD, figure 6.
+    clients: events with their stage's ``name``, ``correct_by_epoch`` (epochs + 1, C) and
+    ``label_counts`` (C,), others are passed over; totals: test examples by class (C,). Gives
+    ``{"by_epoch": {stage: {...}}}`` with lists over epochs of the means over clients, plain and
+    weighted by size, and of the spread (population); a client that stopped earlier is left out from
+    there on. Empty if no client was measured. Source: FedNTD, figure 6.
     """
     stages: dict[str, list[Mapping[str, Any]]] = {}
     for event in clients:
@@ -74,15 +87,19 @@ def _epochs(events: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[
 
 
 def over_clients(by_client: Sequence[float], sizes: TensorLike) -> dict[str, float]:
-    """Mean and population spread over clients, plain (keys "" and "_std") and weighted by size ("_weighted", ...).
+    """Mean and population spread over clients, plain (keys "" and "_std") and weighted by size
+    ("_weighted", ...).
 
-    by_client: a number for each client; NaN, where it has none, is left out; sizes: as many weights. NaN if nothing is
-    left.
+    by_client: a number for each client; NaN, where it has none, is left out; sizes: as many
+    weights. NaN if nothing is left.
 
     >>> over_clients([0.0, 1.0], [1, 3])["_weighted"]
     0.75
     """
-    numbers, weights = values(by_client, 1, "numbers of clients"), values(sizes, 1, "sizes of clients")
+    numbers, weights = (
+        values(by_client, 1, "numbers of clients"),
+        values(sizes, 1, "sizes of clients"),
+    )
     out: dict[str, float] = {}
     for key, weight in (("", np.ones_like(weights)), ("_weighted", weights)):
         mean = mean_over_classes(numbers, weight)

@@ -1,17 +1,19 @@
 """Membership inference: how well it can be told which examples a model was trained on.
 
-An attack gives every example a score, the higher the more likely it is a member. Both scores here are made of the
-model's confidence in the true class, ``phi = log(p_y / (1 - p_y))``:
+An attack gives every example a score, the higher the more likely it is a member. Both scores here
+are made of the model's confidence in the true class, ``phi = log(p_y / (1 - p_y))``:
 
-- the loss threshold takes phi itself. The loss is ``log(1 + exp(-phi))``, which falls as phi grows, so both have the
-  same curve; phi does not round to one number where the loss is almost 0.
-- the likelihood ratio compares phi with the phis of models that did not see the example ("out" models).
+- the loss threshold takes phi itself. The loss is ``log(1 + exp(-phi))``, which falls as phi grows,
+  so both have the same curve; phi does not round to one number where the loss is almost 0.
+- the likelihood ratio compares phi with the phis of models that did not see the example ("out"
+  models).
 
-Sources: loss threshold: Yeom et al., "Privacy Risk in Machine Learning: Analyzing the Connection to Overfitting"
-(2018). Likelihood ratio, its offline form with Gaussians, and true positives at few false positives: Carlini et al.,
-"Membership Inference Attacks From First Principles" (2022), section VI. Interval of the AUC: DeLong, DeLong &
-Clarke-Pearson, "Comparing the Areas under Two or More Correlated Receiver Operating Characteristic Curves" (1988).
-Interval of a rate: Clopper & Pearson (1934).
+Sources: loss threshold: Yeom et al., "Privacy Risk in Machine Learning: Analyzing the Connection to
+Overfitting" (2018). Likelihood ratio, its offline form with Gaussians, and true positives at few
+false positives: Carlini et al., "Membership Inference Attacks From First Principles" (2022),
+section VI. Interval of the AUC: DeLong, DeLong & Clarke-Pearson, "Comparing the Areas under Two or
+More Correlated Receiver Operating Characteristic Curves" (1988). Interval of a rate: Clopper &
+Pearson (1934).
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ GRID = tuple(round(10 ** (-3 + i / 8), 6) for i in range(25))
 """False positives at which a curve is kept for drawing: eight steps to each power of ten."""
 
 LEAST_OUT, MANY_OUT = 3, 64
-"""From how many "out" models there is a likelihood ratio; from how many each example has a variance of its own."""
+"""From how many "out" models there is a likelihood ratio; from how many each example has a variance
+of its own.
+"""
 
 LEVEL = 0.95
 """How sure intervals are."""
@@ -42,7 +46,8 @@ _TINY = 1e-9
 
 
 def confidences(logits: Tensor, labels: Tensor) -> Values:
-    """``log(p_y / (1 - p_y))`` (n,) of the true class, from (n, C) logits and (n,) labels, in float64.
+    """``log(p_y / (1 - p_y))`` (n,) of the true class, from (n, C) logits and (n,) labels, in
+    float64.
 
     A row that is not finite says nothing and gets 0.
 
@@ -58,11 +63,12 @@ def confidences(logits: Tensor, labels: Tensor) -> Values:
 
 
 def likelihood_ratios(target: TensorLike, out: TensorLike) -> Values:
-    """How far a model's confidences (n,) are above those of m models (m, n) that did not see the examples: (n,).
+    """How far a model's confidences (n,) are above those of m models (m, n) that did not see
+    the examples: (n,).
 
-    ``(phi - mean) / deviation``: as a normal distribution's deviate it orders examples as the offline likelihood ratio
-    does, and does not round to 1 in the tail. Below 64 models one variance is taken for all examples, as in the source;
-    the deviation then does not change the order.
+    ``(phi - mean) / deviation``: as a normal distribution's deviate it orders examples as the
+    offline likelihood ratio does, and does not round to 1 in the tail. Below 64 models one variance
+    is taken for all examples, as in the source; the deviation then does not change the order.
     """
     phi, others = values(target, 1, "confidences"), values(out, 2, "confidences of other models")
     variance = others.var(0, ddof=1)
@@ -75,9 +81,11 @@ def likelihood_ratios(target: TensorLike, out: TensorLike) -> Values:
 def auc_interval(members: TensorLike, others: TensorLike) -> tuple[float, float, float]:
     """The area under the curve, and the ends of its interval.
 
-    The area is the share of pairs in which the member's score is higher, ties counted half (Mann & Whitney).
-    Reading: DeLong's variance and not Hanley & McNeil's, which supposes how scores are distributed; nor a bootstrap,
-    which draws. All examples count as independent. Where the area is 0 or 1, this interval has no width.
+    The area is the share of pairs in which the member's score is higher, ties counted half (Mann &
+    Whitney).
+    Reading: DeLong's variance and not Hanley & McNeil's, which supposes how scores are distributed;
+    nor a bootstrap, which draws. All examples count as independent. Where the area is 0 or 1, this
+    interval has no width.
 
     >>> auc_interval([3.0, 2.0], [2.0, 1.0])[0]
     0.875
@@ -87,12 +95,15 @@ def auc_interval(members: TensorLike, others: TensorLike) -> tuple[float, float,
     inside, outside = values(members, 1, "scores"), values(others, 1, "scores")
     m, n = len(inside), len(outside)
     every = _ranks(np.concatenate([inside, outside]))
-    above = (every[:m] - _ranks(inside)) / n  # of each member: the share of the others that it is above
+    # of each member: the share of the others that it is above
+    above = (every[:m] - _ranks(inside)) / n
     below = 1 - (every[m:] - _ranks(outside)) / m
     area = float(above.mean())
     if m < 2 or n < 2:
         return area, 0.0, 1.0
-    wide = float(ndtri(0.5 + LEVEL / 2)) * float(np.sqrt(above.var(ddof=1) / m + below.var(ddof=1) / n))
+    wide = float(ndtri(0.5 + LEVEL / 2)) * float(
+        np.sqrt(above.var(ddof=1) / m + below.var(ddof=1) / n)
+    )
     return area, max(0.0, area - wide), min(1.0, area + wide)
 
 
@@ -106,9 +117,9 @@ def _ranks(scores: Values) -> Values:
 def hits(members: TensorLike, others: TensorLike, rates: Sequence[float]) -> list[int]:
     """How many members are found where at most these shares of the others are taken for members.
 
-    A threshold is one of the scores. All examples with that score are on one side of it: a group of ties that would
-    take in too many others is left out as a whole, and there is no line between two thresholds. With fewer than
-    1 / rate others, none of them may be taken in.
+    A threshold is one of the scores. All examples with that score are on one side of it: a group of
+    ties that would take in too many others is left out as a whole, and there is no line between two
+    thresholds. With fewer than 1 / rate others, none of them may be taken in.
 
     >>> hits([9.0, 5.0, 5.0, 1.0], [5.0, 2.0, 0.0, 0.0], [0.1, 0.25])
     [1, 3]
@@ -137,9 +148,9 @@ def rate_interval(count: int, of: int) -> tuple[float, float]:
 def attack(members: TensorLike, others: TensorLike) -> dict[str, Any]:
     """An attack's curve in numbers, from the scores of members and of others; at least one of each.
 
-    ``auc`` with ``auc_interval``; ``tpr_at_0.001`` and ``tpr_at_0.01``, the share of members that is found at these
-    shares of false positives, with ``..._interval``; ``roc``, the same at every share of ``GRID``. An interval of a
-    share takes the threshold as given.
+    ``auc`` with ``auc_interval``; ``tpr_at_0.001`` and ``tpr_at_0.01``, the share of members that
+    is found at these shares of false positives, with ``..._interval``; ``roc``, the same at every
+    share of ``GRID``. An interval of a share takes the threshold as given.
     """
     inside = values(members, 1, "scores")
     area, *ends = auc_interval(inside, others)

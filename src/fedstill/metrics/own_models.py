@@ -1,4 +1,6 @@
-"""What each client's own model knows of its held-out data and of the public images: the measure ``private_public``."""
+"""What each client's own model knows of its held-out data and of the public images: the measure
+``private_public``.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ SERVER_ID = -1
 
 
 def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Accuracy of every client's model on its held-out data and on the public images, and the server's on the latter.
+    """Accuracy of every client's model on its held-out data and on the public images, and the
+    server's on the latter.
 
-    clients: events of one round in order, with ``private`` and ``public`` as ``{"counts", "before", "after"}`` by class
-    (``before`` only in stages on public data); others are passed over. Gives ``private_by_client`` and
-    ``public_by_client`` (client id to accuracy at the end of the round), ``private_before_by_client`` and
-    ``public_before_by_client`` (before the last stage on public data), means over clients ``private_accuracy`` and
-    ``public_accuracy``, and ``server_public_accuracy``. What was not measured is left out: data without labels, clients
+    clients: events of one round in order, with ``private`` and ``public`` as
+    ``{"counts", "before", "after"}`` by class (``before`` only in stages on public data); others
+    are passed over. Gives ``private_by_client`` and ``public_by_client`` (client id to accuracy at
+    the end of the round), ``private_before_by_client`` and ``public_before_by_client`` (before the
+    last stage on public data), means over clients ``private_accuracy`` and ``public_accuracy``, and
+    ``server_public_accuracy``. What was not measured is left out: data without labels, clients
     without held-out data. Source: HiPer-FedKD, table 1 and its notebooks.
     """
     out: dict[str, Any] = {}
@@ -35,7 +39,9 @@ def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             out[f"{kind}_by_client"] = after
         if before:
             out[f"{kind}_before_by_client"] = before
-    on_public = [e for e in clients if e["client"] == SERVER_ID and isinstance(e.get("public"), Mapping)]
+    on_public = [
+        e for e in clients if e["client"] == SERVER_ID and isinstance(e.get("public"), Mapping)
+    ]
     taught = [e["public"] for e in on_public if sum(e["public"].get("counts", ()))]
     if taught:
         out["server_public_accuracy"] = sum(taught[-1]["after"]) / sum(taught[-1]["counts"])

@@ -1,8 +1,9 @@
-"""What released codes print as forgetting, each as it is computed there; ``TABLE`` puts all definitions side by side.
+"""What released codes print as forgetting, each as it is computed there; ``TABLE`` puts all
+definitions side by side.
 
-A matrix is as in ``metrics.tasks``, with a column for each task. Commits: STSA Yuqin-G/STSA aaaa006, Fed-Mammoth
-aimagelab/fed-mammoth 09a9508, FOT duygunuryldz/Federated_Orthogonal_Training f343e36, LANDER tmtuan1307/LANDER 44d7acc,
-MFCL SaraBabakN/MFCL-NeurIPS23 8ab937b.
+A matrix is as in ``metrics.tasks``, with a column for each task. Commits: STSA Yuqin-G/STSA
+aaaa006, Fed-Mammoth aimagelab/fed-mammoth 09a9508, FOT duygunuryldz/Federated_Orthogonal_Training
+f343e36, LANDER tmtuan1307/LANDER 44d7acc, MFCL SaraBabakN/MFCL-NeurIPS23 8ab937b.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fedstill.metrics.values import Values, values
 
 
 def stsa(matrix: TensorLike) -> float:
-    """STSA: mean_{j < T} (max_{l <= T} R[l, j] - a_j). The last row counts as a best one, so it is never below 0.
+    """STSA: mean_{j < T} (max_{l <= T} R[l, j] - a_j). The last row counts as a best one, so it is
+    never below 0.
 
     Source: STSA's main.py.
     """
@@ -37,7 +39,8 @@ def fed_mammoth(matrix: TensorLike) -> float:
 
 
 def fot(matrix: TensorLike) -> float:
-    """FOT: mean_{j < T} (R[j, j] - a_j), printed there as "BWT": backward transfer with the other sign.
+    """FOT: mean_{j < T} (R[j, j] - a_j), printed there as "BWT": backward transfer with the other
+    sign.
 
     Source: FOT's FedAVGAggregator.py.
     """
@@ -46,7 +49,8 @@ def fot(matrix: TensorLike) -> float:
 
 
 def lander(matrix: TensorLike) -> float:
-    """LANDER: (1/T) sum_t (max_j R[t, j] - R[T, t]) with blanks as 0: a maximum over tasks, not over time.
+    """LANDER: (1/T) sum_t (max_j R[t, j] - R[T, t]) with blanks as 0: a maximum over tasks, not
+    over time.
 
     Source: LANDER's forgetting_cal.py.
     """
@@ -55,7 +59,8 @@ def lander(matrix: TensorLike) -> float:
 
 
 def mfcl(matrix: TensorLike) -> float:
-    """MFCL: (1/T) (R[1, 1]/100 - a_1 + sum_{j >= 2} (R[j, j] - a_j)): a share minus a percentage in its first term.
+    """MFCL: (1/T) (R[1, 1]/100 - a_1 + sum_{j >= 2} (R[j, j] - a_j)): a share minus a percentage in
+    its first term.
 
     Source: MFCL's main.py. Reading: of shares, the same with all numbers a hundred times smaller.
     """
@@ -77,9 +82,11 @@ def _earlier_mean(lost: Values) -> float:
 
 @dataclass(frozen=True)
 class Definition:
-    """One way to take a number from a matrix: its name, its formula in words, its source, and the function.
+    """One way to take a number from a matrix: its name, its formula in words, its source, and the
+    function.
 
-    ``of``: from (matrix, tasks of its columns). ``by_class``: whether it has a meaning where columns are classes.
+    ``of``: from (matrix, tasks of its columns). ``by_class``: whether it has a meaning where
+    columns are classes.
     ``differs``: for a published variant, in which way it is not Chaudhry's.
     """
 
@@ -91,14 +98,26 @@ class Definition:
     differs: str = ""
 
 
-def _published(name: str, says: str, source: str, of: Callable[[TensorLike], float], differs: str) -> Definition:
-    return Definition(name, says, source, lambda matrix, _: of(matrix), by_class=False, differs=differs)
+def _published(
+    name: str, says: str, source: str, of: Callable[[TensorLike], float], differs: str
+) -> Definition:
+    return Definition(
+        name, says, source, lambda matrix, _: of(matrix), by_class=False, differs=differs
+    )
 
 
 TABLE: tuple[Definition, ...] = (
-    Definition("final_accuracy", "mean of the last row", "Lopez-Paz & Ranzato 2017, ACC", over.final_accuracy),
     Definition(
-        "incremental_accuracy", "mean over task ends of the mean over tasks so far", "iCaRL", over.incremental_accuracy
+        "final_accuracy",
+        "mean of the last row",
+        "Lopez-Paz & Ranzato 2017, ACC",
+        over.final_accuracy,
+    ),
+    Definition(
+        "incremental_accuracy",
+        "mean over task ends of the mean over tasks so far",
+        "iCaRL",
+        over.incremental_accuracy,
     ),
     Definition(
         "learning_accuracy",
@@ -125,7 +144,10 @@ TABLE: tuple[Definition, ...] = (
         lambda m, own: over.worst_forgetting(m, own)[0],
     ),
     Definition(
-        "learned", "best row of each column, the last among them: what was ever known", "fedstill", over.learned
+        "learned",
+        "best row of each column, the last among them: what was ever known",
+        "fedstill",
+        over.learned,
     ),
     Definition("lost", "learned - final_accuracy", "fedstill", over.lost),
     Definition("kept", "final_accuracy / learned", "fedstill", over.kept_share),
@@ -179,4 +201,6 @@ TABLE: tuple[Definition, ...] = (
         "its first term is a share minus a percentage",
     ),
 )
-"""All definitions, as they are shown. ``forward_transfer`` needs the untrained model, too, and is not among them."""
+"""All definitions, as they are shown. ``forward_transfer`` needs the untrained model, too, and is
+not among them.
+"""

@@ -14,9 +14,9 @@ from fedstill.metrics.values import mean_over_classes, same_classes, values
 def query_accuracy_gain(before: TensorLike, after: TensorLike, query: Iterable[int]) -> float:
     """The mean gain in accuracy over the queried classes.
 
-    before, after: (C,) class accuracies in [0, 1] of the local model and of the model after the query; query:
-    class ids. Gives a number in [-1, 1], higher is better; NaN for an empty query. Raises ConfigError for a class id
-    outside [0, C).
+    before, after: (C,) class accuracies in [0, 1] of the local model and of the model after the
+    query; query: class ids. Gives a number in [-1, 1], higher is better; NaN for an empty query.
+    Raises ConfigError for a class id outside [0, C).
 
     Source: QKT, sec. 4.1 and appendix A.2 (Query Accuracy Gain).
 
@@ -36,8 +36,9 @@ def query_accuracy_gain(before: TensorLike, after: TensorLike, query: Iterable[i
 def query_forgetting(before: TensorLike, after: TensorLike, proportions: TensorLike) -> float:
     """The mean loss of accuracy over the client's own classes; gains do not make up for losses.
 
-    before, after: (C,) class accuracies in [0, 1]; proportions: (C,), own classes are those above 0. Gives
-    ``mean min(0, after - before)`` in [-1, 0], higher is better; NaN for a client without classes.
+    before, after: (C,) class accuracies in [0, 1]; proportions: (C,), own classes are those
+    above 0. Gives ``mean min(0, after - before)`` in [-1, 0], higher is better; NaN for a client
+    without classes.
 
     Source: QKT, sec. 4.1 and appendix A.2 (Forgetting).
     Reading: some printed values are positive, which this definition rules out; they are misprints.

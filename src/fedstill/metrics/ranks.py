@@ -1,6 +1,8 @@
-"""Whether one method is above another: differences paired by seed, ranks over settings, and how sure both are.
+"""Whether one method is above another: differences paired by seed, ranks over settings, and how
+sure both are.
 
-A block is one column (a setting) and one seed. Columns are chosen, not drawn: nothing here reaches beyond them.
+A block is one column (a setting) and one seed. Columns are chosen, not drawn: nothing here reaches
+beyond them.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ EXACTLY = 16
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference over pairs of runs of one seed, and the interval that holds the true one in 95 of 100 cases.
+    """A mean difference over pairs of runs of one seed, and the interval that holds the true one in
+    95 of 100 cases.
 
-    ``low``, ``high``: its ends; ``p``: how often a difference as large comes by chance alone (the paired t test, both
-    sides); NaN for fewer than two pairs. ``pairs``: how many seeds both had.
+    ``low``, ``high``: its ends; ``p``: how often a difference as large comes by chance alone (the
+    paired t test, both sides); NaN for fewer than two pairs. ``pairs``: how many seeds both had.
     """
 
     mean: float
@@ -47,12 +50,15 @@ class Difference:
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """The mean of (ours - theirs) over the seeds that both have, with Student's t interval; None without such a seed.
+    """The mean of (ours - theirs) over the seeds that both have, with Student's t interval; None
+    without such a seed.
 
-    ours, theirs: a number by seed. The interval assumes that differences are normal, and that seeds are independent.
-    If all differences are equal it is that number alone.
+    ours, theirs: a number by seed. The interval assumes that differences are normal, and that seeds
+    are independent. If all differences are equal it is that number alone.
 
-    >>> d = paired_difference({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}, dict.fromkeys(range(9), 0.0))
+    >>> d = paired_difference(
+    ...     {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}, dict.fromkeys(range(9), 0.0)
+    ... )
     >>> d.mean, round(d.high - d.mean, 2), d.pairs, d.told_apart
     (3.0, 1.96, 5, True)
     """
@@ -70,11 +76,12 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
 
 
 def sign_flips(apart: TensorLike, draws: int = DRAWS, seed: int = 0) -> float:
-    """How often signs drawn at random give a mean at least as far from 0: the sign-flip test, both sides.
+    """How often signs drawn at random give a mean at least as far from 0: the sign-flip test, both
+    sides.
 
-    apart: paired differences, any shape. All signs are gone through where there are at most 16 differences; else
-    ``draws`` are drawn by key, and the signs that were seen count as one of them. It assumes that, were the two
-    alike, a difference would as well have the other sign.
+    apart: paired differences, any shape. All signs are gone through where there are at most 16
+    differences; else ``draws`` are drawn by key, and the signs that were seen count as one of them.
+    It assumes that, were the two alike, a difference would as well have the other sign.
 
     Source: Fisher 1935, section 21.
 
@@ -96,7 +103,8 @@ def sign_flips(apart: TensorLike, draws: int = DRAWS, seed: int = 0) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p values of several tests, adjusted so that any of them is wrongly below 0.05 in 5 of 100 cases at most.
+    """p values of several tests, adjusted so that any of them is wrongly below 0.05 in 5 of 100
+    cases at most.
 
     Source: Holm 1979.
 
@@ -112,10 +120,11 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def resampled_means(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> Values:
-    """Means over columns of means over seeds, the seeds of each column drawn anew by key with replacement: (draws, …).
+    """Means over columns of means over seeds, the seeds of each column drawn anew by key
+    with replacement: (draws, …).
 
-    values: (…, columns, seeds). All that stands before the last two axes is drawn alike, so that differences of two
-    results stay paired.
+    values: (…, columns, seeds). All that stands before the last two axes is drawn alike, so that
+    differences of two results stay paired.
     """
     own = np.asarray(values, dtype=np.float64)
     columns, seeds = own.shape[-2:]
@@ -126,12 +135,15 @@ def resampled_means(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> Va
 
 
 def interval(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> tuple[float, float]:
-    """The interval that holds the mean over columns of means over seeds in about 95 of 100 cases, by resampling.
+    """The interval that holds the mean over columns of means over seeds in about 95 of 100 cases,
+    by resampling.
 
-    values: (columns, seeds). (NaN, NaN) for a single seed. It says nothing of columns that are not there.
+    values: (columns, seeds). (NaN, NaN) for a single seed. It says nothing of columns that are not
+    there.
 
-    Source: Hesterberg 2015, expanded percentiles: plain ones are too narrow for few seeds (five in one column: 83 of
-    100), so that those of a wider share are taken, that of Student's t with columns x (seeds - 1) degrees of freedom.
+    Source: Hesterberg 2015, expanded percentiles: plain ones are too narrow for few seeds (five in
+    one column: 83 of 100), so that those of a wider share are taken, that of Student's t with
+    columns x (seeds - 1) degrees of freedom.
     """
     own = np.asarray(values, dtype=np.float64)
     columns, seeds = own.shape
@@ -141,7 +153,8 @@ def interval(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> tuple[flo
 
 
 def told_apart(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> list[list[bool]]:
-    """Of which two methods the interval of the mean difference leaves 0 out, both drawn alike: (methods, methods).
+    """Of which two methods the interval of the mean difference leaves 0 out, both drawn alike:
+    (methods, methods).
 
     values: (methods, columns, seeds): scores, or ranks of them.
     """
@@ -157,14 +170,17 @@ def told_apart(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> list[li
 
 def _ends(drawn: Values, columns: int, seeds: int) -> tuple[float, float]:
     """The ends of the interval, given resampled means."""
-    wide = float(np.sqrt(seeds / (seeds - 1))) * float(stdtrit(columns * (seeds - 1), (1 + CONFIDENCE) / 2))
+    wide = float(np.sqrt(seeds / (seeds - 1))) * float(
+        stdtrit(columns * (seeds - 1), (1 + CONFIDENCE) / 2)
+    )
     tail = float(ndtr(-wide))
     low, high = np.quantile(drawn, [tail, 1 - tail])
     return float(low), float(high)
 
 
 def ranks(scores: TensorLike) -> Values:
-    """The rank of each method in each block, 1 the best; those that are alike share the mean of their ranks.
+    """The rank of each method in each block, 1 the best; those that are alike share the mean of
+    their ranks.
 
     scores: (methods, …), more is better. Gives the same shape.
 
@@ -186,17 +202,20 @@ def win_rate(ours: TensorLike, theirs: TensorLike) -> float:
 
 
 def bars(apart: Sequence[Sequence[bool]]) -> list[list[int]]:
-    """Groups of methods of which no two can be told apart, each as large as can be: two share a bar only then.
+    """Groups of methods of which no two can be told apart, each as large as can be: two share a bar
+    only then.
 
-    apart: (methods, methods), whether two can be told apart. Groups of one are left out. They need not be neighbours
-    in rank: a bar has a mark at each method in it.
+    apart: (methods, methods), whether two can be told apart. Groups of one are left out. They need
+    not be neighbours in rank: a bar has a mark at each method in it.
 
     Source: Bron & Kerbosch 1973.
 
     >>> bars([[False, False, True], [False, False, False], [True, False, False]])
     [[0, 1], [1, 2]]
     """
-    alike = [{j for j, told in enumerate(row) if not told and j != i} for i, row in enumerate(apart)]
+    alike = [
+        {j for j, told in enumerate(row) if not told and j != i} for i, row in enumerate(apart)
+    ]
     out: list[list[int]] = []
 
     def grow(group: set[int], may: set[int], had: set[int]) -> None:
@@ -211,7 +230,8 @@ def bars(apart: Sequence[Sequence[bool]]) -> list[list[int]]:
 
 
 def nemenyi_width(methods: int, blocks: int) -> float:
-    """By how much two mean ranks must differ in Nemenyi's test at 0.05, which takes blocks as independent.
+    """By how much two mean ranks must differ in Nemenyi's test at 0.05, which takes blocks as
+    independent.
 
     Source: Demsar 2006.
 
@@ -223,7 +243,8 @@ def nemenyi_width(methods: int, blocks: int) -> float:
 
 
 def share_of_gap(score: float, floor: float, ceiling: float) -> float:
-    """Where a score is between two bounds: 0 at the floor, 1 at the ceiling; NaN where these are alike.
+    """Where a score is between two bounds: 0 at the floor, 1 at the ceiling; NaN where these are
+    alike.
 
     >>> share_of_gap(0.625, 0.5, 1.0)
     0.25

@@ -1,12 +1,13 @@
 """Forgetting over time: every number that people take from one accuracy matrix.
 
-A matrix R is (T, K): a row is a task's end, oldest first; a column is a task or a class. NaN (or None) where there is
-no accuracy, as for tasks to come. ``tasks`` says in which task each column is trained on, counted from 0, (K,); left
-out, column j belongs to task j. Columns of tasks that have not come by the last row are left out everywhere. The unit
-is the matrix's: shares give shares, percentages give percentages. NaN where nothing is left to take a mean of.
+A matrix R is (T, K): a row is a task's end, oldest first; a column is a task or a class. NaN (or
+None) where there is no accuracy, as for tasks to come. ``tasks`` says in which task each column is
+trained on, counted from 0, (K,); left out, column j belongs to task j. Columns of tasks that have
+not come by the last row are left out everywhere. The unit is the matrix's: shares give shares,
+percentages give percentages. NaN where nothing is left to take a mean of.
 
-In formulas a is the last row, and own(j) the row of column j's own task. By task and by class are two numbers: a
-maximum of means over classes is at most the mean of their maxima.
+In formulas a is the last row, and own(j) the row of column j's own task. By task and by class are
+two numbers: a maximum of means over classes is at most the mean of their maxima.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def learning_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
-    """What was lost of each column of an earlier task: best accuracy before the last row - a_j; NaN for the others.
+    """What was lost of each column of an earlier task: best accuracy before the last row - a_j; NaN
+    for the others.
 
     Gives (K,) numbers. Source: Chaudhry et al. 2018.
 
@@ -67,7 +69,8 @@ def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
 
 
 def average_forgetting(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """Mean over the columns of earlier tasks of (best accuracy before the last row - a_j); NaN with one row.
+    """Mean over the columns of earlier tasks of (best accuracy before the last row - a_j); NaN with
+    one row.
 
     Below 0 where the last row is the best. Source: Chaudhry et al. 2018.
 
@@ -78,13 +81,18 @@ def average_forgetting(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def worst_forgetting(matrix: TensorLike, tasks: Tasks = None) -> tuple[float, int | None]:
-    """The largest of the terms of ``average_forgetting``, and its column counted from 0; (NaN, None) without one.
+    """The largest of the terms of ``average_forgetting``, and its column counted from 0; (NaN,
+    None) without one.
 
     >>> worst_forgetting([[70, None, None], [80, 40, None], [60, 50, 90]])
     (20.0, 0)
     """
     lost = forgetting_by_column(matrix, tasks)
-    return (float(np.nanmax(lost)), int(np.nanargmax(lost))) if np.isfinite(lost).any() else (float("nan"), None)
+    return (
+        (float(np.nanmax(lost)), int(np.nanargmax(lost)))
+        if np.isfinite(lost).any()
+        else (float("nan"), None)
+    )
 
 
 def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
@@ -100,10 +108,11 @@ def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = None) -> float:
-    """Mean over the columns after the first task of (accuracy one task before its own - that of an untrained model).
+    """Mean over the columns after the first task of (accuracy one task before its own - that of an
+    untrained model).
 
-    initial: (K,) accuracies before any training, a number for each of the matrix's columns. NaN for a matrix whose
-    columns to come are blank.
+    initial: (K,) accuracies before any training, a number for each of the matrix's columns. NaN for
+    a matrix whose columns to come are blank.
 
     Source: Lopez-Paz and Ranzato 2017, FWT.
 
@@ -111,7 +120,10 @@ def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = Non
     22.5
     """
     accuracy, own = come(matrix, tasks)
-    every, untrained = values(matrix, 2, "an accuracy matrix"), values(initial, 1, "accuracies of the untrained model")
+    every, untrained = (
+        values(matrix, 2, "an accuracy matrix"),
+        values(initial, 1, "accuracies of the untrained model"),
+    )
     same_classes(every, untrained)
     before = untrained[column_tasks(every, tasks) < len(every)]
     later = np.flatnonzero(own > 0)
@@ -133,7 +145,8 @@ def lost(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def kept_share(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """How much of it is left: final_accuracy / learned, a share in [0, 1]; NaN where nothing was ever known.
+    """How much of it is left: final_accuracy / learned, a share in [0, 1]; NaN where nothing was
+    ever known.
 
     >>> kept_share([[0.75, None], [0.25, 0.25]])
     0.5
@@ -148,16 +161,21 @@ def with_zeros(matrix: TensorLike) -> Values:
 
 
 def round_forgetting(before: TensorLike, after: TensorLike) -> float:
-    """What one round took from the global model, gains not counted against it: mean_c max(0, before - after).
+    """What one round took from the global model, gains not counted against it: mean_c max(0,
+    before - after).
 
     before, after: (C,) class accuracies of the global model.
 
-    Source: after Flashback's idea that gains must not hide losses. Reading: its exact formula was not to be had.
+    Source: after Flashback's idea that gains must not hide losses. Reading: its exact formula was
+    not to be had.
 
     >>> round_forgetting([0.75, 0.5], [0.5, 0.75])
     0.125
     """
-    start, end = values(before, 1, "class accuracies before"), values(after, 1, "class accuracies after")
+    start, end = (
+        values(before, 1, "class accuracies before"),
+        values(after, 1, "class accuracies after"),
+    )
     same_classes(start, end)
     return _mean(_loss(start, end))
 
@@ -167,7 +185,10 @@ def local_forgetting(before: TensorLike, local: TensorLike) -> float:
 
     before: (C,); local: (clients, C), class accuracies of each client's model after its training.
     """
-    start, models = values(before, 1, "class accuracies before"), values(local, 2, "class accuracies of local models")
+    start, models = (
+        values(before, 1, "class accuracies before"),
+        values(local, 2, "class accuracies of local models"),
+    )
     same_classes(start, models)
     return _mean(np.array([_mean(_loss(start, model)) for model in models]))
 
@@ -175,11 +196,19 @@ def local_forgetting(before: TensorLike, local: TensorLike) -> float:
 def aggregation_forgetting(local: TensorLike, after: TensorLike, best: bool = False) -> float:
     """The part of aggregation: the mean over clients of mean_c max(0, local_k - after).
 
-    local: (clients, C); after: (C,). With ``best``, against the best client of each class instead of the mean over all.
+    local: (clients, C); after: (C,). With ``best``, against the best client of each class instead
+    of the mean over all.
     """
-    models, end = values(local, 2, "class accuracies of local models"), values(after, 1, "class accuracies after")
+    models, end = (
+        values(local, 2, "class accuracies of local models"),
+        values(after, 1, "class accuracies after"),
+    )
     same_classes(models, end)
-    return _mean(_loss(_best(models), end) if best else np.array([_mean(_loss(model, end)) for model in models]))
+    return _mean(
+        _loss(_best(models), end)
+        if best
+        else np.array([_mean(_loss(model, end)) for model in models])
+    )
 
 
 def by_task(matrix: TensorLike, tasks: TensorLike) -> Values:
@@ -191,17 +220,24 @@ def by_task(matrix: TensorLike, tasks: TensorLike) -> Values:
 
 
 def column_tasks(accuracy: Values, tasks: Tasks) -> NDArray[np.int64]:
-    """The task of each column (K,), counted from 0; raises ConfigError unless each has a whole number >= 0."""
+    """The task of each column (K,), counted from 0; raises ConfigError unless each has a whole
+    number >= 0.
+    """
     if tasks is None:
         return np.arange(accuracy.shape[1])
     own = values(tasks, 1, "the tasks of columns")
     if len(own) != accuracy.shape[1] or not all(t >= 0 and t == int(t) for t in own.tolist()):
-        raise ConfigError(f"a matrix of {accuracy.shape[1]} columns needs as many tasks, counted from 0, not {own}")
+        raise ConfigError(
+            f"a matrix of {accuracy.shape[1]} columns needs as many tasks, counted from 0, not "
+            f"{own}"
+        )
     return own.astype(np.int64)
 
 
 def come(matrix: TensorLike, tasks: Tasks) -> tuple[Values, NDArray[np.int64]]:
-    """The columns whose task has come by the last row, and their tasks; ConfigError for a matrix without any cell."""
+    """The columns whose task has come by the last row, and their tasks; ConfigError for a matrix
+    without any cell.
+    """
     accuracy = values(matrix, 2, "an accuracy matrix")
     if not accuracy.size:
         raise ConfigError("an accuracy matrix needs a row and a column at least")

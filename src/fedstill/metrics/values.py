@@ -1,7 +1,8 @@
-"""The numbers that measures work on: float64 arrays in which NaN (or ``None``) means "not measured".
+"""The numbers that measures work on: float64 arrays in which NaN (or ``None``) means "not
+measured".
 
-A class without a test example has no accuracy. Every measure leaves such classes out, as if the data set did not have
-them, and gives NaN where nothing is left.
+A class without a test example has no accuracy. Every measure leaves such classes out, as if the
+data set did not have them, and gives NaN where nothing is left.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Values = NDArray[np.float64]
 
 
 def values(numbers: TensorLike, dims: int, what: str) -> Values:
-    """The numbers as a float64 array of ``dims`` axes, ``None`` as NaN; raises ConfigError for another shape.
+    """The numbers as a float64 array of ``dims`` axes, ``None`` as NaN; raises ConfigError for
+    another shape.
 
     >>> values([0.5, None], 1, "accuracies")
     array([0.5, nan])
@@ -26,18 +28,23 @@ def values(numbers: TensorLike, dims: int, what: str) -> Values:
         numbers = numbers.detach().cpu().double().numpy()
     out = np.array(numbers, dtype=np.float64)
     if out.ndim != dims:
-        raise ConfigError(f"{what} must have {dims} {'axis' if dims == 1 else 'axes'}, not the shape {out.shape}")
+        raise ConfigError(
+            f"{what} must have {dims} {'axis' if dims == 1 else 'axes'}, not the shape {out.shape}"
+        )
     return out
 
 
 def same_classes(*arrays: Values) -> None:
     """Raise ConfigError unless all arrays have equally many classes (their last axis)."""
     if len({a.shape[-1] for a in arrays}) > 1:
-        raise ConfigError(f"these disagree on the number of classes: shapes {[a.shape for a in arrays]}")
+        raise ConfigError(
+            f"these disagree on the number of classes: shapes {[a.shape for a in arrays]}"
+        )
 
 
 def mean_over_classes(numbers: Values, weights: Values) -> float:
-    """The mean of (C,) numbers under (C,) weights >= 0 over those that are not NaN; NaN if they weigh nothing.
+    """The mean of (C,) numbers under (C,) weights >= 0 over those that are not NaN; NaN if they
+    weigh nothing.
 
     >>> mean_over_classes(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
     0.25

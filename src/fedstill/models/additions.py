@@ -1,7 +1,8 @@
-"""What a method adds to a network, zeros at first, so that the network gives what it gave and draws what it drew.
+"""What a method adds to a network, zeros at first, so that the network gives what it gave and draws
+what it drew.
 
-``own_head``: a second last layer, ``own``, beside the head and in no forward pass; a method reads its logits off the
-features. ``shift``: a vector ``body.shift`` that is added to the features.
+``own_head``: a second last layer, ``own``, beside the head and in no forward pass; a method reads
+its logits off the features. ``shift``: a vector ``body.shift`` that is added to the features.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ def is_added(spec: ModelSpec, name: str) -> bool:
 
 
 def with_additions(made: nn.Module, spec: ModelSpec) -> nn.Module:
-    """The module with what its spec adds; raises ConfigError where there is no linear head to add it to."""
+    """The module with what its spec adds; raises ConfigError where there is no linear head to add
+    it to.
+    """
     body, head = getattr(made, "body", None), getattr(made, "head", None)
     if not isinstance(head, nn.Linear) or not isinstance(body, nn.Module):
         raise ConfigError(
-            f"what the method adds to {spec.label} needs submodules body and head, a linear layer; choose another model"
+            f"what the method adds to {spec.label} needs submodules body and head, a linear layer; "
+            "choose another model"
         )
     if "own_head" in spec.adds:
-        made.own = nn.Linear(head.in_features, head.out_features, head.bias is not None, dtype=head.weight.dtype)
+        made.own = nn.Linear(
+            head.in_features, head.out_features, head.bias is not None, dtype=head.weight.dtype
+        )
         for value in made.own.parameters():
             nn.init.zeros_(value)
     if "shift" in spec.adds:
@@ -48,8 +54,14 @@ def own_logits(params: Tensors, features: Tensor) -> Tensor:
 
 
 def with_both_heads(params: Tensors) -> dict[str, Tensor]:
-    """The network whose head gives the sum of both heads' logits: two linear layers on one input add up to one."""
-    sums = {f"head.{k}": params[f"head.{k}"] + params[f"own.{k}"] for k in ("weight", "bias") if f"own.{k}" in params}
+    """The network whose head gives the sum of both heads' logits: two linear layers on one input
+    add up to one.
+    """
+    sums = {
+        f"head.{k}": params[f"head.{k}"] + params[f"own.{k}"]
+        for k in ("weight", "bias")
+        if f"own.{k}" in params
+    }
     return {**params, **sums}
 
 

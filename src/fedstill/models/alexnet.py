@@ -11,14 +11,15 @@ from fedstill.registry import register
 
 @register("model", "alexnet")
 def alexnet(input_shape: ImageShape, classes: int, relu: bool = True) -> Network:
-    """AlexNet-8: five 3 x 3 convolutions (32 to 256), 1024 and 512 hidden; 3,868,746 parameters on CIFAR-10.
+    """AlexNet-8: five 3 x 3 convolutions (32 to 256), 1024 and 512 hidden; 3,868,746 parameters on
+    CIFAR-10.
 
-    relu: Whether ReLU follows every layer; without it there is none after the third and fourth convolution, nor after
-    the hidden layers, which are then one linear map in two steps.
+    relu: Whether ReLU follows every layer; without it there is none after the third and fourth
+    convolution, nor after the hidden layers, which are then one linear map in two steps.
 
     Source: SFedKD, sec. 4.1 ("8-layer AlexNet").
-    Reading: the paper gives no sizes and its code base has no AlexNet; this is the one of split-learning code, which
-    has ``relu = false``. We put ReLU everywhere.
+    Reading: the paper gives no sizes and its code base has no AlexNet; this is the one of
+    split-learning code, which has ``relu = false``. We put ReLU everywhere.
     """
 
     def bend() -> list[nn.Module]:

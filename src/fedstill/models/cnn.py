@@ -1,6 +1,7 @@
 """Small convolutional networks: those of the papers, and one for 8 x 8 digits.
 
-All pool before ReLU: both are monotone, so the result is the same, and ReLU sees a quarter of the numbers.
+All pool before ReLU: both are monotone, so the result is the same, and ReLU sees a quarter of the
+numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from fedstill.registry import register
 
 @register("model", "cnn")
 def cnn(input_shape: ImageShape, classes: int, projection: CountOrZero = 0) -> Network:
-    """FedNTD's CNN: two 5 x 5 convolutions (32, 64), one hidden layer of 512; 2,156,490 parameters on CIFAR-10.
+    """FedNTD's CNN: two 5 x 5 convolutions (32, 64), one hidden layer of 512; 2,156,490 parameters
+    on CIFAR-10.
 
     projection: The width of a projection under the head, as MOON has it (256 there); 0 for none.
 
@@ -30,7 +32,8 @@ def cnn(input_shape: ImageShape, classes: int, projection: CountOrZero = 0) -> N
 
 @register("model", "simple_cnn")
 def simple_cnn(input_shape: ImageShape, classes: int, dropout: Share = 0.25) -> Network:
-    """HiPer-FedKD's SimpleCNN: three 3 x 3 convolutions (32, 64, 128), 512 hidden, dropout; 1,147,466 parameters.
+    """HiPer-FedKD's SimpleCNN: three 3 x 3 convolutions (32, 64, 128), 512 hidden, dropout;
+    1,147,466 parameters.
 
     dropout: The share of hidden units left out in training, 0 for none.
 
@@ -42,49 +45,73 @@ def simple_cnn(input_shape: ImageShape, classes: int, dropout: Share = 0.25) -> 
 
 @register("model", "fedseq_cnn")
 def fedseq_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """FedSeq's CNN: two 5 x 5 convolutions (64, 64) unpadded, 384 and 192 hidden; 797,962 parameters on CIFAR-10.
+    """FedSeq's CNN: two 5 x 5 convolutions (64, 64) unpadded, 384 and 192 hidden; 797,962
+    parameters on CIFAR-10.
 
     Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning" (its `cnncifar`).
-    Reading: SFedKD's "simple CNN" is not described; it builds on this code base, so we take this one.
+    Reading: SFedKD's "simple CNN" is not described; it builds on this code base, so we take this
+    one.
     """
     return _build(
-        "fedseq_cnn", input_shape, classes, [_block(input_shape[0], 64, 5, 0), _block(64, 64, 5, 0)], [384, 192]
+        "fedseq_cnn",
+        input_shape,
+        classes,
+        [_block(input_shape[0], 64, 5, 0), _block(64, 64, 5, 0)],
+        [384, 192],
     )
 
 
 @register("model", "qkt_cnn")
 def qkt_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """QKT's small CNN: two 5 x 5 convolutions (32, 64) and the head, nothing between; 94,666 parameters on CIFAR-10.
+    """QKT's small CNN: two 5 x 5 convolutions (32, 64) and the head, nothing between; 94,666
+    parameters on CIFAR-10.
 
     Source: QKT, appendix A.6.3.
     Reading: the paper says "two convolutional layers followed by a fully connected layer" without
     sizes; these are FedNTD's.
     """
-    return _build("qkt_cnn", input_shape, classes, [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)], [])
+    return _build(
+        "qkt_cnn",
+        input_shape,
+        classes,
+        [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)],
+        [],
+    )
 
 
 @register("model", "qkt_cnn_pooled")
-def qkt_cnn_pooled(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
-    """QKT's small CNN, pooled: three normalised 3 x 3 convolutions (32 to 128), means; 94,762 parameters on CIFAR-10.
+def qkt_cnn_pooled(
+    input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
+) -> Network:
+    """QKT's small CNN, pooled: three normalised 3 x 3 convolutions (32 to 128), means; 94,762
+    parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
-    statistics, as in QKT's ResNet-18.
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
+    ("batch") running statistics, as in QKT's ResNet-18.
     projection: The width of a projection under the head, as MOON has it; 0 for none.
 
-    Source: ours. It has what QKT's ResNet-18 has and ``qkt_cnn`` lacks: normalisation, and 128 features that are means
-    over places. It is about as large as ``qkt_cnn``.
+    Source: ours. It has what QKT's ResNet-18 has and ``qkt_cnn`` lacks: normalisation, and 128
+    features that are means over places. It is about as large as ``qkt_cnn``.
     """
     layers: list[nn.Module] = []
     for inside, out in pairwise([input_shape[0], 32, 64, 128]):
-        layers += [nn.Conv2d(inside, out, 3, padding=1, bias=False), norm_layer(norm, out), MaxPool2d(2), nn.ReLU()]
+        layers += [
+            nn.Conv2d(inside, out, 3, padding=1, bias=False),
+            norm_layer(norm, out),
+            MaxPool2d(2),
+            nn.ReLU(),
+        ]
     flat_size("qkt_cnn_pooled", layers, input_shape)  # refuses images that are too small
     more, width = projected(128, projection)
-    return Network(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *more), width, classes)
+    return Network(
+        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *more), width, classes
+    )
 
 
 @register("model", "cwc_cnn")
 def cwc_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """CWC's CNN: four 3 x 3 convolutions (64 to 512), 512 and 256 hidden; 2,733,962 parameters on CIFAR-10.
+    """CWC's CNN: four 3 x 3 convolutions (64 to 512), 512 and 256 hidden; 2,733,962 parameters on
+    CIFAR-10.
 
     Source: the code of CWC (cyclical weight consolidation).
     """
@@ -95,22 +122,36 @@ def cwc_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "digits_cnn")
 def digits_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """A small CNN for 8 x 8 images: two 3 x 3 convolutions (16, 32), 64 hidden; 13,706 parameters on ten digits."""
-    return _build("digits_cnn", input_shape, classes, [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)], [64])
+    """A small CNN for 8 x 8 images: two 3 x 3 convolutions (16, 32), 64 hidden; 13,706 parameters
+    on ten digits.
+    """
+    return _build(
+        "digits_cnn",
+        input_shape,
+        classes,
+        [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)],
+        [64],
+    )
 
 
 @register("model", "tiny_cnn")
 def tiny_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """A tiny CNN for many clients with few images: two 3 x 3 convolutions (8, 16); 1,898 parameters on ten digits."""
-    return _build("tiny_cnn", input_shape, classes, [_block(input_shape[0], 8, 3, 1), _block(8, 16, 3, 1)], [])
+    """A tiny CNN for many clients with few images: two 3 x 3 convolutions (8, 16); 1,898 parameters
+    on ten digits.
+    """
+    return _build(
+        "tiny_cnn", input_shape, classes, [_block(input_shape[0], 8, 3, 1), _block(8, 16, 3, 1)], []
+    )
 
 
 @register("model", "sphere_cnn")
 def sphere_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """FedNTD's CNN whose features are points on a circle: 512 hidden, two numbers of norm 1, and no bias in the head.
+    """FedNTD's CNN whose features are points on a circle: 512 hidden, two numbers of norm 1, and no
+    bias in the head.
 
     Source: FedNTD, appendix N, figure 18.
-    Reading: the paper does not say how its two-dimensional features are made; here a linear layer follows the 512.
+    Reading: the paper does not say how its two-dimensional features are made; here a linear layer
+    follows the 512.
     """
     blocks = [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)]
     return _build("sphere_cnn", input_shape, classes, blocks, [512], circle=True)
@@ -118,7 +159,9 @@ def sphere_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "sphere_digits_cnn")
 def sphere_digits_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """The small CNN for 8 x 8 images whose features are points on a circle, as in ``sphere_cnn``."""
+    """The small CNN for 8 x 8 images whose features are points on a circle, as in
+    ``sphere_cnn``.
+    """
     blocks = [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)]
     return _build("sphere_digits_cnn", input_shape, classes, blocks, [64], circle=True)
 
@@ -146,6 +189,8 @@ def _build(
     if dropout > 0:
         layers.append(nn.Dropout(dropout))
     if circle:
-        return Network(nn.Sequential(*layers, nn.Linear(width, 2), OnCircle()), 2, classes, bias=False)
+        return Network(
+            nn.Sequential(*layers, nn.Linear(width, 2), OnCircle()), 2, classes, bias=False
+        )
     more, width = projected(width, projection)
     return Network(nn.Sequential(*layers, *more), width, classes)

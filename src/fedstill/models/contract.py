@@ -1,9 +1,9 @@
 """What a method may ask of a model: build it, start it, run it, and which capabilities it has.
 
-A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has *features* (the output of its
-body) and a *head* (its last layer). Any other ``nn.Module`` has logits only. If the body is an ``nn.Sequential`` with a
-child that has ``slim_width(channels, share)`` and takes ``(x, share)``, that stage can run *slim*: at a share of its
-width.
+A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has *features*
+(the output of its body) and a *head* (its last layer). Any other ``nn.Module`` has logits only. If
+the body is an ``nn.Sequential`` with a child that has ``slim_width(channels, share)`` and takes
+``(x, share)``, that stage can run *slim*: at a share of its width.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _modules = threading.local()
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """A new module of a spec, on the CPU; its initial weights come from torch's process-wide generator.
+    """A new module of a spec, on the CPU; its initial weights come from torch's process-wide
+    generator.
 
     Raises ConfigError if the model cannot be built for this input shape and class count.
     """
@@ -50,13 +51,17 @@ def build(spec: ModelSpec) -> nn.Module:
 
 
 def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
-    """A module of a name, a file or an import path, with what a spec knows of the data and these fields.
+    """A module of a name, a file or an import path, with what a spec knows of the data and these
+    fields.
 
     Raises ConfigError if it cannot be made, or is no module.
     """
     entry = registry.lookup("model", name)
     if isinstance(entry.target, nn.Module):
-        todo = "name its class, or a function that gives it; from Python, Experiment(model=NETWORK) takes one"
+        todo = (
+            "name its class, or a function that gives it; from Python, Experiment(model=NETWORK) "
+            "takes one"
+        )
         raise ConfigError(f"model {short_name(name)!r} is a network, not what makes one: {todo}")
     data = {k: v for k, v in handed(entry.target, spec).items() if k not in fields}
     try:
@@ -65,22 +70,30 @@ def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
         raise
     except Exception as error:
         rule = f"; {RULE}" if isinstance(error, TypeError) else ""
-        raise ConfigError(f"model {name!r} cannot be made: {reason(error, entry.target)}{rule}") from error
+        raise ConfigError(
+            f"model {name!r} cannot be made: {reason(error, entry.target)}{rule}"
+        ) from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model {name!r} made a {type(made).__name__}, not a torch.nn.Module")
     if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):
-        raise ConfigError(f"model {name!r} has lazy layers, whose sizes only a first batch tells; write them")
+        raise ConfigError(
+            f"model {name!r} has lazy layers, whose sizes only a first batch tells; write them"
+        )
     return made
 
 
 def example(spec: ModelSpec, count: int, device: str = "cpu") -> Tensor:
-    """Inputs without content, (count, *input_shape): zeros, or padding where a network takes token ids (int64)."""
+    """Inputs without content, (count, *input_shape): zeros, or padding where a network takes token
+    ids (int64).
+    """
     kind = torch.int64 if spec.vocabulary else torch.float32
     return torch.zeros(count, *spec.input_shape, dtype=kind, device=device)
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:
-    """This thread's module of a spec and role: a module to run parameters in; its own weights are not used."""
+    """This thread's module of a spec and role: a module to run parameters in; its own weights are
+    not used.
+    """
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
         with put_aside(card=True):
@@ -112,29 +125,41 @@ def size(spec: ModelSpec) -> int:
 def width(spec: ModelSpec) -> int:
     """D: how many features a model's body gives, which are its head's inputs.
 
-    Raises IncompatibleMethod for a model whose body does not give (B, D), AttributeError for one without body.
+    Raises IncompatibleMethod for a model whose body does not give (B, D), AttributeError for one
+    without body.
     """
     params = {k: v.detach() for k, v in entries(spec, module(spec, "frozen").eval()).items()}
     with torch.no_grad():
         z = features(module(spec, "frozen"), params, example(spec, 2))
     if z.dim() != 2:
-        raise IncompatibleMethod(f"the body of {spec} gives {tuple(z.shape)}, not features (B, D): end it with Flatten")
+        raise IncompatibleMethod(
+            f"the body of {spec} gives {tuple(z.shape)}, not features (B, D): end it with Flatten"
+        )
     return z.shape[1]
 
 
 def trainable_names(spec: ModelSpec) -> set[str]:
-    """The names of parameters that are trained; the other entries of a state are buffers, or left without gradient."""
-    return set(moving(spec, (name for name, value in module(spec).named_parameters() if value.requires_grad)))
+    """The names of parameters that are trained; the other entries of a state are buffers, or left
+    without gradient.
+    """
+    return set(
+        moving(
+            spec, (name for name, value in module(spec).named_parameters() if value.requires_grad)
+        )
+    )
 
 
 def capabilities(spec: ModelSpec) -> set[str]:
-    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one.
+    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of
+    a slimmable one.
 
-    "etf": its head is a fixed simplex; "levels": its body is a chain of layers; "pair": it is two networks, ``own`` and
-    ``shared``.
+    "etf": its head is a fixed simplex; "levels": its body is a chain of layers; "pair": it is two
+    networks, ``own`` and ``shared``.
     """
     m = module(spec)
-    split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(getattr(m, "head", None), nn.Module)
+    split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(
+        getattr(m, "head", None), nn.Module
+    )
     known = {"features": split, "head": split, "slim": split and bool(_slimmable(m))}
     known["etf"] = split and getattr(m.head, "simplex", False) is True
     known["levels"] = split and bool(levels(m))
@@ -158,10 +183,12 @@ def head(m: nn.Module, params: Tensors, z: Tensor) -> Tensor:
 
 
 def slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> tuple[Tensor, Ends, Ends]:
-    """One pass at full width and one of the slimmable stage at a share of it, on the first channels of its input.
+    """One pass at full width and one of the slimmable stage at a share of it, on the first channels
+    of its input.
 
-    share: in (0, 1). Gives logits (B, C), and what enters and leaves the stage, (B, D, H, W) and (B, E, h, w), at full
-    width and slim. The slim pass has no gradient to what came before. Raises IncompatibleMethod if none is slimmable.
+    share: in (0, 1). Gives logits (B, C), and what enters and leaves the stage, (B, D, H, W) and
+    (B, E, h, w), at full width and slim. The slim pass has no gradient to what came before. Raises
+    IncompatibleMethod if none is slimmable.
     """
     stage = _slimmable(m)
     if not stage:
@@ -172,7 +199,11 @@ def slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> tuple[Tensor
         after = x if name == stage else after
     width: int = m.get_submodule(f"body.{stage}").slim_width(before.shape[1], share)  # type: ignore[operator]
     narrow = before[:, :width].detach()
-    return head(m, params, x), (before, after), (narrow, run_part(m, f"body.{stage}", params, narrow, share))
+    return (
+        head(m, params, x),
+        (before, after),
+        (narrow, run_part(m, f"body.{stage}", params, narrow, share)),
+    )
 
 
 def _slimmable(m: nn.Module) -> str:
@@ -191,7 +222,9 @@ def run_part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Te
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Frozen parameters of an architecture: called with inputs (B, channels, H, W), it gives logits (B, C)."""
+    """Frozen parameters of an architecture: called with inputs (B, channels, H, W), it gives logits
+    (B, C).
+    """
 
     spec: ModelSpec
     params: Tensors
@@ -213,9 +246,13 @@ class Predictor:
         with put_aside(card=True):
             made = build(self.spec)
         try:
-            made.load_state_dict({**made.state_dict(), **self.params} if self.spec.held else dict(self.params))
+            made.load_state_dict(
+                {**made.state_dict(), **self.params} if self.spec.held else dict(self.params)
+            )
         except RuntimeError as error:
-            raise CorruptFile(f"the weights are not those of a {self.spec}: {on_one_line(error)}") from error
+            raise CorruptFile(
+                f"the weights are not those of a {self.spec}: {on_one_line(error)}"
+            ) from error
         return made.eval()
 
 
@@ -231,5 +268,7 @@ def spec_for(
     fields: Mapping[str, Any] | None = None,
     vocabulary: int = 0,
 ) -> ModelSpec:
-    """The spec of a registered or imported model; fields are sorted, so that equal settings are equal specs."""
+    """The spec of a registered or imported model; fields are sorted, so that equal settings are
+    equal specs.
+    """
     return ModelSpec(name, input_shape, classes, as_pairs(fields or {}), vocabulary=vocabulary)

@@ -1,4 +1,6 @@
-"""A body that is a chain of layers, cut at its levels: what there is at each, and what follows it."""
+"""A body that is a chain of layers, cut at its levels: what there is at each, and what follows
+it.
+"""
 
 from __future__ import annotations
 

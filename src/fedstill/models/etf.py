@@ -1,8 +1,10 @@
-"""A network whose last layer is a fixed simplex: C unit vectors with one angle between any two, and one trained scale.
+"""A network whose last layer is a fixed simplex: C unit vectors with one angle between any two, and
+one trained scale.
 
-Source: Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed
-Classifier" (FedETF, 2023), section 3, and its code.
-Reading: the code draws the simplex anew in every run; here it is the same in all, and no entry of the model.
+Source: Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with
+Synthetic and Fixed Classifier" (FedETF, 2023), section 3, and its code.
+Reading: the code draws the simplex anew in every run; here it is the same in all, and no entry of
+the model.
 Reading: its old linear head stays in the model, unused and decayed; here there is none.
 """
 
@@ -26,15 +28,20 @@ from fedstill.registry import register
 
 @functools.lru_cache(maxsize=64)
 def simplex(width: int, classes: int) -> Tensor:
-    """C >= 2 unit vectors (D, C) float64 with mutual cosines -1/(C-1), which sum to 0: always the same; D >= C."""
+    """C >= 2 unit vectors (D, C) float64 with mutual cosines -1/(C-1), which sum to 0: always the
+    same; D >= C.
+    """
     q, r = torch.linalg.qr(torch.rand(width, classes, generator=generator(0), dtype=torch.float64))
-    corners = q * r.diagonal().sign()  # one of the factorisations of a matrix, whoever's routine it is
+    # one of the factorisations of a matrix, whoever's routine it is
+    corners = q * r.diagonal().sign()
     vertices: Tensor = (classes / (classes - 1)) ** 0.5 * (corners - corners.mean(1, keepdim=True))
     return vertices
 
 
 class SimplexHead(nn.Module):
-    """Logits (B, C) of features (B, D): scale times the cosine to each class's vertex; only the scale is trained."""
+    """Logits (B, C) of features (B, D): scale times the cosine to each class's vertex; only the
+    scale is trained.
+    """
 
     simplex = True
     """By this ``models.contract.capabilities`` knows it."""
@@ -64,7 +71,8 @@ def etf(
     of: The network's name, or an import path; it has a body and a head, which is replaced.
     arguments: Its fields.
     projection: The width of a linear layer under the simplex; 0 for none.
-    scale: What the cosines are multiplied by at first; it is trained. FedETF's ResNets begin with 1.
+    scale: What the cosines are multiplied by at first; it is trained. FedETF's ResNets begin
+    with 1.
 
     Raises ConfigError for a network without body and head, and for fewer features than classes.
     """
@@ -78,7 +86,8 @@ def etf(
     width = projection or given
     if width < max(2, classes):
         raise ConfigError(
-            f"model.of = {of!r} has {width} features under the simplex, and {classes} classes need as many; "
+            f"model.of = {of!r} has {width} features under the simplex, and {classes} classes need "
+            "as many; "
             f"set model.projection to {max(2, classes)} or more"
         )
     if projection:

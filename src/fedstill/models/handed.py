@@ -1,4 +1,6 @@
-"""What a network's constructor is given of the data, by the names of its parameters; or why it takes no such data."""
+"""What a network's constructor is given of the data, by the names of its parameters; or why it
+takes no such data.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from fedstill.models.network import ImageShape, RowShape, SeriesShape
 from fedstill.records import ModelSpec
 
 RULE = (
-    "a model's parameters named input_shape, in_channels (of images and series), vocabulary (of texts), classes or "
-    "num_classes are given what the data have; one with **kwargs gets num_classes; the others are fields of [model]"
+    "a model's parameters named input_shape, in_channels (of images and series), vocabulary (of "
+    "texts), classes or "
+    "num_classes are given what the data have; one with **kwargs gets num_classes; the others are "
+    "fields of [model]"
 )
 """How classes and channels are handed over to a model."""
 
@@ -23,7 +27,9 @@ ONLY: Mapping[Any, tuple[int, str]] = {
     SeriesShape: (2, "series"),
     RowShape: (1, "rows of numbers"),
 }
-"""The annotations of ``input_shape`` by which a network takes one kind of numbers: the axes of an example, in words."""
+"""The annotations of ``input_shape`` by which a network takes one kind of numbers: the axes of an
+example, in words.
+"""
 
 
 def handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
@@ -39,15 +45,25 @@ def handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
     named = inspect.signature(target).parameters
     handed = {name: value for name, value in known.items() if name in named}
     rest = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    return handed | ({"num_classes": spec.classes} if rest and not {"classes", "num_classes"} & set(named) else {})
+    return handed | (
+        {"num_classes": spec.classes}
+        if rest and not {"classes", "num_classes"} & set(named)
+        else {}
+    )
 
 
 def refuse_other_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
-    """Raise ConfigError for a network of images, of numbers or of token ids on examples of another kind."""
+    """Raise ConfigError for a network of images, of numbers or of token ids on examples of another
+    kind.
+    """
     named = inspect.signature(target).parameters
     for_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
     takes = ""
-    if "vocabulary" in named and not spec.vocabulary and named["vocabulary"].default is inspect.Parameter.empty:
+    if (
+        "vocabulary" in named
+        and not spec.vocabulary
+        and named["vocabulary"].default is inspect.Parameter.empty
+    ):
         takes = "the token ids of texts"
     elif spec.vocabulary and not (for_any or "vocabulary" in named):
         takes = "numbers"
@@ -56,7 +72,9 @@ def refuse_other_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
         takes = what if length != len(spec.input_shape) else ""
     if takes:
         kind, model = suited(spec.input_shape, spec.vocabulary)
-        raise ConfigError(f"model {short_name(spec.name)!r} takes {takes}, and these examples are {kind}; {model}")
+        raise ConfigError(
+            f"model {short_name(spec.name)!r} takes {takes}, and these examples are {kind}; {model}"
+        )
 
 
 def suited(input_shape: tuple[int, ...], vocabulary: int = 0) -> tuple[str, str]:

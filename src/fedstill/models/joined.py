@@ -29,7 +29,9 @@ class WeightedVote(nn.Module):
 
     def forward(self, *logits: Tensor) -> Tensor:
         """Log-probabilities, which are logits too."""
-        first, *others = (share * z.softmax(1) for share, z in zip(self.shares, logits, strict=True))
+        first, *others = (
+            share * z.softmax(1) for share, z in zip(self.shares, logits, strict=True)
+        )
         return sum(others, first).log()
 
 
@@ -48,7 +50,9 @@ class SideBySide(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Predictors that answer together: called with inputs (B, channels, H, W), it gives ``join`` of their logits."""
+    """Predictors that answer together: called with inputs (B, channels, H, W), it gives ``join`` of
+    their logits.
+    """
 
     each: Sequence[Predictor]
     join: nn.Module
@@ -64,7 +68,8 @@ class Joined:
 
 
 def module_of(predict: Callable[[Tensor], Tensor]) -> nn.Module | None:
-    """What a predictor computes, as a module with its weights: what its ``as_module`` gives, or itself if it is one.
+    """What a predictor computes, as a module with its weights: what its ``as_module`` gives, or
+    itself if it is one.
 
     None for any other function: it may hold weights, but nobody can see them.
     """

@@ -1,8 +1,10 @@
-"""Networks as chains of layers with weights: what they consist of, and the same chain with other numbers of units.
+"""Networks as chains of layers with weights: what they consist of, and the same chain with other
+numbers of units.
 
-A *plain chain* is a body of convolutions, linear layers, ReLU, pooling, dropout and one flattening, and a linear head:
-its hidden units can be put in any order, and there can be more of them. Before its first layer, inputs may be given
-another shape (``nn.Unflatten``): series become images of one row.
+A *plain chain* is a body of convolutions, linear layers, ReLU, pooling, dropout and one flattening,
+and a linear head: its hidden units can be put in any order, and there can be more of them. Before
+its first layer, inputs may be given another shape (``nn.Unflatten``): series become images of one
+row.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ WITHOUT_WEIGHTS = (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout, nn.Flatten, 
 
 
 def plain_chain(m: nn.Module) -> list[str] | None:
-    """The names of a plain chain's layers from first to head, each with weight and bias; None for any other network.
+    """The names of a plain chain's layers from first to head, each with weight and bias; None for
+    any other network.
 
-    An input of a linear layer after the flattening is one place of a channel: the channels' places follow each other.
+    An input of a linear layer after the flattening is one place of a channel: the channels' places
+    follow each other.
     """
     body, head = getattr(m, "body", None), getattr(m, "head", None)
     if not isinstance(body, nn.Sequential) or not _biased(head):
@@ -30,13 +34,16 @@ def plain_chain(m: nn.Module) -> list[str] | None:
     if not all(_biased(layer) or isinstance(layer, WITHOUT_WEIGHTS) for _, layer in named):
         return None
     weighted = [_biased(layer) for _, layer in named]
-    if any(isinstance(layer, nn.Unflatten) and any(weighted[:i]) for i, (_, layer) in enumerate(named)):
+    if any(
+        isinstance(layer, nn.Unflatten) and any(weighted[:i]) for i, (_, layer) in enumerate(named)
+    ):
         return None  # it would make channels of units
     return [*(name for name, layer in named if _biased(layer)), "head"]
 
 
 def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
-    """The convolutions of a residual network's last block, each with the layers after it that act on its channels.
+    """The convolutions of a residual network's last block, each with the layers after it that act
+    on its channels.
 
     None for a network without residual blocks.
     """
@@ -53,9 +60,11 @@ def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
 
 
 def levels(m: nn.Module) -> list[str]:
-    """Where a body that is a chain of layers can be cut: its parts after which the rest of another one can go on.
+    """Where a body that is a chain of layers can be cut: its parts after which the rest of another
+    one can go on.
 
-    After each ReLU or block of layers, and after the whole body if layers with weights follow the last of these.
+    After each ReLU or block of layers, and after the whole body if layers with weights follow the
+    last of these.
     """
     body = getattr(m, "body", None)
     if not isinstance(body, nn.Sequential) or not len(body):
@@ -68,13 +77,16 @@ def levels(m: nn.Module) -> list[str]:
 
 
 def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:
-    """A plain chain whose hidden layers have other numbers of units; its weights are new. Changes the module.
+    """A plain chain whose hidden layers have other numbers of units; its weights are new. Changes
+    the module.
 
     Raises ConfigError for another network, or another number of hidden layers.
     """
     names = plain_chain(m)
     if names is None or len(names) - 1 != len(widths):
-        raise ConfigError(f"{type(m).__name__} has no {len(widths)} hidden layers whose widths could be set")
+        raise ConfigError(
+            f"{type(m).__name__} has no {len(widths)} hidden layers whose widths could be set"
+        )
     layers = [m.get_submodule(name) for name in names]
     units = [_units(layer) for layer in layers]
     for i, (name, layer) in enumerate(zip(names, layers, strict=True)):

@@ -1,7 +1,8 @@
-"""What enters the layers of a network's body: for each linear layer and convolution the sum of its inputs' products.
+"""What enters the layers of a network's body: for each linear layer and convolution the sum of its
+inputs' products.
 
-A convolution is taken as a linear layer on patches: its weights (out, channels, k, k) as (out, channels k²), its inputs
-one patch for each place of its output.
+A convolution is taken as a linear layer on patches: its weights (out, channels, k, k) as (out,
+channels k²), its inputs one patch for each place of its output.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fedstill.payload import Tensors
 
 
 def body_layers(m: nn.Module) -> dict[str, int]:
-    """The weights of a body's linear layers and convolutions by name, and how many inputs d each has.
+    """The weights of a body's linear layers and convolutions by name, and how many inputs d each
+    has.
 
     Convolutions in groups, and those whose border is no frame of zeros, are left out.
     """
@@ -25,14 +27,18 @@ def body_layers(m: nn.Module) -> dict[str, int]:
 
 
 def beside_layers(m: nn.Module) -> list[str]:
-    """The names of a body's other parameters of two or more dimensions, of embeddings for example."""
+    """The names of a body's other parameters of two or more dimensions, of embeddings for
+    example.
+    """
     layers = body_layers(m)
     named = ((name, value) for name, value in m.named_parameters() if name.startswith("body"))
     return [name for name, value in named if value.dim() > 1 and name not in layers]
 
 
 def input_products(m: nn.Module, params: Tensors, x: Tensor) -> dict[str, Tensor]:
-    """The sum of a a^T (d, d), float64 on the CPU, over all inputs a of each layer, in one pass of x (B, ...)."""
+    """The sum of a a^T (d, d), float64 on the CPU, over all inputs a of each layer, in one pass of
+    x (B, ...).
+    """
     sums: dict[str, Tensor] = {}
 
     def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -42,7 +48,10 @@ def input_products(m: nn.Module, params: Tensors, x: Tensor) -> dict[str, Tensor
 
         return note
 
-    handles = [part.register_forward_pre_hook(noting(f"{name}.weight")) for name, part in _layers(m).items()]
+    handles = [
+        part.register_forward_pre_hook(noting(f"{name}.weight"))
+        for name, part in _layers(m).items()
+    ]
     try:
         with torch.no_grad():
             features(m, params, x)
@@ -53,12 +62,16 @@ def input_products(m: nn.Module, params: Tensors, x: Tensor) -> dict[str, Tensor
 
 
 def _layers(m: nn.Module) -> dict[str, nn.Module]:
-    return {name: part for name, part in m.named_modules() if name.startswith("body") and _plain(part)}
+    return {
+        name: part for name, part in m.named_modules() if name.startswith("body") and _plain(part)
+    }
 
 
 def _plain(part: nn.Module) -> bool:
     if isinstance(part, nn.Conv2d):
-        return part.groups == 1 and part.padding_mode == "zeros" and not isinstance(part.padding, str)
+        return (
+            part.groups == 1 and part.padding_mode == "zeros" and not isinstance(part.padding, str)
+        )
     return isinstance(part, nn.Linear)
 
 
@@ -73,5 +86,6 @@ def _columns(layer: nn.Module, x: Tensor) -> Tensor:
     if not isinstance(layer, nn.Conv2d):
         return x.reshape(-1, x.shape[-1])
     assert not isinstance(layer.padding, str)
-    patches = unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (B, d, places)
+    # (B, d, places)
+    patches = unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
     return patches.transpose(1, 2).reshape(-1, patches.shape[1])

@@ -11,9 +11,11 @@ from fedstill.registry import register
 
 @register("model", "lenet5")
 def lenet5(input_shape: ImageShape, classes: int) -> Network:
-    """LeNet-5: two 5 x 5 convolutions (6, 16) without padding, 120 and 84 hidden; 44,426 parameters on 28 x 28.
+    """LeNet-5: two 5 x 5 convolutions (6, 16) without padding, 120 and 84 hidden; 44,426 parameters
+    on 28 x 28.
 
-    Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", in the form of FedSeq's code.
+    Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", in the form of
+    FedSeq's code.
     """
     layers: list[nn.Module] = [
         nn.Conv2d(input_shape[0], 6, 5),

@@ -1,7 +1,10 @@
-"""A network with a wide layer of fixed random weights and a ReLU under its head, which then can tell more apart.
+"""A network with a wide layer of fixed random weights and a ReLU under its head, which then can
+tell more apart.
 
-Source: McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning" (2023), section 4.
-Reading: the weights are the same in all runs, and no entry of the model: they are neither trained nor sent.
+Source: McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning"
+(2023), section 4.
+Reading: the weights are the same in all runs, and no entry of the model: they are neither trained
+nor sent.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ def lifted(
     made = contract.built(of, spec, as_table_again(arguments or {}))
     body, head = getattr(made, "body", None), getattr(made, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
-        raise ConfigError(f"model.of = {of!r} has no body and linear head; choose a network that has")
+        raise ConfigError(
+            f"model.of = {of!r} has no body and linear head; choose a network that has"
+        )
     made.body = nn.Sequential(body, Lift(head.in_features, width))
     made.head = nn.Linear(width, classes, head.bias is not None)
     return made
@@ -72,10 +77,14 @@ def lifted_spec(spec: ModelSpec, width: int) -> ModelSpec:
     if not width:
         return spec
     fields = {"of": spec.name, "arguments": as_table_again(spec.fields), "width": width}
-    return ModelSpec("lifted", spec.input_shape, spec.classes, as_pairs(fields), vocabulary=spec.vocabulary)
+    return ModelSpec(
+        "lifted", spec.input_shape, spec.classes, as_pairs(fields), vocabulary=spec.vocabulary
+    )
 
 
 def lifted_body(params: Tensors, width: int) -> dict[str, Tensor]:
-    """The entries of a network's body as they are named in the lifted one; as they are for a width of 0."""
+    """The entries of a network's body as they are named in the lifted one; as they are for a width
+    of 0.
+    """
     body = {name.removeprefix("body."): v for name, v in params.items() if name.startswith("body.")}
     return {f"body.0.{name}" if width else f"body.{name}": v for name, v in body.items()}

@@ -1,9 +1,10 @@
 """A network with a low-rank change beside each linear layer (LoRA): W x + (alpha / rank) B A x.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2022), section 4.1: A is drawn, B is 0, so that
-the network starts as it is.
-Reading: the mean over clients of B and of A is not that of B A. With ``train_only = ["head.", "*.lora_b"]`` A stays as
-it was drawn, the same for all, and the mean is exact.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2022), section 4.1: A is
+drawn, B is 0, so that the network starts as it is.
+Reading: the mean over clients of B and of A is not that of B A. With
+``train_only = ["head.", "*.lora_b"]`` A stays as it was drawn, the same for all, and the mean is
+exact.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from fedstill.registry import register
 
 
 class LowRankLinear(nn.Linear):
-    """A linear layer with entries ``lora_a`` (rank, in) and ``lora_b`` (out, rank) beside its own, whose names stay."""
+    """A linear layer with entries ``lora_a`` (rank, in) and ``lora_b`` (out, rank) beside its own,
+    whose names stay.
+    """
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -55,17 +58,21 @@ def low_rank(
     alpha: What the change is multiplied by, times 1 / rank.
     layers: Which linear layers have one: names, beginnings with a point, or patterns with * and ?.
 
-    With start_from, start_from_partial = true and train_only = ["head.", "*.lora_*"], the network's own weights stay as
-    the file has them, and only the changes and the head are trained and sent. Raises ConfigError if no layer is named.
+    With start_from, start_from_partial = true and train_only = ["head.", "*.lora_*"], the network's
+    own weights stay as the file has them, and only the changes and the head are trained and sent.
+    Raises ConfigError if no layer is named.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
     fields: Mapping[str, Any] = as_table_again(arguments or {})
     made = contract.built(of, spec, fields)
-    named = [(n, m) for n, m in made.named_modules() if type(m) is nn.Linear and matches(f"{n}.", layers)]
+    named = [
+        (n, m) for n, m in made.named_modules() if type(m) is nn.Linear and matches(f"{n}.", layers)
+    ]
     if not named:
         linear = [n for n, m in made.named_modules() if type(m) is nn.Linear]
         raise ConfigError(
-            f"model.layers = {list(layers)} names none of {of}'s linear layers: {', '.join(linear) or 'none'}"
+            f"model.layers = {list(layers)} names none of {of}'s linear layers: "
+            f"{', '.join(linear) or 'none'}"
         )
     for _, layer in named:
         a = torch.empty(rank, layer.in_features, dtype=layer.weight.dtype)

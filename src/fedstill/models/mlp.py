@@ -19,14 +19,19 @@ from fedstill.registry import register
     hidden=(),
 )
 def mlp(
-    input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200), projection: CountOrZero = 0
+    input_shape: InputShape,
+    classes: int,
+    hidden: tuple[Count, ...] = (200, 200),
+    projection: CountOrZero = 0,
 ) -> Network:
-    """A fully connected network on all of an example's numbers, with ReLU between; by default FedAvg's 2NN.
+    """A fully connected network on all of an example's numbers, with ReLU between; by default
+    FedAvg's 2NN.
 
     hidden: The sizes of the hidden layers; CWC's MLP is ``(1024,)``.
     projection: The width of a projection under the head, as MOON has it; 0 for none.
 
-    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", sec. 3.
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+    Data", sec. 3.
     """
     layers, width = _hidden_layers(input_shape, hidden)
     more, width = projected(width, projection)
@@ -34,8 +39,11 @@ def mlp(
 
 
 @register("model", "sphere_mlp")
-def sphere_mlp(input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200)) -> Network:
-    """A fully connected network whose features are points on a circle, as in ``sphere_cnn``: for all numbers.
+def sphere_mlp(
+    input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200)
+) -> Network:
+    """A fully connected network whose features are points on a circle, as in ``sphere_cnn``: for
+    all numbers.
 
     hidden: The sizes of the hidden layers.
 

@@ -27,8 +27,9 @@ def save_model(path: Path, spec: ModelSpec, params: Tensors) -> None:
 def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The network and the parameters in a file that :func:`save_model` wrote.
 
-    Raises ConfigError for a file that is not there or names no network, UnknownName for a network that does not exist
-    here, CorruptFile for a file that is damaged, or whose parameters are not those of its network.
+    Raises ConfigError for a file that is not there or names no network, UnknownName for a network
+    that does not exist here, CorruptFile for a file that is damaged, or whose parameters are not
+    those of its network.
     """
     if not path.is_file():
         raise ConfigError(f"there is no model file {path}")
@@ -39,11 +40,15 @@ def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
     if note is None:
-        raise ConfigError(f"{path} does not say of which network it is; a model that `fedstill query` wrote does")
+        raise ConfigError(
+            f"{path} does not say of which network it is; a model that `fedstill query` wrote does"
+        )
     spec = _spec(path, note)
     expected = contract.initial(spec, 0)
     wrong = sorted(
-        k for k in {*params, *expected} if k not in params or k not in expected or _apart(params[k], expected[k])
+        k
+        for k in {*params, *expected}
+        if k not in params or k not in expected or _apart(params[k], expected[k])
     )
     if wrong:
         what = f"its entry {wrong[0]!r} is missing, strange or of another shape"
@@ -62,6 +67,10 @@ def _spec(path: Path, note: str) -> ModelSpec:
         shape, widths = tuple(told["input_shape"]), tuple(told.get("widths", ()))
         adds = tuple(told.get("adds", ()))
         vocabulary = int(told.get("vocabulary", 0))
-        return ModelSpec(told["name"], shape, int(told["classes"]), fields, widths, vocabulary, adds=adds)
+        return ModelSpec(
+            told["name"], shape, int(told["classes"]), fields, widths, vocabulary, adds=adds
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFile(f"{path} names its network in a way that cannot be read: {error}") from error
+        raise CorruptFile(
+            f"{path} names its network in a way that cannot be read: {error}"
+        ) from error

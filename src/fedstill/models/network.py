@@ -21,7 +21,8 @@ InputShape = tuple[int, ...]
 
 
 class Network(nn.Module):
-    """``forward(x) = head(body(x))``: body gives the (B, D) penultimate features, head is the last linear layer.
+    """``forward(x) = head(body(x))``: body gives the (B, D) penultimate features, head is the last
+    linear layer.
 
     x: (B, *input_shape), float or token ids. Gives (B, C) logits.
     """
@@ -37,9 +38,11 @@ class Network(nn.Module):
 
 
 def projected(width: int, projection: int) -> tuple[list[nn.Module], int]:
-    """The layers of a projection on ``width`` features, and the width after them: none, if ``projection`` is 0.
+    """The layers of a projection on ``width`` features, and the width after them: none, if
+    ``projection`` is 0.
 
-    Source: MOON's network, whose head sits on top of a linear layer of the same width, ReLU, and a narrower one.
+    Source: MOON's network, whose head sits on top of a linear layer of the same width, ReLU, and a
+    narrower one.
     """
     if not projection:
         return [], width
@@ -72,13 +75,18 @@ def flat_size(name: str, layers: list[nn.Module], input_shape: ImageShape) -> in
 def too_small(name: str, input_shape: ImageShape, least: int) -> str:
     """The line that refuses an image: what the model needs and what it was given."""
     _, height, width = input_shape
-    return f"model {name!r} needs images of at least {least} x {least}, these are {height} x {width}; use another model"
+    return (
+        f"model {name!r} needs images of at least {least} x {least}, these are {height} x {width}; "
+        "use another model"
+    )
 
 
 def _side_after(layers: list[nn.Module], side: int) -> int:
     for layer in layers:
         if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
-            kernel, stride, padding = (_one(n) for n in (layer.kernel_size, layer.stride, layer.padding))
+            kernel, stride, padding = (
+                _one(n) for n in (layer.kernel_size, layer.stride, layer.padding)
+            )
             side = (side + 2 * padding - kernel) // stride + 1 if side >= 1 else side
     return side
 

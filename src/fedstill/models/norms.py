@@ -1,7 +1,9 @@
 """What may follow a convolution to normalise its channels: the models' field ``norm``.
 
-- ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends on the batch.
-- ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend on the batch. FedNTD's.
+- ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends
+  on the batch.
+- ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend on
+  the batch. FedNTD's.
 - ``"batch"``: BatchNorm with running statistics, which are buffers, travel and are averaged. QKT's.
 
 Parameters are as many in all three.
@@ -29,4 +31,7 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module:
 
 def of_the_batch(m: nn.Module) -> bool:
     """Whether a network's answers depend on the other images of a batch, in evaluation mode too."""
-    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None for part in m.modules())
+    return any(
+        isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None
+        for part in m.modules()
+    )

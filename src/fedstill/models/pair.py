@@ -1,4 +1,6 @@
-"""Two networks side by side: one that a client keeps, of whatever architecture, and one that all share."""
+"""Two networks side by side: one that a client keeps, of whatever architecture, and one that all
+share.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ def pair(
     shared_arguments: dict[str, Any] | None = None,
     vocabulary: int = 0,
 ) -> nn.Module:
-    """Two networks in one: each client's own, and the one that all share, which is what the server's model gives.
+    """Two networks in one: each client's own, and the one that all share, which is what the
+    server's model gives.
 
-    own: The name of the client's own network, or an import path; clients.models can give each client another pair.
+    own: The name of the client's own network, or an import path; clients.models can give each
+    client another pair.
     shared: The name of the network that all share.
     own_arguments: Fields of the client's own network.
     shared_arguments: Fields of the network that all share.
@@ -46,12 +50,16 @@ def pair(
     """
     spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
     both = ((own, own_arguments), (shared, shared_arguments))
-    return Pair(*(contract.built(name, spec, as_table_again(fields or {})) for name, fields in both))
+    return Pair(
+        *(contract.built(name, spec, as_table_again(fields or {})) for name, fields in both)
+    )
 
 
 def own_of(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The client's own network of a pair, with its parameters."""
     fields = dict(spec.fields)
     table = as_table_again(fields.get("own_arguments") or {})
-    own = ModelSpec(fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary)
+    own = ModelSpec(
+        fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary
+    )
     return own, {k.removeprefix("own."): v for k, v in params.items() if k.startswith("own.")}

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """``torch.nn.MaxPool2d`` on images whose channels are next to each other in memory, whatever order they came in.
+    """``torch.nn.MaxPool2d`` on images whose channels are next to each other in memory, whatever
+    order they came in.
 
-    The maxima are the same. torch's kernel for the CPU is several times as fast in this order, and a stack of clients
-    (``torch.func.vmap``) would leave it.
+    The maxima are the same. torch's kernel for the CPU is several times as fast in this order, and
+    a stack of clients (``torch.func.vmap``) would leave it.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over places, a head.
+"""Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over
+places, a head.
 
-``norm`` is what follows each convolution (``models/norms.py``). The last stage is slimmable: it can run at a share of
-its width (FedAlign).
+``norm`` is what follows each convolution (``models/norms.py``). The last stage is slimmable: it can
+run at a share of its width (FedAlign).
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ Block = Callable[[int, int, int, Norm], "Residual"]
 
 
 @register("model", "resnet10")
-def resnet10(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
+def resnet10(
+    input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
+) -> Network:
     """ResNet-10: basic blocks [1, 1, 1, 1], widths 64 to 512; 4,903,242 parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
-    statistics.
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
+    ("batch") running statistics.
     projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: FedNTD, appendix G.3 (with ``norm = "batch_stats"``).
@@ -37,26 +40,33 @@ def resnet10(input_shape: ImageShape, classes: int, norm: Norm = "group", projec
 
 
 @register("model", "resnet18")
-def resnet18(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
+def resnet18(
+    input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
+) -> Network:
     """ResNet-18: basic blocks [2, 2, 2, 2], widths 64 to 512; 11,173,962 parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
-    statistics.
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
+    ("batch") running statistics.
     projection: The width of a projection under the head, as MOON has it; 0 for none.
 
-    Source: He et al., "Deep Residual Learning for Image Recognition"; QKT, sec. 4.1 (with ``norm = "batch"``).
-    Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one. Weights are drawn as layers of torch
-    draw them; torchvision's networks of this name draw those of convolutions from a normal distribution.
+    Source: He et al., "Deep Residual Learning for Image Recognition"; QKT, sec. 4.1 (with
+    ``norm = "batch"``).
+    Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one. Weights are drawn
+    as layers of torch draw them; torchvision's networks of this name draw those of convolutions
+    from a normal distribution.
     """
     return _resnet("resnet18", input_shape, classes, basic, [2, 2, 2, 2], 64, norm, projection)
 
 
 @register("model", "resnet50")
-def resnet50(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
-    """ResNet-50: bottleneck blocks [3, 4, 6, 3], widths 64 to 512, times 4; 23,520,842 parameters on CIFAR-10.
+def resnet50(
+    input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
+) -> Network:
+    """ResNet-50: bottleneck blocks [3, 4, 6, 3], widths 64 to 512, times 4; 23,520,842 parameters
+    on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
-    statistics.
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
+    ("batch") running statistics.
     projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: He et al., "Deep Residual Learning for Image Recognition".
@@ -65,14 +75,18 @@ def resnet50(input_shape: ImageShape, classes: int, norm: Norm = "group", projec
 
 
 @register("model", "resnet56")
-def resnet56(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
-    """ResNet-56: bottleneck blocks [6, 6, 6], widths 16 to 64, times 4; 591,322 parameters on CIFAR-10.
+def resnet56(
+    input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
+) -> Network:
+    """ResNet-56: bottleneck blocks [6, 6, 6], widths 16 to 64, times 4; 591,322 parameters on
+    CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
-    statistics.
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
+    ("batch") running statistics.
     projection: The width of a projection under the head, as MOON has it; 0 for none.
 
-    Source: Mendieta et al., "Local Learning Matters" (FedAlign), with ``norm = "batch"``; FedNTD, table 13.
+    Source: Mendieta et al., "Local Learning Matters" (FedAlign), with ``norm = "batch"``; FedNTD,
+    table 13.
     """
     return _resnet("resnet56", input_shape, classes, bottleneck, [6, 6, 6], 16, norm, projection)
 
@@ -84,7 +98,9 @@ class Residual(nn.Module):
         super().__init__()
         self.path = path
         same = stride == 1 and inside == out
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_conv(inside, out, 1, stride, norm))
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(*_conv(inside, out, 1, stride, norm))
+        )
         self.out = out
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,9 +120,11 @@ class Residual(nn.Module):
 class SlimStage(nn.Sequential):
     """Blocks that can also run at a share of their width, on the first channels of their input.
 
-    Source: Mendieta et al., "Local Learning Matters" (FedAlign), whose code rounds widths to multiples of 8.
-    Reading: at less than full width BatchNorm takes the batch's statistics and keeps none, as in that code; GroupNorm
-    keeps the groups' sizes, so that a channel is normalised with the same others.
+    Source: Mendieta et al., "Local Learning Matters" (FedAlign), whose code rounds widths to
+    multiples of 8.
+    Reading: at less than full width BatchNorm takes the batch's statistics and keeps none, as in
+    that code; GroupNorm keeps the groups' sizes, so that a channel is normalised with the same
+    others.
     """
 
     def slim_width(self, channels: int, share: float) -> int:
@@ -138,9 +156,17 @@ def _slim(layer: nn.Module, x: Tensor, share: float) -> Tensor:
         weight = layer.weight[: slim_width(layer.out_channels, share), :c]
         return conv2d(x, weight, None, layer.stride, layer.padding)
     if isinstance(layer, nn.GroupNorm):
-        return group_norm(x, c * layer.num_groups // layer.num_channels, layer.weight[:c], layer.bias[:c], layer.eps)
+        return group_norm(
+            x,
+            c * layer.num_groups // layer.num_channels,
+            layer.weight[:c],
+            layer.bias[:c],
+            layer.eps,
+        )
     if isinstance(layer, nn.BatchNorm2d):
-        return batch_norm(x, None, None, layer.weight[:c], layer.bias[:c], training=True, eps=layer.eps)
+        return batch_norm(
+            x, None, None, layer.weight[:c], layer.bias[:c], training=True, eps=layer.eps
+        )
     return layer(x)  # type: ignore[no-any-return]
 
 
@@ -154,7 +180,9 @@ def bottleneck(inside: int, width: int, stride: int, norm: Norm) -> Residual:
     """A 1 x 1, a 3 x 3 (which strides) and a 1 x 1 convolution to four times the width."""
     down, across = _conv(inside, width, 1, 1, norm), _conv(width, width, 3, stride, norm)
     up = _conv(width, 4 * width, 1, 1, norm)
-    return Residual(nn.Sequential(*down, nn.ReLU(), *across, nn.ReLU(), *up), inside, 4 * width, stride, norm)
+    return Residual(
+        nn.Sequential(*down, nn.ReLU(), *across, nn.ReLU(), *up), inside, 4 * width, stride, norm
+    )
 
 
 def _resnet(
@@ -167,7 +195,8 @@ def _resnet(
     norm: Norm,
     projection: int = 0,
 ) -> Network:
-    # Batch statistics of one example with one place are no statistics: torch refuses them in mid-training.
+    # Batch statistics of one example with one place are no statistics: torch refuses them in
+    # mid-training.
     least = 1 if norm == "group" else 2 ** (len(depths) - 1) + 1
     if min(input_shape[1:]) < least:
         raise ConfigError(too_small(name, input_shape, least) + ", or norm = 'group'")
@@ -188,4 +217,7 @@ def _resnet(
 
 
 def _conv(inside: int, out: int, kernel: int, stride: int, norm: Norm) -> list[nn.Module]:
-    return [nn.Conv2d(inside, out, kernel, stride, padding=kernel // 2, bias=False), norm_layer(norm, out)]
+    return [
+        nn.Conv2d(inside, out, kernel, stride, padding=kernel // 2, bias=False),
+        norm_layer(norm, out),
+    ]

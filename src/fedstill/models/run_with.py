@@ -19,11 +19,12 @@ _found = threading.local()
 
 
 def run_with(m: nn.Module, tensors: Mapping[str, Tensor], *x: Any) -> Any:
-    """What a module gives with other parameters and buffers, by name; those that are not named are its own.
+    """What a module gives with other parameters and buffers, by name; those that are not named are
+    its own.
 
-    The same as ``torch.func.functional_call``, which looks for all names at each call: here that is done once, and
-    again where a part of the module has become another. A module whose names share tensors, and one that lacks a name,
-    are torch's to run or to refuse.
+    The same as ``torch.func.functional_call``, which looks for all names at each call: here that is
+    done once, and again where a part of the module has become another. A module whose names share
+    tensors, and one that lacks a name, are torch's to run or to refuse.
     """
     places = _places(m)
     if not places.keys() >= tensors.keys():
@@ -46,11 +47,17 @@ def _places(m: nn.Module) -> dict[str, Place]:
     cache = _found.__dict__.setdefault("cache", WeakKeyDictionary())
     parts, places = cache.get(m, (None, {}))
     if parts is None or not all(holder.get(key) is part() for holder, key, part in parts):
-        named = [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        named = [
+            *m.named_parameters(remove_duplicate=False),
+            *m.named_buffers(remove_duplicate=False),
+        ]
         alone = len({id(tensor) for _, tensor in named}) == len(named)
         places = {name: _place(m, name) for name, _ in named} if alone else {}
         inner = [
-            (one._modules, key, part) for one in m.modules() for key, part in one._modules.items() if part is not None
+            (one._modules, key, part)
+            for one in m.modules()
+            for key, part in one._modules.items()
+            if part is not None
         ]
         cache[m] = [(holder, key, ref(part)) for holder, key, part in inner], places
     return places

@@ -1,8 +1,10 @@
-"""A network for a stack of clients: convolutions and poolings of all clients at once, channels next to each other.
+"""A network for a stack of clients: convolutions and poolings of all clients at once, channels next
+to each other.
 
-Under ``torch.func.vmap`` a convolution with a weight for every client becomes one with groups, and so it is computed
-here too, but in the memory order that torch's kernels are fastest in, (image, row, column, client, channel), from one
-layer to the next: torch's own rule would copy its input and its output into another order.
+Under ``torch.func.vmap`` a convolution with a weight for every client becomes one with groups, and
+so it is computed here too, but in the memory order that torch's kernels are fastest in, (image,
+row, column, client, channel), from one layer to the next: torch's own rule would copy its input and
+its output into another order.
 """
 
 from __future__ import annotations
@@ -18,14 +20,28 @@ from fedstill.models.network import Network, OnCircle
 from fedstill.models.pooling import MaxPool2d
 
 SHAPES = (nn.Flatten, nn.Unflatten)
-KNOWN = (nn.Sequential, Network, OnCircle, nn.Conv2d, nn.MaxPool2d, MaxPool2d, nn.ReLU, *SHAPES, nn.Linear)
-"""Layers that may stand in such a network: others may ask for an order of memory that ``vmap`` does not tell."""
+KNOWN = (
+    nn.Sequential,
+    Network,
+    OnCircle,
+    nn.Conv2d,
+    nn.MaxPool2d,
+    MaxPool2d,
+    nn.ReLU,
+    *SHAPES,
+    nn.Linear,
+)
+"""Layers that may stand in such a network: others may ask for an order of memory that ``vmap`` does
+not tell.
+"""
 
 
 def stacked(m: nn.Module) -> nn.Module:
-    """The module, its layers changed in place to those of a stack; it then runs under ``vmap`` only.
+    """The module, its layers changed in place to those of a stack; it then runs under ``vmap``
+    only.
 
-    One with other layers than ``KNOWN``, or changed before, is left as it is: other layers run by torch's own rules.
+    One with other layers than ``KNOWN``, or changed before, is left as it is: other layers run by
+    torch's own rules.
     """
     layers = list(m.modules())
     if all(type(layer) in KNOWN and _plain(layer) for layer in layers):
@@ -49,10 +65,15 @@ class _Conv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         stride, padding, dilation, groups = self.stride, self.padding, self.dilation, self.groups
 
-        def convolve(clients: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
+        def convolve(
+            clients: int, x: Tensor, weight: Tensor, bias: Tensor | None
+        ) -> tuple[Tensor, int]:
             own = weight.flatten(0, 1), bias if bias is None else bias.flatten()
             return _apart(
-                functional.conv2d(_side_by_side(x), *own, stride, padding, dilation, groups * clients), clients
+                functional.conv2d(
+                    _side_by_side(x), *own, stride, padding, dilation, groups * clients
+                ),
+                clients,
             )
 
         return _Layer.apply(convolve, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
@@ -72,9 +93,15 @@ class _Linear(nn.Linear):
     """As W x, not x W': so the gradient of W comes out in the memory order that W has."""
 
     def forward(self, x: Tensor) -> Tensor:
-        def multiply(clients: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
+        def multiply(
+            clients: int, x: Tensor, weight: Tensor, bias: Tensor | None
+        ) -> tuple[Tensor, int]:
             columns = x.transpose(1, 2)
-            out = weight @ columns if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, columns)
+            out = (
+                weight @ columns
+                if bias is None
+                else torch.baddbmm(bias.unsqueeze(2), weight, columns)
+            )
             return out.transpose(1, 2), 0
 
         if x.dim() != 2:
@@ -93,7 +120,9 @@ def _apart(x: Tensor, clients: int) -> tuple[Tensor, int]:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer with a rule of its own under ``vmap``: from tensors (K, ...) to one, and where that has the clients."""
+    """A layer with a rule of its own under ``vmap``: from tensors (K, ...) to one, and where that
+    has the clients.
+    """
 
     @staticmethod
     def forward(*_: Any) -> Tensor:
@@ -106,10 +135,16 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[int | None, ...], rule: Callable[..., tuple[Tensor, int]], *tensors: Tensor | None
+        info: Any,
+        dims: tuple[int | None, ...],
+        rule: Callable[..., tuple[Tensor, int]],
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, int]:
         """The layer for all clients at once."""
-        return rule(info.batch_size, *(_of_all(t, d, info.batch_size) for t, d in zip(tensors, dims[1:], strict=True)))
+        return rule(
+            info.batch_size,
+            *(_of_all(t, d, info.batch_size) for t, d in zip(tensors, dims[1:], strict=True)),
+        )
 
 
 def _of_all(value: Tensor | None, dim: int | None, clients: int) -> Tensor | None:

@@ -18,7 +18,9 @@ class DenseResidual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.path = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        self.path = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The features, a little further."""
@@ -26,14 +28,17 @@ class DenseResidual(nn.Module):
 
 
 @register("model", "table_resnet")
-def table_resnet(input_shape: InputShape, classes: int, width: Count = 128, blocks: Count = 2) -> Network:
+def table_resnet(
+    input_shape: InputShape, classes: int, width: Count = 128, blocks: Count = 2
+) -> Network:
     """A residual network of linear layers on all of an example's numbers.
 
     width: The number of features.
     blocks: How many residual blocks of two linear layers there are.
 
     Source: Gorishniy et al., "Revisiting Deep Learning Models for Tabular Data" (2021), sec. 3.2.
-    Reading: LayerNorm stands for the paper's BatchNorm, whose statistics differ between clients; there is no dropout.
+    Reading: LayerNorm stands for the paper's BatchNorm, whose statistics differ between clients;
+    there is no dropout.
     """
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(math.prod(input_shape), width)]
     layers += [DenseResidual(width) for _ in range(blocks)]
@@ -41,7 +46,9 @@ def table_resnet(input_shape: InputShape, classes: int, width: Count = 128, bloc
 
 
 class ColumnAttention(nn.Module):
-    """Blocks of attention between the columns of a row, each a token x_j w_j + b_j, and their mean (B, D)."""
+    """Blocks of attention between the columns of a row, each a token x_j w_j + b_j, and their mean
+    (B, D).
+    """
 
     def __init__(self, columns: int, width: int, heads: int, blocks: int) -> None:
         super().__init__()
@@ -63,14 +70,16 @@ class ColumnAttention(nn.Module):
 def ft_transformer(
     input_shape: RowShape, classes: int, width: Count = 64, heads: Count = 4, blocks: Count = 2
 ) -> Network:
-    """A transformer on the columns of a row: each number becomes a token, and tokens look at each other.
+    """A transformer on the columns of a row: each number becomes a token, and tokens look at each
+    other.
 
     width: The numbers of a token, a multiple of ``heads``.
     heads: How many heads the attention of a block has.
     blocks: How many blocks there are.
 
-    Source: Gorishniy et al., "Revisiting Deep Learning Models for Tabular Data" (2021), sec. 3.3, FT-Transformer.
-    Reading: the features are the mean of the tokens, where the paper has a token of its own for the class; there is no
-    dropout. One-hot columns are numbers like others.
+    Source: Gorishniy et al., "Revisiting Deep Learning Models for Tabular Data" (2021), sec. 3.3,
+    FT-Transformer.
+    Reading: the features are the mean of the tokens, where the paper has a token of its own for the
+    class; there is no dropout. One-hot columns are numbers like others.
     """
     return Network(ColumnAttention(input_shape[0], width, heads, blocks), width, classes)

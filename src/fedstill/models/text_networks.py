@@ -1,4 +1,5 @@
-"""Networks for texts: token ids (B, L) in, of which 0 is padding. Padding changes no logit, however much there is.
+"""Networks for texts: token ids (B, L) in, of which 0 is padding. Padding changes no logit, however
+much there is.
 
 A text of padding alone has features of 0. None has an ``nn.EmbeddingBag``, which cannot be stacked.
 """
@@ -30,13 +31,16 @@ class TokenMean(nn.Module):
 
 
 @register("model", "bag")
-def bag(vocabulary: int, classes: int, width: Count = 64, hidden: tuple[Count, ...] = ()) -> Network:
+def bag(
+    vocabulary: int, classes: int, width: Count = 64, hidden: tuple[Count, ...] = ()
+) -> Network:
     """A bag of words: the mean of the embeddings of a text's tokens, whatever their order.
 
     width: The numbers of an embedding.
     hidden: The sizes of hidden layers after the mean, with ReLU between.
 
-    Source: Joulin et al., "Bag of Tricks for Efficient Text Classification" (2017), its fastText without n-grams.
+    Source: Joulin et al., "Bag of Tricks for Efficient Text Classification" (2017), its fastText
+    without n-grams.
     """
     layers: list[nn.Module] = [TokenMean(vocabulary, width)]
     for size in hidden:
@@ -46,22 +50,27 @@ def bag(vocabulary: int, classes: int, width: Count = 64, hidden: tuple[Count, .
 
 
 class TokenConvolutions(nn.Module):
-    """Convolutions over the embeddings of a text, and of each channel the largest number: (B, D)."""
+    """Convolutions over the embeddings of a text, and of each channel the largest number: (B,
+    D).
+    """
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width, padding_idx=0)
         self.layers = nn.ModuleList(
-            nn.Conv2d(width, width, (1, KERNEL), padding=(0, KERNEL // 2)) for _ in range(CONVOLUTIONS)
+            nn.Conv2d(width, width, (1, KERNEL), padding=(0, KERNEL // 2))
+            for _ in range(CONVOLUTIONS)
         )
         self.pool = MaxPool2d((1, 2), ceil_mode=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Features of token ids (B, L)."""
         there = (ids != 0)[:, None, None, :].to(self.tokens.weight.dtype)
-        x = self.tokens(ids).transpose(1, 2).unsqueeze(2) * there  # an image of one row: (B, D, 1, L)
+        # an image of one row: (B, D, 1, L)
+        x = self.tokens(ids).transpose(1, 2).unsqueeze(2) * there
         for layer in self.layers:
-            # Padding is 0 again after each layer, as what lies beyond the end is: so a text may have any of it.
+            # Padding is 0 again after each layer, as what lies beyond the end is: so a text may
+            # have any of it.
             x, there = self.pool(torch.relu(layer(x)) * there), self.pool(there)
         largest: Tensor = x.amax((2, 3))
         return largest
@@ -69,13 +78,15 @@ class TokenConvolutions(nn.Module):
 
 @register("model", "text_cnn")
 def text_cnn(vocabulary: int, classes: int, width: Count = 64) -> Network:
-    """Two convolutions over the embeddings of tokens (kernel 5), each with max-pooling by 2, and the largest of all.
+    """Two convolutions over the embeddings of tokens (kernel 5), each with max-pooling by 2, and
+    the largest of all.
 
     For bytes, or tokens whose order counts.
 
     width: The numbers of an embedding, and the channels of the convolutions.
 
-    Source: ours, after Kim, "Convolutional Neural Networks for Sentence Classification" (2014), sec. 2.
+    Source: ours, after Kim, "Convolutional Neural Networks for Sentence Classification" (2014),
+    sec. 2.
     """
     return Network(TokenConvolutions(vocabulary, width), width, classes)
 
@@ -108,7 +119,8 @@ def tiny_transformer(
     heads: Count = 4,
     blocks: Count = 2,
 ) -> Network:
-    """A small transformer: embeddings of tokens and of their places, blocks of attention, and the mean of the tokens.
+    """A small transformer: embeddings of tokens and of their places, blocks of attention, and the
+    mean of the tokens.
 
     No dropout, so it can be stacked and draws nothing.
 
@@ -116,6 +128,9 @@ def tiny_transformer(
     heads: How many heads the attention of a block has.
     blocks: How many blocks there are.
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017), sec. 3, its encoder, with norms first.
+    Source: Vaswani et al., "Attention Is All You Need" (2017), sec. 3, its encoder, with norms
+    first.
     """
-    return Network(TokenAttention(vocabulary, input_shape[-1], width, heads, blocks), width, classes)
+    return Network(
+        TokenAttention(vocabulary, input_shape[-1], width, heads, blocks), width, classes
+    )

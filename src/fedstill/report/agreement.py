@@ -1,4 +1,6 @@
-"""How far the tiers agree: what the small settings of a track say against what the larger ones do."""
+"""How far the tiers agree: what the small settings of a track say against what the larger ones
+do.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ from fedstill.report.summary import NONE
 TITLE = "Do the tiers agree?"
 
 MEANS = (
-    "By track, over the methods that both tiers rank: Kendall's tau of their mean ranks, 1 for the same order and -1"
-    " for the reverse; p is how often an order drawn by chance is as far from 0. Ranks that cannot be told apart move"
-    " it too, so that the last columns count pairs: those that both tiers tell apart, in how many of these the"
+    "By track, over the methods that both tiers rank: Kendall's tau of their mean ranks, 1 for the "
+    "same order and -1"
+    " for the reverse; p is how often an order drawn by chance is as far from 0. Ranks that cannot "
+    "be told apart move"
+    " it too, so that the last columns count pairs: those that both tiers tell apart, in how many "
+    "of these the"
     " same method is above, and the others by name, as the larger tier has them."
 )
 
@@ -30,11 +35,23 @@ def agreement_lines(every: Sequence[Standings]) -> list[list[str]]:
     """A line for each track of which two tiers rank at least two methods alike in name."""
     lines = []
     for track in TRACKS:
-        tiers = [one for one in every if one.suite.track == track and one.suite.tier in TIERS and one.placed]
+        tiers = [
+            one
+            for one in every
+            if one.suite.track == track and one.suite.tier in TIERS and one.placed
+        ]
         for one, other in itertools.pairwise(tiers):
             if len(both := _in_both(one, other)) > 1:
                 names = f"{one.suite.tier} and {other.suite.tier}"
-                lines.append([track, names, str(len(both)), *_tau(one, other, both), *_pairs(one, other, both)])
+                lines.append(
+                    [
+                        track,
+                        names,
+                        str(len(both)),
+                        *_tau(one, other, both),
+                        *_pairs(one, other, both),
+                    ]
+                )
     return lines
 
 
@@ -51,10 +68,14 @@ def _tau(one: Standings, other: Standings, both: Sequence[str]) -> tuple[str, st
 
 
 def _pairs(one: Standings, other: Standings, both: Sequence[str]) -> tuple[str, str, str, str]:
-    """How many pairs of methods there are, how many both tiers tell apart, how many of these alike; the others."""
+    """How many pairs of methods there are, how many both tiers tell apart, how many of these alike;
+    the others.
+    """
     first, second = _ranks(one), _ranks(other)
     pairs = list(itertools.combinations(both, 2))
-    apart = [(a, b) for a, b in pairs if not _on_one_bar(one, a, b) and not _on_one_bar(other, a, b)]
+    apart = [
+        (a, b) for a, b in pairs if not _on_one_bar(one, a, b) and not _on_one_bar(other, a, b)
+    ]
     alike = [(a, b) for a, b in apart if (first[a] < first[b]) == (second[a] < second[b])]
     unlike = [(a, b) if second[a] < second[b] else (b, a) for a, b in apart if (a, b) not in alike]
     names = ", ".join(f"{above} above {below}" for above, below in unlike)

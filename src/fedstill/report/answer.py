@@ -1,4 +1,6 @@
-"""An answered query in the terminal: who knows what by the noise probe, what was gained, what was forgotten."""
+"""An answered query in the terminal: who knows what by the noise probe, what was gained, what was
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from fedstill.experiment.answering import Answer
-from fedstill.metrics import average_accuracy, query_accuracy_gain, query_forgetting, uniform_accuracy
+from fedstill.metrics import (
+    average_accuracy,
+    query_accuracy_gain,
+    query_forgetting,
+    uniform_accuracy,
+)
 from fedstill.queries import because
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table
@@ -23,12 +30,16 @@ def answer_tables(answer: Answer) -> Iterator[RenderableType]:
     if answer.new:
         yield Text(f"Before it asked it trained alone again, with {answer.new:,} new examples.")
     yield Text(
-        f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a class asked for. Each "
+        f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a "
+        "class asked for. Each "
         "mark is a class; it is darker where the teacher predicts the class more."
     )
     yield table(_head(answer), [_teacher(answer, c) for c in answer.probe], words=2)
     if not answer.used:
-        yield Text("\nNo teacher reaches the threshold: the local model is returned unchanged.", style="bold")
+        yield Text(
+            "\nNo teacher reaches the threshold: the local model is returned unchanged.",
+            style="bold",
+        )
     yield Text("\nClass accuracy on the common test set", style="bold")
     yield table(("class", "what", "before", "after", "change"), list(_classes(answer)), words=2)
     yield Text()
@@ -43,8 +54,14 @@ def _head(answer: Answer) -> Sequence[str]:
 def _teacher(answer: Answer, teacher: int) -> list[str]:
     probe, shares = answer.probe[teacher].tolist(), answer.shares.get(teacher)
     top = max(probe) or 1
-    drawn = "".join(SHADES[min(4, -int(-4 * p // top)) if p >= answer.threshold else 0] for p in probe)
-    cells = [f for c in answer.query for f in (f"{probe[c]:.3f}", f"{100 * shares[c]:.1f} %" if shares else NONE)]
+    drawn = "".join(
+        SHADES[min(4, -int(-4 * p // top)) if p >= answer.threshold else 0] for p in probe
+    )
+    cells = [
+        f
+        for c in answer.query
+        for f in (f"{probe[c]:.3f}", f"{100 * shares[c]:.1f} %" if shares else NONE)
+    ]
     return [
         answer.names[teacher],
         f"│{drawn}│",
@@ -58,14 +75,23 @@ def _classes(answer: Answer) -> Iterator[list[str]]:
         what = "asked for" if c in answer.query else "own" if answer.own[c] > 0 else ""
         if what:
             before, after = answer.before[c], answer.after[c]
-            yield [f"{c} {name}", what, _percent(before), _percent(after), f"{100 * (after - before):+.1f}"]
+            yield [
+                f"{c} {name}",
+                what,
+                _percent(before),
+                _percent(after),
+                f"{100 * (after - before):+.1f}",
+            ]
 
 
 def _measures(answer: Answer) -> list[list[str]]:
     before, after, own, query = answer.before, answer.after, answer.own, answer.query
     both = [
         [name, *(_percent(measure(m, own, query)) for m in (before, after))]
-        for name, measure in (("average accuracy", average_accuracy), ("uniform accuracy", uniform_accuracy))
+        for name, measure in (
+            ("average accuracy", average_accuracy),
+            ("uniform accuracy", uniform_accuracy),
+        )
     ]
     gain, lost = query_accuracy_gain(before, after, query), query_forgetting(before, after, own)
     return [

@@ -1,4 +1,6 @@
-"""What clients asked for: gain against forgetting, classes before and after, the noise probe beside label shares."""
+"""What clients asked for: gain against forgetting, classes before and after, the noise probe beside
+label shares.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ from typing import Any
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.fitting import FIT
 from fedstill.report.askers import asks_again, one_after_another, reading_queries, who_asked
-from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, faint, layout, named, plain, rounded
+from fedstill.report.figures import (
+    COLOURS,
+    DASHES,
+    PERCENT,
+    Figure,
+    Style,
+    faint,
+    layout,
+    named,
+    plain,
+    rounded,
+)
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, choice, figure, grid, key, section, sentence
@@ -21,24 +34,35 @@ NOT_DOTTED = [d for d in DASHES if d != "dot"]
 
 
 def asked(groups: Sequence[Group], style: Style) -> Html | None:
-    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if no client asked."""
+    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if no
+    client asked.
+    """
     some = [g for g in groups if any(_last(r).get("answers") for r in g.started)]
     if not some:
         return None
     trade = (
-        "Large points are means over clients and seeds; small points are clients. Further right: more "
-        "accuracy gained on the classes asked for, compared with the client alone. Further down: more "
+        "Large points are means over clients and seeds; small points are clients. Further right: "
+        "more "
+        "accuracy gained on the classes asked for, compared with the client alone. Further down: "
+        "more "
         "forgotten of its own classes. The upper right corner is best."
     )
     figures = [figure([_trade(some, style)], trade, "Forgetting against gain")]
     curves = [r for g in some for r in g.started if any("scores" in e for e in _phases(r))]
     if curves:
         says = (
-            "Average accuracy on the validation set after each epoch, first of phase 1, then of phase 2: a line "
+            "Average accuracy on the validation set after each epoch, first of phase 1, then of "
+            "phase 2: a line "
             "for each client that asked. Dotted: its model before, on the test set."
         )
         figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
-    parts = [key(some, style), grid(figures), one_after_another(some, style), *_bars(some), *who_asked(some)]
+    parts = [
+        key(some, style),
+        grid(figures),
+        one_after_another(some, style),
+        *_bars(some),
+        *who_asked(some),
+    ]
     says = "Clients asked their peers for classes. Accuracy is on the common test set."
     if any(asks_again(g) for g in some):
         says += " Where they asked again, points and bars are of their last query."
@@ -59,16 +83,28 @@ def noise_probes(groups: Sequence[Group]) -> Html | None:
         shares = [[n / max(sum(row), 1) for n in row] for row in counts]
         seen = [[float(p) for p in events[c]["probe"]] for c in clients]
         errors = [
-            sum((a - b) ** 2 for a, b in zip(s, p, strict=True)) / len(s) for s, p in zip(shares, seen, strict=True)
+            sum((a - b) ** 2 for a, b in zip(s, p, strict=True)) / len(s)
+            for s, p in zip(shares, seen, strict=True)
         ]
         names = [f"client {c} (error {e:.3f})" for c, e in zip(clients, errors, strict=True)]
-        left = figure([_map(shares, names, run.classes)], "Label shares of each client's data.", "Label shares")
-        right = figure([_map(seen, names, run.classes)], "Mean prediction of its model on noise.", "Noise probe")
+        left = figure(
+            [_map(shares, names, run.classes)],
+            "Label shares of each client's data.",
+            "Label shares",
+        )
+        right = figure(
+            [_map(seen, names, run.classes)],
+            "Mean prediction of its model on noise.",
+            "Noise probe",
+        )
     says = (
-        "A peer guesses which classes a model knows from its predictions on Gaussian noise. Error: the mean squared "
+        "A peer guesses which classes a model knows from its predictions on Gaussian noise. Error: "
+        "the mean squared "
         f"difference between label shares and predictions, over classes. From seed {run.seed}."
     )
-    return section("The noise probe and the label shares", sentence(says), grid([left, right]), name="probe")
+    return section(
+        "The noise probe and the label shares", sentence(says), grid([left, right]), name="probe"
+    )
 
 
 def _last(run: Run) -> Event:
@@ -76,7 +112,11 @@ def _last(run: Run) -> Event:
 
 
 def _answers(run: Run) -> list[dict[str, Any]]:
-    return [a for a in _last(run).get("answers") or [] if a["gain"] is not None and a["forgetting"] is not None]
+    return [
+        a
+        for a in _last(run).get("answers") or []
+        if a["gain"] is not None and a["forgetting"] is not None
+    ]
 
 
 def _in_last(run: Run) -> list[Event]:
@@ -95,12 +135,19 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
         points = []
         for run in group.started:
             with reading_queries(run):
-                points += [(a["gain"], a["forgetting"], a["client"], run.seed) for a in _answers(run)]
+                points += [
+                    (a["gain"], a["forgetting"], a["client"], run.seed) for a in _answers(run)
+                ]
         if not points:
             continue
         colour = style.colour(group)
         mean = [sum(p[i] for p in points) / len(points) for i in (0, 1)]
-        usual = {"type": "scatter", "mode": "markers", "legendgroup": group.label, "name": named(group)}
+        usual = {
+            "type": "scatter",
+            "mode": "markers",
+            "legendgroup": group.label,
+            "name": named(group),
+        }
         data.append(
             {
                 **usual,
@@ -123,15 +170,22 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
         )
     x = {"title": {"text": "gain on classes asked for"}, **PERCENT}
     y = {"title": {"text": "forgetting of own classes"}, **PERCENT}
-    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT, hovermode="closest")}
+    return {
+        "data": data,
+        "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT, hovermode="closest"),
+    }
 
 
 def _bars(groups: Sequence[Group]) -> list[Html | None]:
-    """For each method whose clients end with models of their own: classes before and after, a client at a time."""
+    """For each method whose clients end with models of their own: classes before and after, a
+    client at a time.
+    """
     drawn: list[Html | None] = []
     names: list[str] = []
     for group in groups:
-        run = next((r for r in group.started if any(e.get("correct_by_class") for e in _phases(r))), None)
+        run = next(
+            (r for r in group.started if any(e.get("correct_by_class") for e in _phases(r))), None
+        )
         if run is None:
             continue
         with reading_queries(run):
@@ -139,8 +193,13 @@ def _bars(groups: Sequence[Group]) -> list[Html | None]:
             if not clients or (names and [f"client {c}" for c in clients] != names):
                 continue
             names = [f"client {c}" for c in clients]
-            says = f"{group.label}: accuracy by class, alone and after each phase. From seed {run.seed}."
-            drawn.append(figure([_client(run, c) for c in clients], says, plain(group.label), "client"))
+            says = (
+                f"{group.label}: accuracy by class, alone and after each phase. From seed "
+                f"{run.seed}."
+            )
+            drawn.append(
+                figure([_client(run, c) for c in clients], says, plain(group.label), "client")
+            )
     if not drawn:
         return []
     return [choice("client", "Show", names), grid([d for d in drawn if d is not None], "small")]
@@ -158,9 +217,13 @@ def _client(run: Run, client: int) -> Figure:
     data = [
         {
             "type": "bar",
-            "name": {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}.get(e["name"], e["name"]),
+            "name": {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}.get(
+                e["name"], e["name"]
+            ),
             "x": labels,
-            "y": [rounded(e["correct_by_class"][c] / totals[c]) if totals[c] else None for c in order],
+            "y": [
+                rounded(e["correct_by_class"][c] / totals[c]) if totals[c] else None for c in order
+            ],
             "marker": {"color": shades[i % len(shades)]},
             "hovertemplate": "%{x}: %{y:.1%}",
         }
@@ -181,15 +244,35 @@ def _epochs(run: Run) -> Figure:
         for client in sorted({e["client"] for e in _phases(run) if e.get("scores")}):
             scores = [s for e in _phases(run) if e["client"] == client for s in e.get("scores", [])]
             turn, place = divmod(len(data) // 2, len(COLOURS))
-            name, colour, dash = f"client {client}", COLOURS[place], NOT_DOTTED[turn % len(NOT_DOTTED)]
-            line = {"type": "scatter", "mode": "lines", "legendgroup": name, "hovertemplate": "%{y:.1%}"}
+            name, colour, dash = (
+                f"client {client}",
+                COLOURS[place],
+                NOT_DOTTED[turn % len(NOT_DOTTED)],
+            )
+            line = {
+                "type": "scatter",
+                "mode": "lines",
+                "legendgroup": name,
+                "hovertemplate": "%{y:.1%}",
+            }
             epochs, before = list(range(1, len(scores) + 1)), alone.get(client)
-            drawn = {"x": epochs, "y": [rounded(s) for s in scores], "line": {"color": colour, "dash": dash}}
+            drawn = {
+                "x": epochs,
+                "y": [rounded(s) for s in scores],
+                "line": {"color": colour, "dash": dash},
+            }
             data.append({**line, "name": name, **drawn})
             level = [None if before is None else rounded(before)] * 2
             dots = {"color": colour, "dash": "dot", "width": 1}
             data.append(
-                {**line, "name": f"{name} alone", "x": [1, len(scores)], "y": level, "line": dots, "showlegend": False}
+                {
+                    **line,
+                    "name": f"{name} alone",
+                    "x": [1, len(scores)],
+                    "y": level,
+                    "line": dots,
+                    "showlegend": False,
+                }
             )
     x, y = {"title": {"text": "epoch of both phases"}}, PERCENT
     return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT)}
@@ -211,4 +294,7 @@ def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequenc
         "xaxis": {"type": "category", "title": {"text": "class"}},
         "yaxis": {"type": "category", "autorange": "reversed"},
     }
-    return {"data": [trace], "layout": layout(**axes, height=80 + max(160, 24 * len(names)), showlegend=False)}
+    return {
+        "data": [trace],
+        "layout": layout(**axes, height=80 + max(160, 24 * len(names)), showlegend=False),
+    }

@@ -25,7 +25,9 @@ def reading_queries(run: Run) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise CorruptFile(f"{run.folder / JOURNAL}: the entries on queries are damaged: {said}") from error
+        raise CorruptFile(
+            f"{run.folder / JOURNAL}: the entries on queries are damaged: {said}"
+        ) from error
 
 
 def asks_again(group: Group) -> bool:
@@ -45,7 +47,9 @@ def query_rows(group: Group) -> list[list[Cell]]:
 
 
 def who_asked(groups: Sequence[Group]) -> list[Html]:
-    """A folded table of the queries of each group's first run; groups with the same queries share one."""
+    """A folded table of the queries of each group's first run; groups with the same queries share
+    one.
+    """
     by_rows: dict[str, tuple[list[str], list[list[Cell]], int]] = {}
     for group in groups:
         if group.started and (rows := query_rows(group)):
@@ -66,20 +70,39 @@ def one_after_another(groups: Sequence[Group], style: Style) -> Html | None:
     some = [g for g in groups if asks_again(g)]
     if not some:
         return None
-    gain = "Accuracy gained on the classes asked for in a round, compared with the client alone in that round."
-    average = (
-        "Average accuracy of clients that asked in a round. Dotted: of the client alone, before its peers answered."
+    gain = (
+        "Accuracy gained on the classes asked for in a round, compared with the client alone in "
+        "that round."
     )
-    lost = "Accuracy lost on the client's own classes by asking, compared with the client alone in that round."
+    average = (
+        "Average accuracy of clients that asked in a round. Dotted: of the client alone, before "
+        "its peers answered."
+    )
+    lost = (
+        "Accuracy lost on the client's own classes by asking, compared with the client alone in "
+        "that round."
+    )
     return grid(
         [
             figure(
-                [lines(some, style, "query_average_accuracy", "query_average_accuracy_before", **PERCENT)],
+                [
+                    lines(
+                        some,
+                        style,
+                        "query_average_accuracy",
+                        "query_average_accuracy_before",
+                        **PERCENT,
+                    )
+                ],
                 average,
                 "Average accuracy, query after query",
             ),
             figure([lines(some, style, "query_gain", **PERCENT)], gain, "Gain, query after query"),
-            figure([lines(some, style, "query_forgetting", **PERCENT)], lost, "Forgetting, query after query"),
+            figure(
+                [lines(some, style, "query_forgetting", **PERCENT)],
+                lost,
+                "Forgetting, query after query",
+            ),
         ],
         "small",
     )

@@ -1,4 +1,6 @@
-"""The order of a comparison's lines: as asked for, or best first where some methods leave each client its own model."""
+"""The order of a comparison's lines: as asked for, or best first where some methods leave each
+client its own model.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,21 @@ from fedstill.report.groups import Group
 from fedstill.report.numbers import COLUMNS, Column
 
 BY = ("own_test_accuracy", "personal_accuracy")
-"""What such methods are ranked by: accuracy on the clients' own tests, or else on test examples in their own mix."""
+"""What such methods are ranked by: accuracy on the clients' own tests, or else on test examples in
+their own mix.
+"""
 
 
 def best_first(compared: Sequence[Group]) -> tuple[list[Group], Column | None]:
-    """The groups in the order of their lines, and the number by which they are ranked; None where they are as asked.
+    """The groups in the order of their lines, and the number by which they are ranked; None where
+    they are as asked.
 
     Groups of which nobody has that number come last. Equal ones stay in the order asked for.
     """
-    column = next((m for key in BY for m in COLUMNS if m.key == key and any(g.values(key) for g in compared)), None)
+    column = next(
+        (m for key in BY for m in COLUMNS if m.key == key and any(g.values(key) for g in compared)),
+        None,
+    )
     if column is None or not any(g.own_models for g in compared):
         return list(compared), None
 

@@ -1,4 +1,6 @@
-"""What there is, in a terminal: the names of a kind with their fields, and the card of one thing."""
+"""What there is, in a terminal: the names of a kind with their fields, and the card of one
+thing.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def overview(entries: Sequence[Entry]) -> Iterator[RenderableType]:
 
 
 def card(entry: Entry) -> RenderableType:
-    """All that is declared of one thing: paper, symbols, state and memory, topology, needs, plans, fields."""
+    """All that is declared of one thing: paper, symbols, state and memory, topology, needs, plans,
+    fields.
+    """
     head = Text.assemble((f"{entry.kind} {entry.name}", "bold"), "  ", entry.summary)
     about = _columns([(Text(label, "bold"), Text(text)) for label, text in _about(entry)])
     parts: list[RenderableType] = [head, "", about]
@@ -51,7 +55,9 @@ def card(entry: Entry) -> RenderableType:
 def _about(entry: Entry) -> Iterator[tuple[str, str]]:
     module = inspect.getmodule(entry.target)
     documents = [inspect.getdoc(entry.target) or "", (module and module.__doc__) or ""]
-    declared = [docstrings.blocks(text) for text in (documents if entry.kind == "method" else documents[:1])]
+    declared = [
+        docstrings.blocks(text) for text in (documents if entry.kind == "method" else documents[:1])
+    ]
     for label in ("Source", "Symbols", "State", "Memory"):
         apart = "; " if label == "Source" else "\n"
         for text in (text for texts in declared for text in texts.get(label, [])):
@@ -59,7 +65,12 @@ def _about(entry: Entry) -> Iterator[tuple[str, str]]:
     if inspect.isclass(entry.target) and issubclass(entry.target, Method):
         yield from _of_method(entry.target, entry)
     name, home = getattr(entry.target, "__qualname__", ""), entry.target.__module__
-    yield "code", f"{inspect.getsourcefile(entry.target)}, {name}" if home.startswith(USER) else f"{home}.{name}"
+    yield (
+        "code",
+        f"{inspect.getsourcefile(entry.target)}, {name}"
+        if home.startswith(USER)
+        else f"{home}.{name}",
+    )
 
 
 def _of_method(method: type[Method], entry: Entry) -> Iterator[tuple[str, str]]:
@@ -74,7 +85,11 @@ def _of_method(method: type[Method], entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def _plan(plan: Plan) -> str:
-    said = [f for f in dataclasses.fields(plan) if f.name in ALWAYS or getattr(plan, f.name) != f.default]
+    said = [
+        f
+        for f in dataclasses.fields(plan)
+        if f.name in ALWAYS or getattr(plan, f.name) != f.default
+    ]
     return ", ".join(f"{f.name} = {value(getattr(plan, f.name))}" for f in said)
 
 

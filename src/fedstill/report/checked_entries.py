@@ -43,7 +43,10 @@ def check_one(
     yield f"  runs drawn with --draw {number}: {', '.join(run_place(*one) for one in drawn)}", True
     for one in replayed(entry, drawn, do, rounds):
         done.append(one)
-        yield f"  {one.level:9} {one.place}{f': {one.beyond}' if one.beyond else ''}", one.level != "disagrees"
+        yield (
+            f"  {one.level:9} {one.place}{f': {one.beyond}' if one.beyond else ''}",
+            one.level != "disagrees",
+        )
     level = reached(done)
     if note is not None:
         note_level(note, entry, level, processor())

@@ -1,4 +1,6 @@
-"""What a reader of journals relies on, checked once: an event that lacks it is named, with its file."""
+"""What a reader of journals relies on, checked once: an event that lacks it is named, with its
+file.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ CLIENT = ("seconds", "seconds_training", "seconds_measuring", "client", "round")
 """What is read of a client's event; each a number, or null."""
 
 
-def check_events(path: Path, start: Event, initial: Event, rounds: Sequence[Event], clients: Sequence[Event]) -> None:
-    """Raises CorruptFile naming the journal and the first event that is not what the reader relies on."""
+def check_events(
+    path: Path, start: Event, initial: Event, rounds: Sequence[Event], clients: Sequence[Event]
+) -> None:
+    """Raises CorruptFile naming the journal and the first event that is not what the reader relies
+    on.
+    """
     if (rounds or clients) and not start:
         raise CorruptFile(f"{path} has rounds but no start event; restore the file")
     _check_start(path, start)
@@ -63,7 +69,9 @@ def check_looks(path: Path, looks: Sequence[Event]) -> None:
     """Raises CorruptFile for an event of a measure without its name and round."""
     for event in looks:
         if not isinstance(event.get("measure"), str) or type(event.get("round")) is not int:
-            raise CorruptFile(f"{path}: an event of a measure lacks the measure's name or its round")
+            raise CorruptFile(
+                f"{path}: an event of a measure lacks the measure's name or its round"
+            )
         _check_numbers(path, event, f"an event of measure {event['measure']}", ("seconds",))
 
 
@@ -74,22 +82,36 @@ def check_resumed(path: Path, events: Sequence[Event]) -> None:
 
 
 def checked_ends(path: Path, start: Event, ends: Sequence[Event]) -> Sequence[Event]:
-    """The events of task ends, the untrained model's first; raises CorruptFile for one that is none."""
+    """The events of task ends, the untrained model's first; raises CorruptFile for one that is
+    none.
+    """
     told, classes = start.get("stream"), len(start.get("classes", []))
     by_task = told.get("classes") if isinstance(told, dict) else None
     if not isinstance(by_task, list) or not all(isinstance(own, list) for own in by_task):
         by_task = []
-    if ends and (not by_task or any(type(c) is not int or not 0 <= c < classes for own in by_task for c in own)):
+    if ends and (
+        not by_task
+        or any(type(c) is not int or not 0 <= c < classes for own in by_task for c in own)
+    ):
         raise CorruptFile(f"{path}: the start event does not say the classes of each task")
-    first = 1 if ends and ends[0].get("task") == 1 else 0  # without a model of the server before round 1 there is no 0
+    # without a model of the server before round 1 there is no 0
+    first = 1 if ends and ends[0].get("task") == 1 else 0
     for number, event in enumerate(ends, first):
         if event.get("task") != number or type(event.get("round")) is not int:
-            raise CorruptFile(f"{path}: the end of task {event.get('task')!r} does not follow that of {number - 1}")
+            raise CorruptFile(
+                f"{path}: the end of task {event.get('task')!r} does not follow that of "
+                f"{number - 1}"
+            )
         counts = [event.get(key) for key in ("correct", "totals")]
         told_by_sites = counts == [None, None] and "clients" in event
-        counted = all(isinstance(c, list) and c and all(_are_numbers(row, classes) for row in c) for c in counts)
+        counted = all(
+            isinstance(c, list) and c and all(_are_numbers(row, classes) for row in c)
+            for c in counts
+        )
         if not (counted or told_by_sites) or not _are_numbers(event.get("row"), len(by_task)):
-            raise CorruptFile(f"{path}: the end of task {number} has no accuracies of {len(by_task)} tasks")
+            raise CorruptFile(
+                f"{path}: the end of task {number} has no accuracies of {len(by_task)} tasks"
+            )
     return ends
 
 
@@ -102,7 +124,9 @@ def _check_start(path: Path, start: Event) -> None:
     if not isinstance(start.get("sources", {}), dict):
         raise CorruptFile(f"{path}: the start event's sources are not a table")
     if any(not _are_numbers(row, len(classes)) or None in row for row in counts):
-        raise CorruptFile(f"{path}: the start event's label counts are not clients × {len(classes)} classes")
+        raise CorruptFile(
+            f"{path}: the start event's label counts are not clients × {len(classes)} classes"
+        )
 
 
 def _check_measures(path: Path, event: Event, where: str, classes: int) -> None:
@@ -126,7 +150,9 @@ def _check_by_epoch(path: Path, event: Event, where: str) -> None:
         curves = [lists.get(k) for k in EPOCHS] if isinstance(lists, dict) else [None]
         count = len(curves[0]) if isinstance(curves[0], list) else 0
         if not count or not all(_are_numbers(c, count) for c in curves):
-            raise CorruptFile(f"{path}: {where} has by_epoch that is not lists of numbers of one length")
+            raise CorruptFile(
+                f"{path}: {where} has by_epoch that is not lists of numbers of one length"
+            )
 
 
 def _check_numbers(path: Path, event: Event, where: str, keys: Sequence[str]) -> None:

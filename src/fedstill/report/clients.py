@@ -1,4 +1,6 @@
-"""What each client gets: a section with its network and accuracy, as bars by client and as lines by round."""
+"""What each client gets: a section with its network and accuracy, as bars by client and as lines by
+round.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ SAYS = {
     "personal": "accuracy on test examples in the client's proportions of classes",
     "private": "on held-out examples of its own data",
     "public": "on the public examples",
-    "own_test": "accuracy of the client's answer, its own model or else the global one, on its own test set",
+    "own_test": "accuracy of the client's answer, its own model or else the global one, on its own "
+    "test set",
 }
 
 MOST_DRAWN = 40
@@ -49,18 +52,29 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
     if not some or len(_ids(some)) > MOST_DRAWN:
         return None
     bars = [
-        figure([_bars(some, style, kind)], f"After the last round, on {what}.", f"Accuracy on {_kind(kind)} by client")
+        figure(
+            [_bars(some, style, kind)],
+            f"After the last round, on {what}.",
+            f"Accuracy on {_kind(kind)} by client",
+        )
         for kind, what in MEASURED_ON.items()
         if any(_last(g, f"{kind}_by_client") for g in some)
     ]
     if any(g.values("accuracy") for g in some):
-        bars.append(figure([_server(some, style)], "After the last round, on the test set.", "Accuracy of the server"))
+        bars.append(
+            figure(
+                [_server(some, style)],
+                "After the last round, on the test set.",
+                "Accuracy of the server",
+            )
+        )
     there = [kind for kind in MEASURED_ON if any(_last(g, f"{kind}_by_client") for g in some)]
     each = ". ".join(f"{_kind(kind).capitalize()}: {SAYS[kind]}" for kind in there)
     own = "Every client keeps a model of its own. " if there != ["own_test"] else ""
     says = f"{own}{each}. Values are means over seeds."
     saw = (
-        "Two values of each client in each round: before and after it learns from the others. A step up is "
+        "Two values of each client in each round: before and after it learns from the others. A "
+        "step up is "
         "what it learned."
     )
     courses = [
@@ -69,8 +83,14 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
         for kind in MEASURED_ON
         if _rounds(g, kind)
     ]
-    head: list[Cell] = ["client", "network", *(f"{g.label}: {_kind(k)} [%]" for g in some for k in there)]
-    lines: list[list[Cell]] = [[_name(some, c), _network(some, c), *_cells(some, c, there)] for c in _ids(some)]
+    head: list[Cell] = [
+        "client",
+        "network",
+        *(f"{g.label}: {_kind(k)} [%]" for g in some for k in there),
+    ]
+    lines: list[list[Cell]] = [
+        [_name(some, c), _network(some, c), *_cells(some, c, there)] for c in _ids(some)
+    ]
     sent = _sent(some)
     parts = [
         html_table(head, lines, "numbers wide"),
@@ -104,7 +124,9 @@ def _kind(kind: str) -> str:
 
 def _name(groups: Sequence[Group], client: str) -> str:
     """What a client is called in the data, or else by its number."""
-    names: Sequence[str] = next((n for g in groups for r in g.started if (n := r.start.get("client_names"))), ())
+    names: Sequence[str] = next(
+        (n for g in groups for r in g.started if (n := r.start.get("client_names"))), ()
+    )
     return str(names[int(client)]) if int(client) < len(names) else client
 
 
@@ -114,14 +136,18 @@ def _network(groups: Sequence[Group], client: str) -> str:
 
 
 def _model(run: Run, client: int) -> str:
-    return str(run.networks[client] if client < len(run.networks) else run.settings.get("model.name", NONE))
+    return str(
+        run.networks[client] if client < len(run.networks) else run.settings.get("model.name", NONE)
+    )
 
 
 def _cells(groups: Sequence[Group], client: str, kinds: Sequence[str]) -> list[Cell]:
     out: list[Cell] = []
     for group in groups:
         for kind in kinds:
-            after, before = (_last(group, f"{kind}{b}_by_client").get(client) for b in ("", "_before"))
+            after, before = (
+                _last(group, f"{kind}{b}_by_client").get(client) for b in ("", "_before")
+            )
             small = "" if before is None else f"<small>{100 * before:.1f} → </small>"
             out.append(NONE if after is None else Html(f"{small}{100 * after:.1f}"))
     return out
@@ -144,9 +170,14 @@ def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
         if (accuracies := _last(g, f"{kind}_by_client"))
     ]
     ticks = (
-        {"tickmode": "array", "tickvals": list(names), "ticktext": list(names.values())} if len(ids) <= NAMED else {}
+        {"tickmode": "array", "tickvals": list(names), "ticktext": list(names.values())}
+        if len(ids) <= NAMED
+        else {}
     )
-    return {"data": data, "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category", **ticks})}
+    return {
+        "data": data,
+        "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category", **ticks}),
+    }
 
 
 def _server(groups: Sequence[Group], style: Style) -> Figure:
@@ -158,17 +189,23 @@ def _server(groups: Sequence[Group], style: Style) -> Figure:
         "marker": {"color": [style.colour(g) for g, _ in means]},
         "hovertemplate": "%{x}: %{y:.2%}<extra></extra>",
     }
-    return {"data": [data], "layout": layout(yaxis=PERCENT, xaxis={"type": "category"}, showlegend=False)}
+    return {
+        "data": [data],
+        "layout": layout(yaxis=PERCENT, xaxis={"type": "category"}, showlegend=False),
+    }
 
 
 def _rounds(group: Group, kind: str) -> list[tuple[int, dict[str, float], dict[str, float]]]:
     """(round, before, after) by client, where both were measured; mean over the runs."""
-    numbers = sorted({e["round"] for r in group.started for e in r.rounds if f"{kind}_before_by_client" in e})
+    numbers = sorted(
+        {e["round"] for r in group.started for e in r.rounds if f"{kind}_before_by_client" in e}
+    )
     out = []
     for n in numbers:
         events = [e for r in group.started for e in r.rounds if e["round"] == n]
         before, after = (
-            _means([e[k] for e in events if k in e]) for k in (f"{kind}_before_by_client", f"{kind}_by_client")
+            _means([e[k] for e in events if k in e])
+            for k in (f"{kind}_before_by_client", f"{kind}_by_client")
         )
         out.append((n, before, after))
     return out
@@ -179,10 +216,19 @@ def _course(group: Group, kind: str) -> Figure:
     for i, client in enumerate(_ids([group])):
         x = [v for n, _, _ in rounds for v in (n - 0.5, n)]
         y = [rounded(m[client]) if client in m else None for _, b, a in rounds for m in (b, a)]
-        line = {"color": COLOURS[i % len(COLOURS)], "width": 2, "dash": DASHES[i // len(COLOURS) % len(DASHES)]}
+        line = {
+            "color": COLOURS[i % len(COLOURS)],
+            "width": 2,
+            "dash": DASHES[i // len(COLOURS) % len(DASHES)],
+        }
         name = plain(f"client {client}, {_network([group], client)}")
-        data.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y, "line": line})
-    axis = {"title": {"text": "round (half-way: before learning from the others)"}, "rangemode": "tozero"}
+        data.append(
+            {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y, "line": line}
+        )
+    axis = {
+        "title": {"text": "round (half-way: before learning from the others)"},
+        "rangemode": "tozero",
+    }
     return {"data": data, "layout": layout(xaxis=axis, yaxis=PERCENT | flat_range(data, PERCENT))}
 
 
@@ -191,7 +237,10 @@ def _sent(groups: Sequence[Group]) -> str:
     told = []
     for group in groups:
         pairs = [
-            (sum(e["bytes_up"] + e["bytes_down"] for e in r.rounds), sum(e["bytes_as_weights"] for e in r.rounds))
+            (
+                sum(e["bytes_up"] + e["bytes_down"] for e in r.rounds),
+                sum(e["bytes_as_weights"] for e in r.rounds),
+            )
             for r in group.started
             if all("bytes_as_weights" in e for e in r.rounds)
         ]
@@ -201,6 +250,7 @@ def _sent(groups: Sequence[Group]) -> str:
     if not told:
         return ""
     return (
-        "Sent in the whole run and, in brackets, what the weights of the same clients would take, sent down and up "
+        "Sent in the whole run and, in brackets, what the weights of the same clients would take, "
+        "sent down and up "
         "once a round: " + "; ".join(told) + "."
     )

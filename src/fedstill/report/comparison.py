@@ -1,4 +1,6 @@
-"""Runs side by side, for Python and for notebooks: the table that ``fedstill compare`` prints, and as data frames."""
+"""Runs side by side, for Python and for notebooks: the table that ``fedstill compare`` prints, and
+as data frames.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ WIDTH = 160
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Runs, grouped by all their settings but the seed: ``groups``. In a notebook it shows its table.
+    """Runs, grouped by all their settings but the seed: ``groups``. In a notebook it shows its
+    table.
 
     >>> Comparison([])
     <Comparison of 0 runs>
@@ -47,22 +50,28 @@ class Comparison:
 
     @staticmethod
     def of(*runs: Result | Path | str) -> Comparison:
-        """Some runs: results, directories of runs, or directories with runs below them, finished or not.
+        """Some runs: results, directories of runs, or directories with runs below them, finished or
+        not.
 
         Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
         """
-        return Comparison(groups([run.directory if isinstance(run, Result) else named_path(run) for run in runs]))
+        return Comparison(
+            groups([run.directory if isinstance(run, Result) else named_path(run) for run in runs])
+        )
 
     def table(self) -> pandas.DataFrame:
-        """One row for each group: means over seeds, and ``..._std``, their sample standard deviation from two on.
+        """One row for each group: means over seeds, and ``..._std``, their sample standard
+        deviation from two on.
 
-        Accuracies and forgetting are shares in [0, 1]; what was not measured is missing. ``seeds``: over how many;
-        ``runs`` has the runs themselves. Raises ConfigError without pandas.
+        Accuracies and forgetting are shares in [0, 1]; what was not measured is missing. ``seeds``:
+        over how many; ``runs`` has the runs themselves. Raises ConfigError without pandas.
         """
         return data_frame([_of_group(group) for group in self.groups])
 
     def runs(self) -> pandas.DataFrame:
-        """One row for each run: its group, seed and directory, whether it is finished, rounds done, and its numbers."""
+        """One row for each run: its group, seed and directory, whether it is finished, rounds done,
+        and its numbers.
+        """
         return data_frame(
             [
                 {
@@ -82,7 +91,9 @@ class Comparison:
         if not self.groups:
             return "<Comparison of 0 runs>"
         out = io.StringIO()
-        Console(file=out, width=WIDTH, highlight=False, markup=False).print(terminal.comparison_table(self.groups))
+        Console(file=out, width=WIDTH, highlight=False, markup=False).print(
+            terminal.comparison_table(self.groups)
+        )
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
@@ -94,16 +105,27 @@ class Comparison:
         return notebook(f"{runs} runs", {}, *(t for t in tables if t))
 
     def _by_class(self) -> str:
-        """Forgetting by class, a row for each group, the mean over its seeds; empty if it was not measured."""
+        """Forgetting by class, a row for each group, the mean over its seeds; empty if it was not
+        measured.
+        """
         classes = next((g.classes for g in self.groups if g.classes), [])
         lost = {g.label: _lost(g) for g in self.groups if g.classes == classes}
-        lost = {label: each for label, each in lost.items() if len(each) and not np.isnan(each).all()}
+        lost = {
+            label: each for label, each in lost.items() if len(each) and not np.isnan(each).all()
+        }
         if not lost:
             return ""
-        chosen = most_forgotten([max(each[c] for each in lost.values()) for c in range(len(classes))])
-        rows: list[list[str | Shade]] = [[label, *(shaded(each[c]) for c in chosen)] for label, each in lost.items()]
+        chosen = most_forgotten(
+            [max(each[c] for each in lost.values()) for c in range(len(classes))]
+        )
+        rows: list[list[str | Shade]] = [
+            [label, *(shaded(each[c]) for c in chosen)] for label, each in lost.items()
+        ]
         some = few(chosen, classes)
-        note = f"{some + '; ' if some else ''}accuracy in the best earlier round less that in the last, mean over seeds"
+        note = (
+            f"{some + '; ' if some else ''}accuracy in the best earlier round less that in the "
+            "last, mean over seeds"
+        )
         return notebook_table(["forgotten, by class", *(classes[c] for c in chosen)], rows, note)
 
 
@@ -115,10 +137,17 @@ def _lost(group: Group) -> list[float]:
 
 
 def _of_group(group: Group) -> dict[str, Any]:
-    row: dict[str, Any] = {"group": group.label, "seeds": len(group.started), "finished": group.finished}
+    row: dict[str, Any] = {
+        "group": group.label,
+        "seeds": len(group.started),
+        "finished": group.finished,
+    }
     for column in COLUMNS:
         if spread := group.mean_spread(column.key):
-            row |= {column.key: spread.mean, f"{column.key}_std": spread.std if spread.runs > 1 else None}
+            row |= {
+                column.key: spread.mean,
+                f"{column.key}_std": spread.std if spread.runs > 1 else None,
+            }
     return row
 
 

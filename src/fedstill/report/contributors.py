@@ -1,4 +1,6 @@
-"""Who made the model forget: contributions by class and client, and the moments at which classes fell the deepest."""
+"""Who made the model forget: contributions by class and client, and the moments at which classes
+fell the deepest.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,30 @@ from fedstill.experiment.why.falls import Moment, Told, of_one_model, told_of
 from fedstill.report.figures import PERCENT, Figure, Style, layout, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import absent_note, class_axis, class_names, height_of
-from fedstill.report.markup import Cell, Html, choice, figure, grid, html_table, labelled, section, sentence, slider
+from fedstill.report.markup import (
+    Cell,
+    Html,
+    choice,
+    figure,
+    grid,
+    html_table,
+    labelled,
+    section,
+    sentence,
+    slider,
+)
 from fedstill.report.measured import Look, looks, reading
 from fedstill.report.runs import Run
 from fedstill.report.why_said import NOBODY, points, sentence_of, who
 
 MOMENTS = 10
-CHANGES = ((0.0, "#b2182b"), (0.25, "#ef8a62"), (0.5, "#f7f7f7"), (0.75, "#67a9cf"), (1.0, "#2166ac"))
+CHANGES = (
+    (0.0, "#b2182b"),
+    (0.25, "#ef8a62"),
+    (0.5, "#f7f7f7"),
+    (0.75, "#67a9cf"),
+    (1.0, "#2166ac"),
+)
 """Red where a class lost, blue where it gained."""
 Bar = tuple[str, float, float, str]
 """Name, base, height, colour."""
@@ -25,13 +44,19 @@ CALM = "it moved by less than 5 points here"
 NO_AXES = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
 ABOUT = (
-    "How far each class moved in a measured round, and who contributed: in points of accuracy on at most 100 test "
-    "examples a class. A contribution is a client's share of one round's change, were the others idle. It is not the "
-    "cause of the final model, and not what leaving the client out would have done: fedstill why RUN --without K asks "
+    "How far each class moved in a measured round, and who contributed: in points of accuracy on "
+    "at most 100 test "
+    "examples a class. A contribution is a client's share of one round's change, were the others "
+    "idle. It is not the "
+    "cause of the final model, and not what leaving the client out would have done: fedstill why "
+    "RUN --without K asks "
     "that."
 )
 MAP = "Each column is a client of the round, each row a class. Red took from the class, blue gave."
-FALL = "From the accuracy before the round to that after it. Rest: what contributions, in soft accuracy, do not follow."
+FALL = (
+    "From the accuracy before the round to that after it. Rest: what contributions, in soft "
+    "accuracy, do not follow."
+)
 
 
 def contributors(groups: Sequence[Group], style: Style) -> Html | None:
@@ -41,13 +66,23 @@ def contributors(groups: Sequence[Group], style: Style) -> Html | None:
         return None
     seen = sorted({round for g in measured for round in _by_round(_looks(g.started[0]))})
     maps = [
-        figure([_map(g, round) for round in seen], f"{g.label}: {MAP}", labelled(g, style), "contributors")
+        figure(
+            [_map(g, round) for round in seen],
+            f"{g.label}: {MAP}",
+            labelled(g, style),
+            "contributors",
+        )
         for g in measured
     ]
     worst = _worst(measured)
     names = [f"class {g.classes[m.of]}, round {m.round}" for g in measured[:1] for m in worst]
     falls = [
-        figure([_fall(g.started[0], m) for m in worst], f"{g.label}: {FALL}", labelled(g, style), "falls")
+        figure(
+            [_fall(g.started[0], m) for m in worst],
+            f"{g.label}: {FALL}",
+            labelled(g, style),
+            "falls",
+        )
         for g in measured
         if worst
     ]
@@ -81,17 +116,25 @@ def _by_round(events: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]
 
 
 def _moments(run: Run) -> list[Moment]:
-    """Classes that fell in measured rounds of a run, from the deepest fall on; of the untrained model none."""
+    """Classes that fell in measured rounds of a run, from the deepest fall on; of the untrained
+    model none.
+    """
     every = []
     for round, own in _by_round(of_one_model(_looks(run))).items():
         ends = zip(own[0]["before"], own[-1]["after"], strict=True)
-        every += [Moment(round, c, b, a) for c, (b, a) in enumerate(ends) if b is not None and a is not None and a < b]
+        every += [
+            Moment(round, c, b, a)
+            for c, (b, a) in enumerate(ends)
+            if b is not None and a is not None and a < b
+        ]
     return sorted((m for m in every if m.round > 1), key=lambda m: (m.change, m.round, m.of))
 
 
 def _worst(groups: Sequence[Group]) -> list[Moment]:
     """The deepest falls of all groups, each class and round once."""
-    every = sorted((m for g in groups for m in _moments(g.started[0])), key=lambda m: (m.change, m.round, m.of))
+    every = sorted(
+        (m for g in groups for m in _moments(g.started[0])), key=lambda m: (m.change, m.round, m.of)
+    )
     once: dict[tuple[int, int], Moment] = {}
     for moment in every:
         once.setdefault((moment.round, moment.of), moment)
@@ -107,12 +150,17 @@ def _map(group: Group, round: int) -> Figure:
         with reading(Look(group, run, event)):
             if event.get("classes"):
                 for at, client in enumerate(event["clients"]):
-                    own = {c: row[at] for c, row in zip(event["classes"], event["values"], strict=True)}
+                    own = {
+                        c: row[at] for c, row in zip(event["classes"], event["values"], strict=True)
+                    }
                     columns[plain(who(run, client))] = [own.get(c) for c in with_classes]
             elif "classes" not in event:
                 for name, change in event["parts"].items():
                     columns[plain(name)] = [None if v is None else v for v in change]
-    rows = [[None if v is None else rounded(100 * v) for v in row] for row in zip(*columns.values(), strict=True)]
+    rows = [
+        [None if v is None else rounded(100 * v) for v in row]
+        for row in zip(*columns.values(), strict=True)
+    ]
     most = max((abs(v) for row in rows for v in row if v is not None), default=1.0) or 1.0
     names = class_names(run.classes)
     trace = {
@@ -130,21 +178,33 @@ def _map(group: Group, round: int) -> Figure:
     absent = "no class moved by 5 points" if here else "not measured in this round"
     about: dict[str, Any] = {} if columns else {"annotations": [absent_note(absent)]}
     axes = {"xaxis": {"type": "category", "showgrid": False}, "yaxis": class_axis("class")}
-    shape = layout(height=height_of(len(names)), showlegend=False, hovermode="closest", **axes, **about)
+    shape = layout(
+        height=height_of(len(names)), showlegend=False, hovermode="closest", **axes, **about
+    )
     return {"data": [trace] if columns else [], "layout": shape}
 
 
 def _fall(run: Run, moment: Moment) -> Figure:
-    """Bars from what was to what is: on the left by client, on the right by local training and averaging."""
+    """Bars from what was to what is: on the left by client, on the right by local training and
+    averaging.
+    """
     told = _told(run, moment)
     if told is None:
-        return {"data": [], "layout": layout(annotations=[absent_note(CALM)], showlegend=False, **NO_AXES)}
+        return {
+            "data": [],
+            "layout": layout(annotations=[absent_note(CALM)], showlegend=False, **NO_AXES),
+        }
     before, after = told.moment.before, told.moment.after
     steps = [(who(run, c), v) for c, v in sorted(told.clients.items(), key=lambda pair: pair[1])]
     if points(told.nobody) != "0.0":
         steps.append((NOBODY, told.nobody))
     if steps:
-        rest = ("rest", before + sum(v for _, v in steps), after - before - sum(v for _, v in steps), REST)
+        rest = (
+            "rest",
+            before + sum(v for _, v in steps),
+            after - before - sum(v for _, v in steps),
+            REST,
+        )
     bars = [("before", 0.0, before, WHOLE), *_running(before, steps), *([rest] if steps else [])]
     bars += [("after", 0.0, after, WHOLE), *_running(before, list(told.parts.items()))]
     names, bases, heights, colours = zip(*bars, strict=True)
@@ -154,7 +214,10 @@ def _fall(run: Run, moment: Moment) -> Figure:
         "y": [rounded(h) for h in heights],
         "base": [rounded(b) for b in bases],
         "marker": {"color": list(colours)},
-        "text": [f"{100 * h:.1f} %" if c == WHOLE else points(h) for h, c in zip(heights, colours, strict=True)],
+        "text": [
+            f"{100 * h:.1f} %" if c == WHOLE else points(h)
+            for h, c in zip(heights, colours, strict=True)
+        ],
         "textposition": "outside",
         "cliponaxis": False,
         "hovertemplate": "%{x}: %{text}<extra></extra>",
@@ -166,7 +229,9 @@ def _fall(run: Run, moment: Moment) -> Figure:
     return {"data": [trace], "layout": layout(showlegend=False, hovermode="closest", **axes)}
 
 
-def _running(start: float, steps: Sequence[tuple[str, float]]) -> list[tuple[str, float, float, str]]:
+def _running(
+    start: float, steps: Sequence[tuple[str, float]]
+) -> list[tuple[str, float, float, str]]:
     """Steps as bars, each from where the one before ended."""
     bars, at = [], start
     for name, value in steps:
@@ -180,7 +245,9 @@ def _told(run: Run, moment: Moment) -> Told | None:
     events = _by_round(of_one_model(_looks(run))).get(moment.round, [])
     if own is None and events:
         own = Moment(
-            moment.round, moment.of, *(events[i][k][moment.of] or 0.0 for i, k in ((0, "before"), (-1, "after")))
+            moment.round,
+            moment.of,
+            *(events[i][k][moment.of] or 0.0 for i, k in ((0, "before"), (-1, "after"))),
         )
     return told_of(own, events) if own is not None else None
 

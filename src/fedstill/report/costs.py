@@ -61,7 +61,12 @@ def megabytes(groups: Sequence[Group], style: Style) -> Figure:
 
 
 def _bars(
-    groups: Sequence[Group], style: Style, parts: Mapping[str, Sequence[float]], unit: str, *, stacked: bool
+    groups: Sequence[Group],
+    style: Style,
+    parts: Mapping[str, Sequence[float]],
+    unit: str,
+    *,
+    stacked: bool,
 ) -> Figure:
     data = [
         {

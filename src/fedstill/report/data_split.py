@@ -1,4 +1,6 @@
-"""How the data are split, as pictures: class × client, and where clients are too many, how many are how large."""
+"""How the data are split, as pictures: class × client, and where clients are too many, how many are
+how large.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,25 @@ FIRST = 200
 NAMED = 60
 """The most clients whose names stand on an axis."""
 MOST_TOLD = 40
-"""A map of more clients or classes than these is drawn without numbers; of distributions, of half as many clients."""
+"""A map of more clients or classes than these is drawn without numbers; of distributions, of half
+as many clients.
+"""
 BINS = 40
 """The most bars of a picture that counts clients."""
 
 SAYS = (
-    "How many training examples of each class each client has. It trains on its own column only. Blank: none. Its "
-    "in-local distribution p is its column divided by its sum; its out-local distribution is (1 - p) / (C - 1)."
+    "How many training examples of each class each client has. It trains on its own column only. "
+    "Blank: none. Its "
+    "in-local distribution p is its column divided by its sum; its out-local distribution is (1 - "
+    "p) / (C - 1)."
 )
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way in which the data are dealt out: label counts (C,) by client, and the runs that have it."""
+    """One way in which the data are dealt out: label counts (C,) by client, and the runs that have
+    it.
+    """
 
     counts: LabelCounts
     classes: Sequence[str]
@@ -45,12 +53,19 @@ class Split:
     def name(self) -> str:
         """The seeds of its runs, and the partition."""
         seeds = sorted({r.seed for r in self.runs})
-        return f"seed {', '.join(map(str, seeds))} ({split_of(self.runs[0].settings)}, {len(self.counts):,} clients)"
+        return (
+            f"seed {', '.join(map(str, seeds))} ({split_of(self.runs[0].settings)}, "
+            f"{len(self.counts):,} clients)"
+        )
 
     @property
     def clients(self) -> list[str]:
-        """What the clients that a map shows are called in the data; empty where they have no names."""
-        called: Sequence[str] = next((n for r in self.runs if (n := r.start.get("client_names"))), ())
+        """What the clients that a map shows are called in the data; empty where they have no
+        names.
+        """
+        called: Sequence[str] = next(
+            (n for r in self.runs if (n := r.start.get("client_names"))), ()
+        )
         return list(map(str, called[: len(self.drawn)]))
 
     @property
@@ -67,7 +82,9 @@ class Split:
 def splits(groups: Sequence[Group]) -> list[Split]:
     """The distinct splits among all runs, in the order of their first seed."""
     by_split: dict[tuple[Any, ...], list[Run]] = {}
-    for run in sorted((r for g in groups for r in g.runs if len(r.label_counts)), key=lambda r: r.seed):
+    for run in sorted(
+        (r for g in groups for r in g.runs if len(r.label_counts)), key=lambda r: r.seed
+    ):
         by_split.setdefault((run.label_counts.key, *run.classes), []).append(run)
     return [Split(runs[0].label_counts, runs[0].classes, runs) for runs in by_split.values()]
 
@@ -80,7 +97,8 @@ def small(every_split: Sequence[Split]) -> bool:
 def class_by_client(split: Split, kind: str = "examples") -> Figure:
     """What each client holds of each class, as one of ``KINDS``; what a client lacks is left blank.
 
-    Of more clients than a page can carry, the first. Source of the distributions: FedNTD, section 2.2 and figure 3.
+    Of more clients than a page can carry, the first. Source of the distributions: FedNTD, section
+    2.2 and figure 3.
     """
     each: Sequence[Sequence[float]] = split.drawn
     most = MOST_TOLD if kind == KINDS[0] else MOST_TOLD // 2
@@ -129,7 +147,9 @@ def split_section(groups: Sequence[Group]) -> Html | None:
     every_split = splits(groups)
     if not every_split:
         return None
-    shown = [(s, kind) for s in every_split for kind in (KINDS if small(every_split) else KINDS[:1])]
+    shown = [
+        (s, kind) for s in every_split for kind in (KINDS if small(every_split) else KINDS[:1])
+    ]
     parts = [choice("split", "Split of", [f"{s.name}, {kind}" for s, kind in shown])]
     if len(every_split) == 1:
         parts.append(sentence(f"The same split in all runs: {every_split[0].name}."))
@@ -140,17 +160,26 @@ def split_section(groups: Sequence[Group]) -> Html | None:
 
 
 def _in_numbers(split: Split) -> list[Html]:
-    """Of a split over more clients than are drawn: what the map shows, and how many clients are how large."""
+    """Of a split over more clients than are drawn: what the map shows, and how many clients are how
+    large.
+    """
     sizes, held = split.counts.sizes(), split.counts.classes_held()
     examples, classes = (_range(values) for values in (sizes, held))
     says = (
-        f"{split.name}: too many clients to draw each. The map shows the first {FIRST}; these pictures count all "
+        f"{split.name}: too many clients to draw each. The map shows the first {FIRST}; these "
+        "pictures count all "
         f"{len(sizes):,}. A client has {examples} examples, of {classes} classes."
     )
     figures = [
-        figure([clients_by(sizes, "examples")], "How many clients have how many examples.", "Clients by examples"),
         figure(
-            [clients_by(held, "classes")], "How many clients have examples of how many classes.", "Clients by classes"
+            [clients_by(sizes, "examples")],
+            "How many clients have how many examples.",
+            "Clients by examples",
+        ),
+        figure(
+            [clients_by(held, "classes")],
+            "How many clients have examples of how many classes.",
+            "Clients by classes",
         ),
     ]
     return [sentence(says), grid(figures, "small")]

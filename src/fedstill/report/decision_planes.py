@@ -22,8 +22,10 @@ def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
     if not shown:
         return None
     says = (
-        "Each point is a test image of a class that the client asked for (ringed) or has. The axes are the "
-        "first two principal components of the model's features. The background is the class that the model's"
+        "Each point is a test image of a class that the client asked for (ringed) or has. The axes "
+        "are the "
+        "first two principal components of the model's features. The background is the class that "
+        "the model's"
         " head predicts there. Below: accuracy by class on the whole test set."
     )
     parts = []
@@ -33,12 +35,18 @@ def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
 
 
 def _of_last_round(group: Group) -> list[Look]:
-    """The looks of the first seed that has any: after the client last trained alone, and in the last round."""
+    """The looks of the first seed that has any: after the client last trained alone, and in the
+    last round.
+    """
     every = list(looks(group, "boundaries"))
     own = [look for look in every if look.run is every[0].run]
     last = own[-1].event["round"] if own else 0
     alone = max((look.event["round"] for look in own if look.event["name"] == "fit"), default=0)
-    return [look for look in own if look.event["round"] == (alone if look.event["name"] == "fit" else last)]
+    return [
+        look
+        for look in own
+        if look.event["round"] == (alone if look.event["name"] == "fit" else last)
+    ]
 
 
 def _stage(look: Look) -> Html:
@@ -51,7 +59,10 @@ def _stage(look: Look) -> Html:
             "xaxis2": {"type": "category", "anchor": "y2", "automargin": True},
             "yaxis2": {**BARE, "type": "category", "domain": [0, 0.1]},
         }
-        drawn = {"data": [*plane, bar], "layout": layout(height=PLANE_HEIGHT, hovermode="closest", **axes)}
+        drawn = {
+            "data": [*plane, bar],
+            "layout": layout(height=PLANE_HEIGHT, hovermode="closest", **axes),
+        }
         return figure([drawn], f"{look.place}, client {look.event['client']}", title)
 
 
@@ -95,8 +106,14 @@ def _plane(look: Look) -> list[Figure]:
 def _accuracies(look: Look) -> Figure:
     event = look.event
     shown = [*event["query"], *event["own"]]
-    names = [f"{plain(str(look.group.classes[c]))}{' (asked for)' if c in event['query'] else ''}" for c in shown]
-    values = [None if event["accuracy"][c] is None else rounded(float(event["accuracy"][c])) for c in shown]
+    names = [
+        f"{plain(str(look.group.classes[c]))}{' (asked for)' if c in event['query'] else ''}"
+        for c in shown
+    ]
+    values = [
+        None if event["accuracy"][c] is None else rounded(float(event["accuracy"][c]))
+        for c in shown
+    ]
     return {
         "type": "heatmap",
         "xaxis": "x2",

@@ -1,4 +1,6 @@
-"""The table of what people call forgetting over time, for one matrix or several, and in which way they part."""
+"""The table of what people call forgetting over time, for one matrix or several, and in which way
+they part.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,13 @@ SHOWN_ROWS = 30
 
 
 def definition_rows(matrices: Sequence[AccuracyMatrix]) -> list[list[str]]:
-    """A row for each definition: its name, its number for each matrix and unit, its formula in words, its source."""
-    rows = [[d.name, *(_number(d, m, by_class) for m, by_class in in_units(matrices)), d.says, d.source] for d in TABLE]
+    """A row for each definition: its name, its number for each matrix and unit, its formula in
+    words, its source.
+    """
+    rows = [
+        [d.name, *(_number(d, m, by_class) for m, by_class in in_units(matrices)), d.says, d.source]
+        for d in TABLE
+    ]
     forward = [_forward(m, by_class) for m, by_class in in_units(matrices)]
     says = "row before a task's own - untrained model; tasks after the first"
     rows.insert(5, ["forward_transfer", *forward, says, "Lopez-Paz & Ranzato 2017, FWT"])
@@ -36,27 +43,41 @@ def definition_heads(matrices: Sequence[AccuracyMatrix]) -> list[str]:
 
 def in_units(matrices: Sequence[AccuracyMatrix]) -> list[tuple[AccuracyMatrix, bool]]:
     """Each matrix by task, and by class where its columns are classes; the second says which."""
-    return [(m, by_class) for m in matrices for by_class in ([False, True] if m.own is not None else [False])]
+    return [
+        (m, by_class)
+        for m in matrices
+        for by_class in ([False, True] if m.own is not None else [False])
+    ]
 
 
 def how_they_differ(matrix: AccuracyMatrix) -> Iterator[str]:
-    """How each other definition of forgetting differs from Chaudhry's on this matrix, by task: a line each."""
+    """How each other definition of forgetting differs from Chaudhry's on this matrix, by task: a
+    line each.
+    """
     usual = CHAUDHRY.of(matrix.tasks.percent, None)
     for definition in TABLE:
         value = definition.of(matrix.tasks.percent, None) if definition.differs else math.nan
         if math.isnan(value) or math.isnan(usual):
             continue
         away = round(value - usual, DIGITS)
-        how = f"{abs(away):.{DIGITS}f} {'above' if away > 0 else 'below'} it" if away else "the same here"
+        how = (
+            f"{abs(away):.{DIGITS}f} {'above' if away > 0 else 'below'} it"
+            if away
+            else "the same here"
+        )
         yield f"{definition.name}: {_plain(value)}, {how}; {definition.differs}"
 
 
 def matrix_rows(matrix: AccuracyMatrix) -> list[list[str]]:
-    """The matrix itself, a row for each task's end, the untrained model's first; nothing of a large one."""
+    """The matrix itself, a row for each task's end, the untrained model's first; nothing of a large
+    one.
+    """
     if max(matrix.percent.shape) > SHOWN_ROWS:
         return []
     untrained = [] if matrix.initial is None else [["untrained", *map(_plain, matrix.initial)]]
-    return untrained + [[f"after task {t + 1}", *map(_plain, row)] for t, row in enumerate(matrix.percent)]
+    return untrained + [
+        [f"after task {t + 1}", *map(_plain, row)] for t, row in enumerate(matrix.percent)
+    ]
 
 
 def _number(definition: Definition, matrix: AccuracyMatrix, by_class: bool) -> str:
@@ -78,7 +99,11 @@ def _at(matrix: AccuracyMatrix, column: int) -> str:
 
 def _forward(matrix: AccuracyMatrix, by_class: bool) -> str:
     shown = matrix if by_class else matrix.tasks
-    return "–" if shown.initial is None else _plain(over.forward_transfer(shown.percent, shown.initial, shown.own))
+    return (
+        "–"
+        if shown.initial is None
+        else _plain(over.forward_transfer(shown.percent, shown.initial, shown.own))
+    )
 
 
 def _plain(value: float) -> str:

@@ -20,7 +20,10 @@ MOST_DRAWN = 10
 
 def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
     """The split of a run, clients × classes; with tasks a line and a split for each task."""
-    classes, tests = prepared.dataset.classes, {c: len(own) for c, own in prepared.sites.own_tests.items()}
+    classes, tests = (
+        prepared.dataset.classes,
+        {c: len(own) for c, own in prepared.sites.own_tests.items()},
+    )
     if prepared.sites.tasks is None:
         split = split_of_sites(prepared.sites)
         counts: Sequence[Sequence[int]] = split.counts(len(classes)) if split else ()
@@ -30,9 +33,13 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
     for task, line in enumerate(told_of_tasks(prepared)):
         yield Text(line)
         if task < MOST_DRAWN:
-            yield drawn_split(each[:, task].tolist(), classes, width, names=prepared.names, tests=tests)
+            yield drawn_split(
+                each[:, task].tolist(), classes, width, names=prepared.names, tests=tests
+            )
     if prepared.sites.public is not None:
-        yield Text("The public set is the same in all tasks: it may hold classes of tasks to come.\n")
+        yield Text(
+            "The public set is the same in all tasks: it may hold classes of tasks to come.\n"
+        )
 
 
 def told_of_tasks(prepared: Prepared) -> Iterator[str]:
@@ -45,8 +52,19 @@ def told_of_tasks(prepared: Prepared) -> Iterator[str]:
         if len(own) == len(names):
             said = "all classes"
         else:
-            said = f"classes {', '.join(names[c] for c in own)}" if len(own) <= MOST_CLASSES else f"{len(own)} classes"
+            said = (
+                f"classes {', '.join(names[c] for c in own)}"
+                if len(own) <= MOST_CLASSES
+                else f"{len(own)} classes"
+            )
         rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
-        there = sum(stream.task(last, c) == task and bool(counts[c, task].sum()) for c in range(stream.clients))
-        late = f", {there} of {stream.clients} clients in it by its end" if there < stream.clients else ""
+        there = sum(
+            stream.task(last, c) == task and bool(counts[c, task].sum())
+            for c in range(stream.clients)
+        )
+        late = (
+            f", {there} of {stream.clients} clients in it by its end"
+            if there < stream.clients
+            else ""
+        )
         yield f"task {task + 1}, {rounds}: {said}; {int(counts[:, task].sum()):,} examples{late}"

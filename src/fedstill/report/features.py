@@ -1,4 +1,6 @@
-"""Pictures of features and units: t-SNE, classes on a circle, and which class each unit stands for."""
+"""Pictures of features and units: t-SNE, classes on a circle, and which class each unit stands
+for.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from typing import Any
 
 from fedstill.report.figures import Figure, Style, layout, plain
 from fedstill.report.groups import Group
-from fedstill.report.markup import Html, choice, figure, grid, labelled, named_colour, section, sentence
+from fedstill.report.markup import (
+    Html,
+    choice,
+    figure,
+    grid,
+    labelled,
+    named_colour,
+    section,
+    sentence,
+)
 from fedstill.report.measured import Look, last_looks, matrix, reading
 
 CLASSES = (
@@ -33,9 +44,12 @@ def tsne(groups: Sequence[Group], style: Style) -> Html | None:
     if not looks:
         return None
     says = (
-        "Every point is a test image as one of the models sees it. Images are near each other if their "
-        "features are alike (joint t-SNE; large distances mean nothing). By class: where classes mix, the "
-        "models cannot tell them apart. By model: a local model whose points lie on those of the global model"
+        "Every point is a test image as one of the models sees it. Images are near each other if "
+        "their "
+        "features are alike (joint t-SNE; large distances mean nothing). By class: where classes "
+        "mix, the "
+        "models cannot tell them apart. By model: a local model whose points lie on those of the "
+        "global model"
         " forgot little; a group of points of one model only has features that no other model has."
     )
     figures = [
@@ -57,30 +71,46 @@ def sphere(groups: Sequence[Group], style: Style) -> Html | None:
     if not looks:
         return None
     says = (
-        "Features of this network are points on a circle. Each bump is a class: its position is the direction"
-        " of the class's features, its height the number of test examples there. If bumps of a local model "
+        "Features of this network are points on a circle. Each bump is a class: its position is "
+        "the direction"
+        " of the class's features, its height the number of test examples there. If bumps of a "
+        "local model "
         "merge or move, it has forgotten those classes."
     )
     figures = [
-        figure([_circles(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in looks
+        figure([_circles(look)], f"{look.place}: {says}", labelled(look.group, style, look.place))
+        for look in looks
     ]
-    return section("Classes on the circle", sentence(says), _class_key(looks[0].group), *figures, name="sphere")
+    return section(
+        "Classes on the circle", sentence(says), _class_key(looks[0].group), *figures, name="sphere"
+    )
 
 
 def units(groups: Sequence[Group], style: Style) -> Html | None:
-    """Which class each unit of the last hidden layer stands for, model by model; None if it was not measured."""
+    """Which class each unit of the last hidden layer stands for, model by model; None if it was not
+    measured.
+    """
     looks = last_looks(groups, "units")
     if not looks:
         return None
     says = (
-        "Each column is a unit of the last hidden layer. Its colour is the class for which the unit is most "
-        "active. Columns are sorted by the model that clients received (top row). A model whose row has the "
+        "Each column is a unit of the last hidden layer. Its colour is the class for which the "
+        "unit is most "
+        "active. Columns are sorted by the model that clients received (top row). A model whose "
+        "row has the "
         "same colours kept what it knew."
     )
     figures = [
-        figure([_units(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in looks
+        figure([_units(look)], f"{look.place}: {says}", labelled(look.group, style, look.place))
+        for look in looks
     ]
-    return section("The class of each unit", sentence(says), _class_key(looks[0].group), grid(figures), name="units")
+    return section(
+        "The class of each unit",
+        sentence(says),
+        _class_key(looks[0].group),
+        grid(figures),
+        name="units",
+    )
 
 
 def class_colour(number: int) -> str:
@@ -95,7 +125,12 @@ def _places(look: Look, by: str) -> Figure:
         traces = []
         if by == "class":
             for c in sorted(set(labels)):
-                own = [(x[m][i], y[m][i]) for m in range(len(models)) for i, v in enumerate(labels) if v == c]
+                own = [
+                    (x[m][i], y[m][i])
+                    for m in range(len(models))
+                    for i, v in enumerate(labels)
+                    if v == c
+                ]
                 traces.append(dots(plain(class_name(look, c)), own, class_colour(c), 4))
         else:
             local = [m for m in models if m not in GLOBALS]
@@ -103,18 +138,33 @@ def _places(look: Look, by: str) -> Figure:
                 colour = GLOBALS.get(name) or class_colour(local.index(name))
                 m = models.index(name)
                 traces.append(
-                    dots(plain(name), list(zip(x[m], y[m], strict=True)), colour, 5 if name in GLOBALS else 4)
+                    dots(
+                        plain(name),
+                        list(zip(x[m], y[m], strict=True)),
+                        colour,
+                        5 if name in GLOBALS else 4,
+                    )
                 )
     return on_plane(traces)
 
 
 def on_plane(traces: Sequence[dict[str, Any]]) -> Figure:
     """Points without axes, as t-SNE's have no units."""
-    about = layout(height=460, hovermode="closest", xaxis=HIDDEN_AXIS, yaxis={**HIDDEN_AXIS, "scaleanchor": "x"})
-    return {"data": list(traces), "layout": {**about, "legend": {**about["legend"], "itemsizing": "constant"}}}
+    about = layout(
+        height=460,
+        hovermode="closest",
+        xaxis=HIDDEN_AXIS,
+        yaxis={**HIDDEN_AXIS, "scaleanchor": "x"},
+    )
+    return {
+        "data": list(traces),
+        "layout": {**about, "legend": {**about["legend"], "itemsizing": "constant"}},
+    }
 
 
-def dots(name: str, points: Sequence[tuple[float, float]], colour: str, size: int) -> dict[str, Any]:
+def dots(
+    name: str, points: Sequence[tuple[float, float]], colour: str, size: int
+) -> dict[str, Any]:
     """Points of one kind."""
     return {
         "type": "scatter",
@@ -142,30 +192,54 @@ def _circles(look: Look) -> Figure:
                 traces.append(_ring(3.2 * i, radius, class_colour(c), plain(class_name(look, c))))
             notes.append({"text": plain(name), "x": 3.2 * i, "y": 0, "showarrow": False})
     span = [-1.6, 3.2 * (len(models) - 1) + 1.6]
-    axes = {"xaxis": {**HIDDEN_AXIS, "range": span}, "yaxis": {**HIDDEN_AXIS, "scaleanchor": "x", "range": [-1.6, 1.6]}}
+    axes = {
+        "xaxis": {**HIDDEN_AXIS, "range": span},
+        "yaxis": {**HIDDEN_AXIS, "scaleanchor": "x", "range": [-1.6, 1.6]},
+    }
     return {
         "data": traces,
-        "layout": {**layout(height=280, hovermode="closest", showlegend=False, **axes), "annotations": notes},
+        "layout": {
+            **layout(height=280, hovermode="closest", showlegend=False, **axes),
+            "annotations": notes,
+        },
     }
 
 
 def _ring(centre: float, radius: Sequence[float | None], colour: str, name: str) -> dict[str, Any]:
     steps = len(radius)
     angles = [-math.pi + 2 * math.pi * (k + 0.5) / steps for k in range(steps)]
-    x = [None if r is None else round(centre + r * math.cos(a), 4) for a, r in zip(angles, radius, strict=True)]
-    y = [None if r is None else round(r * math.sin(a), 4) for a, r in zip(angles, radius, strict=True)]
+    x = [
+        None if r is None else round(centre + r * math.cos(a), 4)
+        for a, r in zip(angles, radius, strict=True)
+    ]
+    y = [
+        None if r is None else round(r * math.sin(a), 4)
+        for a, r in zip(angles, radius, strict=True)
+    ]
     line = {"color": colour, "width": 2 if name else 1}
     hover = {"hovertemplate": f"{name}<extra></extra>"} if name else {"hoverinfo": "skip"}
-    return {"type": "scatter", "mode": "lines", "name": name, "x": [*x, x[0]], "y": [*y, y[0]], "line": line, **hover}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": [*x, x[0]],
+        "y": [*y, y[0]],
+        "line": line,
+        **hover,
+    }
 
 
 def smoothed(counts: Sequence[float], bandwidth: float = BANDWIDTH) -> list[float]:
-    """Counts around a circle as a density: each is spread by a Gaussian of so many degrees; the sum stays."""
+    """Counts around a circle as a density: each is spread by a Gaussian of so many degrees; the sum
+    stays.
+    """
     bins = len(counts)
     step = 360 / bins
     kernel = [math.exp(-0.5 * (min(k, bins - k) * step / bandwidth) ** 2) for k in range(bins)]
     total = sum(kernel)
-    return [sum(counts[j] * kernel[(i - j) % bins] for j in range(bins)) / total for i in range(bins)]
+    return [
+        sum(counts[j] * kernel[(i - j) % bins] for j in range(bins)) / total for i in range(bins)
+    ]
 
 
 def _units(look: Look) -> Figure:
@@ -195,7 +269,9 @@ def _units(look: Look) -> Figure:
     }
     return {
         "data": [trace],
-        "layout": layout(height=90 + 26 * len(models), hovermode="closest", showlegend=False, **axes),
+        "layout": layout(
+            height=90 + 26 * len(models), hovermode="closest", showlegend=False, **axes
+        ),
     }
 
 
@@ -206,5 +282,7 @@ def class_name(look: Look, number: int) -> str:
 
 
 def _class_key(group: Group) -> Html:
-    names = [named_colour(class_colour(i), n) for i, n in enumerate(group.classes[: 2 * len(CLASSES)])]
+    names = [
+        named_colour(class_colour(i), n) for i, n in enumerate(group.classes[: 2 * len(CLASSES)])
+    ]
     return Html(f'<div class="key">{"".join(n.text for n in names)}</div>')

@@ -26,7 +26,8 @@ LETTERS = 18
 
 
 class Style:
-    """The colour and dash of each group, the same in all figures; colours that colour-blind readers tell apart.
+    """The colour and dash of each group, the same in all figures; colours that colour-blind readers
+    tell apart.
 
     Source: Okabe & Ito, "Color Universal Design".
     """
@@ -43,18 +44,26 @@ class Style:
         return DASHES[self._index[id(group)] // len(COLOURS) % len(DASHES)]
 
 
-def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", **axis: Any) -> Figure:
+def lines(
+    groups: Sequence[Group], style: Style, key: str, reference: str = "", **axis: Any
+) -> Figure:
     """A measure over rounds, a line a group, with a band of one standard deviation over seeds.
 
-    ``reference``: a second measure, drawn dotted in the same colour. ``axis``: settings of the y axis.
+    ``reference``: a second measure, drawn dotted in the same colour. ``axis``: settings of the y
+    axis.
     """
     none = Series([], [])
-    by_group = [(g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups]
+    by_group = [
+        (g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups
+    ]
     return curves(by_group, style, "round", **axis)
 
 
-def curves(by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any) -> Figure:
-    """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to, drawn dotted.
+def curves(
+    by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any
+) -> Figure:
+    """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to,
+    drawn dotted.
 
     Between hops that were measured and do not follow one another is a gap.
     """
@@ -62,7 +71,10 @@ def curves(by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit:
     for group, series, other in by_group:
         parts, others = (each.stretches if unit == "hop" else [each] for each in (series, other))
         if series.rounds:
-            data += [*_band(group, style, parts), _with_gaps(_mean(group, style, series.rounds, series, axis), parts)]
+            data += [
+                *_band(group, style, parts),
+                _with_gaps(_mean(group, style, series.rounds, series, axis), parts),
+            ]
         if other.rounds:
             dotted = {**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)}
             data.append(_with_gaps(dotted, others))
@@ -71,7 +83,11 @@ def curves(by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit:
     rounds = {**named_so, "rangemode": "tozero", **whole_numbers(last + 1)}
     return {
         "data": data,
-        "layout": layout(xaxis=rounds, yaxis=axis | flat_range(data, axis), showlegend=len(by_group) <= MOST_IN_LEGEND),
+        "layout": layout(
+            xaxis=rounds,
+            yaxis=axis | flat_range(data, axis),
+            showlegend=len(by_group) <= MOST_IN_LEGEND,
+        ),
     }
 
 
@@ -80,22 +96,37 @@ def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
     return over(groups, style, elapsed, "seconds")
 
 
-def over(groups: Sequence[Group], style: Style, clock: Callable[[Group], Series], title: str) -> Figure:
+def over(
+    groups: Sequence[Group], style: Style, clock: Callable[[Group], Series], title: str
+) -> Figure:
     """Accuracy over what a clock says, both the mean over seeds at the end of each round."""
     data = []
     for group in groups:
         accuracy, times = over_seeds(group, "accuracy"), clock(group)
         seconds = dict(zip(times.rounds, times.mean, strict=True))
         if accuracy.rounds:
-            trace = _mean(group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy, PERCENT)
-            data.append({**trace, "customdata": accuracy.rounds, "hovertemplate": "%{y:.2%}, round %{customdata}"})
+            trace = _mean(
+                group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy, PERCENT
+            )
+            data.append(
+                {
+                    **trace,
+                    "customdata": accuracy.rounds,
+                    "hovertemplate": "%{y:.2%}, round %{customdata}",
+                }
+            )
     axes = {"title": {"text": title}, "rangemode": "tozero", "hoverformat": ".1f"}
     up = PERCENT | flat_range(data, PERCENT)
-    return {"data": data, "layout": layout(xaxis=axes, yaxis=up, showlegend=len(groups) <= MOST_IN_LEGEND)}
+    return {
+        "data": data,
+        "layout": layout(xaxis=axes, yaxis=up, showlegend=len(groups) <= MOST_IN_LEGEND),
+    }
 
 
 def layout(**more: Any) -> dict[str, Any]:
-    """What all figures share; colours of text and grid are set by the page, for they follow the reader's theme."""
+    """What all figures share; colours of text and grid are set by the page, for they follow the
+    reader's theme.
+    """
     return {
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "height": HEIGHT,
@@ -107,7 +138,9 @@ def layout(**more: Any) -> dict[str, Any]:
 
 
 def flat_range(data: Sequence[Figure], axis: Mapping[str, Any]) -> dict[str, Any]:
-    """A range around the value where there is but one, for Plotly takes one up and one down; else nothing."""
+    """A range around the value where there is but one, for Plotly takes one up and one down; else
+    nothing.
+    """
     values = {y for trace in data for y in trace["y"] if y is not None}
     share = axis.get("tickformat") in (PERCENT["tickformat"], SHARE["tickformat"])
     if len(values) != 1 or (values == {0} and not share) or axis.get("type") == "log":
@@ -155,7 +188,9 @@ def _around(series: Series) -> Iterator[float]:
     yield from (v.mean - v.std for v in reversed(series.values))
 
 
-def _mean(group: Group, style: Style, x: Sequence[float], series: Series, axis: Mapping[str, Any]) -> dict[str, Any]:
+def _mean(
+    group: Group, style: Style, x: Sequence[float], series: Series, axis: Mapping[str, Any]
+) -> dict[str, Any]:
     percent = axis.get("tickformat") == PERCENT["tickformat"]
     return {
         "type": "scatter",

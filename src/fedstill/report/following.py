@@ -23,7 +23,9 @@ from rich.progress import (
 from fedstill.report.terminal import percent
 
 EVERY = 10.0
-"""Seconds between two lines; the first and the last round, and the end of each run of several, have one anyway."""
+"""Seconds between two lines; the first and the last round, and the end of each run of several, have
+one anyway.
+"""
 
 Clock = Callable[[], float]
 
@@ -55,7 +57,8 @@ class OneRun(Display, Protocol):
 
 
 class Followed:
-    """One run that is followed (``experiment.progress.Progress``). Ctrl-C ends after the stage, twice at once.
+    """One run that is followed (``experiment.progress.Progress``). Ctrl-C ends after the stage,
+    twice at once.
 
     ``display``: shows it; None: nothing is shown.
     """
@@ -103,7 +106,9 @@ class Followed:
 
 
 def followed(rounds: int, label: str, quiet: bool = False) -> Followed:
-    """What follows a run: a bar in a terminal, elsewhere a line a round or every few seconds; nothing if quiet."""
+    """What follows a run: a bar in a terminal, elsewhere a line a round or every few seconds;
+    nothing if quiet.
+    """
     if quiet:
         return Followed(None)
     return Followed(Bar(rounds, label) if in_terminal() else Lines(rounds, label))
@@ -147,11 +152,14 @@ class Bar:
 
 
 class Lines:
-    """Lines for one run: the first and the last round, and what is done at least ``EVERY`` seconds after a line."""
+    """Lines for one run: the first and the last round, and what is done at least ``EVERY`` seconds
+    after a line.
+    """
 
     def __init__(self, rounds: int, label: str, clock: Clock = time.monotonic) -> None:
         self.rounds, self.label, self.clock = rounds, label, clock
-        self._first: tuple[int, float] | None = None  # the first round done here, and when; a resumed run had others
+        # the first round done here, and when; a resumed run had others
+        self._first: tuple[int, float] | None = None
 
     def begin(self) -> None:
         """Time passes from now on."""
@@ -159,7 +167,11 @@ class Lines:
 
     def started(self, folder: Path, round: int) -> None:
         """Say how many rounds there are, and where their journal is."""
-        rounds = f"{self.rounds} rounds" if round == 1 else f"goes on with round {round} of {self.rounds}"
+        rounds = (
+            f"{self.rounds} rounds"
+            if round == 1
+            else f"goes on with round {round} of {self.rounds}"
+        )
         self._say(f"{rounds}, in {folder}")
 
     def end(self) -> None:
@@ -168,7 +180,10 @@ class Lines:
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """A line, where a round takes long."""
         if self._due() and index + 1 < stages:
-            self._say(f"round {round} of {rounds}, stage {index + 1} of {stages}, {duration(self._passed())}")
+            self._say(
+                f"round {round} of {rounds}, stage {index + 1} of {stages}, "
+                f"{duration(self._passed())}"
+            )
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """A line for a finished round."""
@@ -179,7 +194,10 @@ class Lines:
             return
         each = passed if first is None else (passed - first[1]) / (number - first[0])
         ahead = f", about {duration(each * (rounds - number))} left" if number < rounds else ""
-        self._say(f"{', '.join([f'round {number} of {rounds}', *_numbers(event)])}, {duration(passed)}{ahead}")
+        self._say(
+            f"{', '.join([f'round {number} of {rounds}', *_numbers(event)])}, "
+            f"{duration(passed)}{ahead}"
+        )
 
     def asked(self) -> None:
         """Say that the run will end."""
@@ -198,9 +216,21 @@ class Lines:
 
 def _numbers(event: Mapping[str, Any]) -> list[str]:
     refused = [f"{event['refused']} refused"] if event.get("refused") else []
-    own = [f"for the clients {percent(event['personal_accuracy'])}"] if "personal_clients" in event else []
-    own += [f"on own tests {percent(event['own_test_accuracy'])}"] if "own_test_accuracy" in event else []
-    server = [f"{name} {percent(event[name])}" for name in ("accuracy", "forgetting") if event[name] is not None]
+    own = (
+        [f"for the clients {percent(event['personal_accuracy'])}"]
+        if "personal_clients" in event
+        else []
+    )
+    own += (
+        [f"on own tests {percent(event['own_test_accuracy'])}"]
+        if "own_test_accuracy" in event
+        else []
+    )
+    server = [
+        f"{name} {percent(event[name])}"
+        for name in ("accuracy", "forgetting")
+        if event[name] is not None
+    ]
     return [*own, *server, *refused]
 
 

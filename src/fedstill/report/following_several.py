@@ -1,4 +1,6 @@
-"""How far the runs of a comparison are, on the standard error: bars in a terminal, plain lines elsewhere."""
+"""How far the runs of a comparison are, on the standard error: bars in a terminal, plain lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class ManyRuns(Protocol):
 
 
 def followed_runs(quiet: bool = False, runs: int = 0) -> ManyRuns:
-    """What follows a comparison: bars in a terminal, elsewhere a line every few seconds and for each run that ends.
+    """What follows a comparison: bars in a terminal, elsewhere a line every few seconds and for
+    each run that ends.
 
     runs: how many there will be, where not all are known from the start.
     """
@@ -75,7 +78,9 @@ class RunBars:
     def show(self, outcomes: Sequence[Outcome]) -> None:
         """Show how far the runs are."""
         if self._all is None:
-            self._all = self._bar.add_task("all rounds", total=_all_rounds(outcomes, self.runs), said="")
+            self._all = self._bar.add_task(
+                "all rounds", total=_all_rounds(outcomes, self.runs), said=""
+            )
         self._bar.update(self._all, completed=sum(o.done for o in outcomes))
         for outcome in outcomes:
             task = self._tasks.get(outcome.variant.folder)
@@ -84,7 +89,9 @@ class RunBars:
                 self._tasks[outcome.variant.folder] = task
             if task is not None:
                 said = "" if outcome.accuracy is None else f"accuracy {percent(outcome.accuracy)}"
-                self._bar.update(task, completed=outcome.done, said=said, visible=outcome.state == "running")
+                self._bar.update(
+                    task, completed=outcome.done, said=said, visible=outcome.state == "running"
+                )
 
 
 class RunLines:
@@ -92,7 +99,8 @@ class RunLines:
 
     def __init__(self, clock: Clock = time.monotonic, runs: int = 0) -> None:
         self.clock, self.runs = clock, runs
-        self._before: dict[Path, int] = {}  # rounds that a run had when it was begun or gone on with
+        # rounds that a run had when it was begun or gone on with
+        self._before: dict[Path, int] = {}
         self._ended: set[Path] = set()
         self._last = -EVERY
 
@@ -117,14 +125,17 @@ class RunLines:
             if outcome.state in ENDS and folder not in self._ended:
                 self._ended.add(folder)
                 self._say(
-                    f"{_name(outcome)}: {_end(outcome)}, {len(self._ended)} of {max(self.runs, len(outcomes))} runs"
+                    f"{_name(outcome)}: {_end(outcome)}, {len(self._ended)} of "
+                    f"{max(self.runs, len(outcomes))} runs"
                 )
 
     def _far(self, outcomes: Sequence[Outcome]) -> str:
         done, rounds = sum(o.done for o in outcomes), _all_rounds(outcomes, self.runs)
         here, passed = done - sum(self._before.values()), self.clock() - self._began
         at_work = sum(o.state == "running" for o in outcomes)
-        far = f"{done} of {rounds} rounds in {self.runs} runs, {at_work} at work, {duration(passed)}"
+        far = (
+            f"{done} of {rounds} rounds in {self.runs} runs, {at_work} at work, {duration(passed)}"
+        )
         return f"{far}, about {duration(passed / here * (rounds - done))} left" if here else far
 
     def _say(self, text: str) -> None:

@@ -1,4 +1,6 @@
-"""Groups: runs that differ in their seed only, told apart by the settings in which they differ from other groups."""
+"""Groups: runs that differ in their seed only, told apart by the settings in which they differ from
+other groups.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ UNSET = "–"
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed only: ``label`` names what is special, ``runs`` are sorted by seed.
+    """Runs that differ in their seed only: ``label`` names what is special, ``runs`` are sorted by
+    seed.
 
-    ``repeats``: further runs of a seed that is there already; they are left out, for the same seed is no new evidence.
+    ``repeats``: further runs of a seed that is there already; they are left out, for the same seed
+    is no new evidence.
     """
 
     label: str
@@ -45,7 +49,9 @@ class Group:
 
     @property
     def counted(self) -> str:
-        """Of how many runs its numbers are: "3", or "2 of 3" where one has failed, or was stopped, in round 1."""
+        """Of how many runs its numbers are: "3", or "2 of 3" where one has failed, or was stopped,
+        in round 1.
+        """
         there, asked = len(self.started), len(self.runs)
         return str(asked) if there == asked else f"{there} of {asked}"
 
@@ -85,7 +91,9 @@ def groups(directories: Sequence[Path]) -> list[Group]:
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """Runs by everything but their seed, and but keys that one of them lacks because it began before there were any."""
+    """Runs by everything but their seed, and but keys that one of them lacks because it began
+    before there were any.
+    """
     unsaid = {k for k in UNSAID if any(k not in run.settings for run in runs)}
 
     def telling(run: Run) -> dict[str, Any]:
@@ -93,7 +101,9 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
-        by_settings.setdefault(json.dumps(telling(run), sort_keys=True, default=str), []).append(run)
+        by_settings.setdefault(json.dumps(telling(run), sort_keys=True, default=str), []).append(
+            run
+        )
     lists = list(by_settings.values())
     labels = group_labels([telling(runs[0]) for runs in lists])
     return [_group(label, members) for label, members in zip(labels, lists, strict=True)]
@@ -101,14 +111,25 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
 def shared_settings(run: Run) -> dict[str, Any]:
     """A run's settings without its seed, and the digests of the user's own files."""
-    digests = {f"sources.{PurePath(p).name}": str(d)[:12] for p, d in dict(run.start.get("sources", {})).items()}
+    digests = {
+        f"sources.{PurePath(p).name}": str(d)[:12]
+        for p, d in dict(run.start.get("sources", {})).items()
+    }
     shared = {k: v for k, v in run.settings.items() if k != "seed"} | digests
-    return shared | ({"start_from": _start(str(shared["start_from"]))} if "start_from" in shared else {})
+    return shared | (
+        {"start_from": _start(str(shared["start_from"]))} if "start_from" in shared else {}
+    )
 
 
 def _start(place: str) -> str:
-    """The run that another starts from, without its file and its seed: what runs of several seeds share."""
-    parts = [p for p in PurePath(place).parts if p != "model.safetensors" and not re.fullmatch(r"seed\d+", p)]
+    """The run that another starts from, without its file and its seed: what runs of several seeds
+    share.
+    """
+    parts = [
+        p
+        for p in PurePath(place).parts
+        if p != "model.safetensors" and not re.fullmatch(r"seed\d+", p)
+    ]
     return parts[-1] if parts else place
 
 
@@ -145,7 +166,9 @@ def _group(label: str, members: Sequence[Run]) -> Group:
 
 
 def split_of(settings: Mapping[str, Any]) -> str:
-    """How the data came to be uneven: the partition and what tells how much, or that sites have their own."""
+    """How the data came to be uneven: the partition and what tells how much, or that sites have
+    their own.
+    """
     if settings.get("engine") == "flower" and settings.get("flower.data") == "sites":
         return "sites' own data"
     keys = [k for k in ("alpha", "shards", "classes_per_client") if f"partition.{k}" in settings]
@@ -166,4 +189,8 @@ def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _short(key: str, settings: Sequence[Mapping[str, Any]]) -> str:
     last = key.rpartition(".")[2]
-    return key if sum(k.rpartition(".")[2] == last for k in differing(settings)) > 1 or last == "name" else last
+    return (
+        key
+        if sum(k.rpartition(".")[2] == last for k in differing(settings)) > 1 or last == "name"
+        else last
+    )

@@ -1,4 +1,6 @@
-"""Forgetting and accuracy against one number in which runs differ: of the split, or of the method."""
+"""Forgetting and accuracy against one number in which runs differ: of the split, or of the
+method.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from fedstill.report.markup import Html, figure, grid, section, sentence
 NOT_THAT = ("partition.seed", "partition.min_size", "partition.clients")
 SHOWN = {
     False: (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")),
-    True: (("personal_forgetting", "Forgetting at clients"), ("personal_accuracy", "Accuracy for the clients")),
+    True: (
+        ("personal_forgetting", "Forgetting at clients"),
+        ("personal_accuracy", "Accuracy for the clients"),
+    ),
 }
 """Key and title of what is drawn; True: of runs whose clients have models of their own."""
 MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
@@ -22,16 +27,20 @@ MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a cli
 def heterogeneity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a parameter of the split; None if no such parameter varies."""
     says = (
-        "Each line is one method on splits that differ in one number only. A method that is robust to uneven "
+        "Each line is one method on splits that differ in one number only. A method that is robust "
+        "to uneven "
         "data has a flat line."
     )
     return _section("heterogeneity", "Effect of uneven data", says, _figures(groups, "partition"))
 
 
 def sensitivity(groups: Sequence[Group]) -> Html | None:
-    """Accuracy and forgetting over a number of the method; None if none varies with all else equal."""
+    """Accuracy and forgetting over a number of the method; None if none varies with all else
+    equal.
+    """
     says = (
-        "Each line is one method on one split; its runs differ in one number only. Dotted: other methods on "
+        "Each line is one method on one split; its runs differ in one number only. Dotted: other "
+        "methods on "
         "that split. A flat line means that the number needs no tuning."
     )
     return _section("sensitivity", "Effect of a hyper-parameter", says, _figures(groups, "method"))
@@ -51,18 +60,29 @@ def _figures(groups: Sequence[Group], table: str) -> list[Html]:
         hint = f" ({MORE_UNEVEN[name]})" if name in MORE_UNEVEN and table == "partition" else ""
         measured = {g.own_models for points in series.values() for _, g in points}
         for measure, title in (shown for own in sorted(measured) for shown in SHOWN[own]):
-            says = f"{title} after the last round over {name}{hint}; bars are one standard deviation over seeds."
+            says = (
+                f"{title} after the last round over {name}{hint}; bars are one standard deviation "
+                "over seeds."
+            )
             beside = _beside(groups, series) if table == "method" else []
-            figures.append(figure([_drawn(series, measure, name, beside)], says, f"{title} against {name}"))
+            figures.append(
+                figure([_drawn(series, measure, name, beside)], says, f"{title} against {name}")
+            )
     return figures
 
 
 def _varied(groups: Sequence[Group], prefix: str) -> list[str]:
-    keys = [k for k in differing([g.settings for g in groups]) if k.startswith(prefix) and k not in NOT_THAT]
+    keys = [
+        k
+        for k in differing([g.settings for g in groups])
+        if k.startswith(prefix) and k not in NOT_THAT
+    ]
     return [k for k in keys if any(_number(g.settings.get(k)) for g in groups)]
 
 
-def _beside(groups: Sequence[Group], series: Mapping[str, Sequence[tuple[float, Group]]]) -> list[Group]:
+def _beside(
+    groups: Sequence[Group], series: Mapping[str, Sequence[tuple[float, Group]]]
+) -> list[Group]:
     """Groups of other methods, on the splits and with the plans of those that are drawn."""
     drawn = [g for points in series.values() for _, g in points]
     methods, around = {method_of(g.settings) for g in drawn}, {_around(g) for g in drawn}
@@ -82,7 +102,9 @@ def _series(groups: Sequence[Group], key: str) -> dict[str, list[tuple[float, Gr
     buckets: dict[str, list[tuple[float, Group]]] = {}
     for group in groups:
         if _number(group.settings.get(key)):
-            rest = json.dumps({k: v for k, v in group.settings.items() if k != key}, sort_keys=True, default=str)
+            rest = json.dumps(
+                {k: v for k, v in group.settings.items() if k != key}, sort_keys=True, default=str
+            )
             buckets.setdefault(rest, []).append((float(group.settings[key]), group))
     kept = [b for b in buckets.values() if len(b) > 1]
     names = group_labels([{k: v for k, v in b[0][1].settings.items() if k != key} for b in kept])
@@ -90,7 +112,10 @@ def _series(groups: Sequence[Group], key: str) -> dict[str, list[tuple[float, Gr
 
 
 def _drawn(
-    series: dict[str, list[tuple[float, Group]]], measure: str, name: str, beside: Sequence[Group] = ()
+    series: dict[str, list[tuple[float, Group]]],
+    measure: str,
+    name: str,
+    beside: Sequence[Group] = (),
 ) -> Figure:
     data: list[dict[str, Any]] = []
     for i, (label, points) in enumerate(series.items()):
@@ -115,9 +140,17 @@ def _drawn(
         )
     data += _dotted(series, beside, measure)
     values = sorted({x for points in series.values() for x, _ in points})
-    axis = {"title": {"text": name}, "tickmode": "array", "tickvals": values, "ticktext": [f"{v:g}" for v in values]}
+    axis = {
+        "title": {"text": name},
+        "tickmode": "array",
+        "tickvals": values,
+        "ticktext": [f"{v:g}" for v in values],
+    }
     log = {"type": "log"} if values[0] > 0 else {}
-    return {"data": data, "layout": layout(xaxis={**axis, **log}, yaxis=PERCENT | flat_range(data, PERCENT))}
+    return {
+        "data": data,
+        "layout": layout(xaxis={**axis, **log}, yaxis=PERCENT | flat_range(data, PERCENT)),
+    }
 
 
 def _dotted(

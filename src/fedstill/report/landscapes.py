@@ -21,8 +21,10 @@ def landscape(groups: Sequence[Group], style: Style) -> Html | None:
     if not looks:
         return None
     says = (
-        "Test loss when the weights are moved along two directions, away from the model (the cross in the "
-        "middle). In a wide flat valley small changes of the weights, such as the mean of the next round, "
+        "Test loss when the weights are moved along two directions, away from the model (the cross "
+        "in the "
+        "middle). In a wide flat valley small changes of the weights, such as the mean of the next "
+        "round, "
         "cost little. All figures have the same scale."
     )
     ranges = {plane: _range(looks, plane) for plane in PLANES.values()}
@@ -37,12 +39,20 @@ def landscape(groups: Sequence[Group], style: Style) -> Html | None:
         for name in _models(look)
     ]
     noise = (
-        "Mean test loss when Gaussian noise is added to all weights. Solid: the new global model. Dotted: a "
+        "Mean test loss when Gaussian noise is added to all weights. Solid: the new global model. "
+        "Dotted: a "
         "local model."
     )
     parts = [choice("plane", "Along", list(PLANES)), grid(figures, "small")]
     curves = grid([figure([_noise(looks, style)], noise, "Loss under noise")])
-    return section("The loss around the models", sentence(says), *parts, key(groups, style), curves, name="landscape")
+    return section(
+        "The loss around the models",
+        sentence(says),
+        *parts,
+        key(groups, style),
+        curves,
+        name="landscape",
+    )
 
 
 def _models(look: Look) -> list[str]:
@@ -74,7 +84,8 @@ def _contour(look: Look, name: str, plane: str, low: float, high: float) -> Figu
         curvature = [float(v) for v in around["eigenvalues"]]
     step = (high - low) / 12 or 1.0
     titles = [
-        f"direction {i + 1}" + (f", curvature {c:.3g}" if plane == "hessian" else "") for i, c in enumerate(curvature)
+        f"direction {i + 1}" + (f", curvature {c:.3g}" if plane == "hessian" else "")
+        for i, c in enumerate(curvature)
     ]
     surface: dict[str, Any] = {
         "type": "contour",
@@ -99,7 +110,10 @@ def _contour(look: Look, name: str, plane: str, low: float, high: float) -> Figu
         "hoverinfo": "skip",
     }
     axes = {"xaxis": {"title": {"text": titles[0]}}, "yaxis": {"title": {"text": titles[1]}}}
-    return {"data": [surface, middle], "layout": layout(hovermode="closest", showlegend=False, **axes)}
+    return {
+        "data": [surface, middle],
+        "layout": layout(hovermode="closest", showlegend=False, **axes),
+    }
 
 
 def _noise(looks: Sequence[Look], style: Style) -> Figure:
@@ -114,7 +128,9 @@ def _noise(looks: Sequence[Look], style: Style) -> Figure:
                     {
                         "type": "scatter",
                         "mode": "lines+markers",
-                        "name": named(look.group) if own else f"{named(look.group)}, {plain(str(name))}",
+                        "name": named(look.group)
+                        if own
+                        else f"{named(look.group)}, {plain(str(name))}",
                         "showlegend": own,
                         "x": scales,
                         "y": losses,
@@ -126,5 +142,8 @@ def _noise(looks: Sequence[Look], style: Style) -> Figure:
                         "hovertemplate": "%{y:.3f}",
                     }
                 )
-    axes = {"xaxis": {"title": {"text": "standard deviation of the noise"}}, "yaxis": {"title": {"text": "loss"}}}
+    axes = {
+        "xaxis": {"title": {"text": "standard deviation of the noise"}},
+        "yaxis": {"title": {"text": "loss"}},
+    }
     return {"data": data, "layout": layout(showlegend=len(looks) <= MOST_IN_LEGEND, **axes)}

@@ -1,4 +1,6 @@
-"""How well members can be told from what clients send: by round, as curves at the end, and as a table."""
+"""How well members can be told from what clients send: by round, as curves at the end, and as a
+table.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,41 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.metrics.membership import GRID, RATES
-from fedstill.report.figures import MOST_IN_LEGEND, SHARE, Figure, Style, layout, lines, named, rounded
+from fedstill.report.figures import (
+    MOST_IN_LEGEND,
+    SHARE,
+    Figure,
+    Style,
+    layout,
+    lines,
+    named,
+    rounded,
+)
 from fedstill.report.groups import Group
 from fedstill.report.knowledge import measured
-from fedstill.report.markup import Html, choice, figure, grid, html_table, key, labelled, section, sentence
+from fedstill.report.markup import (
+    Html,
+    choice,
+    figure,
+    grid,
+    html_table,
+    key,
+    labelled,
+    section,
+    sentence,
+)
 from fedstill.report.measured import Look, looks, reading
 from fedstill.report.series import over_seeds
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
 SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}
-HEAD = ("", "attack on", "by", "AUC [%]", *(f"found at {100 * rate:g} % false [%]" for rate in RATES))
+HEAD = (
+    "",
+    "attack on",
+    "by",
+    "AUC [%]",
+    *(f"found at {100 * rate:g} % false [%]" for rate in RATES),
+)
 LOWEST = 1e-3
 
 
@@ -24,33 +51,53 @@ def leaks(groups: Sequence[Group], style: Style) -> Html | None:
     if not any(measured(groups, f"leakage/{side}/loss/auc") for side in SIDES.values()):
         return None
     says = (
-        "Which of two images of a class did a client train on? An attack guesses it from what the client sent. Area "
-        "under the curve: 0.5 is a coin, 1 is certainty. Where logits are sent, it is on those that the client would "
+        "Which of two images of a class did a client train on? An attack guesses it from what the "
+        "client sent. Area "
+        "under the curve: 0.5 is a coin, 1 is certainty. Where logits are sent, it is on those "
+        "that the client would "
         "send if the images that are asked about were public."
     )
     attacks = {name: k for name, k in ATTACKS.items() if measured(groups, f"leakage/seen/{k}/auc")}
     figures = []
     if attacks:
-        by_round = "What the server sees: area under the curve by round, all clients of a stage with one threshold."
+        by_round = (
+            "What the server sees: area under the curve by round, all clients of a stage with one "
+            "threshold."
+        )
         drawn = [lines(groups, style, f"leakage/seen/{k}/auc", **SHARE) for k in attacks.values()]
         figures.append(figure(drawn, by_round, "Area under the curve by round", "attack"))
         curves = (
-            "Members found against others taken for members, in the last measured round of the first seed; both "
-            "axes are logarithmic. Dashed grey: a coin. Dotted: before privacy. What matters is the left end: who is "
+            "Members found against others taken for members, in the last measured round of the "
+            "first seed; both "
+            "axes are logarithmic. Dashed grey: a coin. Dotted: before privacy. What matters is "
+            "the left end: who is "
             "found there is found almost for sure."
         )
         drawn = [_curves(groups, style, k) for k in attacks.values()]
         figures.append(figure(drawn, curves, "Members found", "attack"))
-    parts = [choice("attack", "Attack by", list(attacks)), key(groups, style), grid(figures, "small")]
+    parts = [
+        choice("attack", "Attack by", list(attacks)),
+        key(groups, style),
+        grid(figures, "small"),
+    ]
     table = (
-        "The last measured round, mean ± one standard deviation over seeds; in brackets the 95 % interval of the "
+        "The last measured round, mean ± one standard deviation over seeds; in brackets the 95 % "
+        "interval of the "
         "first seed. It counts examples as independent, and takes thresholds as given."
     )
-    return section("What uploads leak", sentence(says), *parts, sentence(table), _table(groups, style), name="leakage")
+    return section(
+        "What uploads leak",
+        sentence(says),
+        *parts,
+        sentence(table),
+        _table(groups, style),
+        name="leakage",
+    )
 
 
 def leak_rows(groups: Sequence[Group], ends: bool = True) -> list[tuple[Group, list[str]]]:
-    """Each attack on each group in the last measured round: on what, by what, area in %, members found in %.
+    """Each attack on each group in the last measured round: on what, by what, area in %, members
+    found in %.
 
     ends: with the interval of the first seed.
     """
@@ -60,13 +107,21 @@ def leak_rows(groups: Sequence[Group], ends: bool = True) -> list[tuple[Group, l
             for name, attack in ATTACKS.items():
                 if over_seeds(group, f"leakage/{at}/{attack}/auc").rounds:
                     said = [_said(group, at, attack, number) for number in keys]
-                    intervals = [_interval(group, at, attack, number) if ends else "" for number in keys]
-                    out.append((group, [side, name, *map("".join, zip(said, intervals, strict=True))]))
+                    intervals = [
+                        _interval(group, at, attack, number) if ends else "" for number in keys
+                    ]
+                    out.append(
+                        (group, [side, name, *map("".join, zip(said, intervals, strict=True))])
+                    )
     return out
 
 
 def _table(groups: Sequence[Group], style: Style) -> Html:
-    return html_table(HEAD, [[labelled(group, style), *cells] for group, cells in leak_rows(groups)], "numbers wide")
+    return html_table(
+        HEAD,
+        [[labelled(group, style), *cells] for group, cells in leak_rows(groups)],
+        "numbers wide",
+    )
 
 
 def _said(group: Group, side: str, attack: str, number: str) -> str:
@@ -84,7 +139,9 @@ def _interval(group: Group, side: str, attack: str, number: str) -> str:
 
 def _last(group: Group, side: str) -> Look | None:
     """The last look of the first seed at what was sent, or at the global model."""
-    of_first = [look for look in looks(group, "leakage") if isinstance(look.event.get(side), Mapping)]
+    of_first = [
+        look for look in looks(group, "leakage") if isinstance(look.event.get(side), Mapping)
+    ]
     return max((k for k in of_first if k.run is of_first[0].run), key=_when, default=None)
 
 

@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Interval, Len
 
-_KINDS = {bool: "true | false", int: "whole number", float: "number", str: "text", dict: "table", Mapping: "table"}
+_KINDS = {
+    bool: "true | false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    dict: "table",
+    Mapping: "table",
+}
 
 
 def legal(hint: Any) -> str:
@@ -37,7 +44,10 @@ def _legal(bound: object) -> str:
         return f", {bound.min_length} to {bound.max_length} of them"
     if not isinstance(bound, Interval):
         return ""
-    low, high = (bound.gt if bound.ge is None else bound.ge), (bound.lt if bound.le is None else bound.le)
+    low, high = (
+        (bound.gt if bound.ge is None else bound.ge),
+        (bound.lt if bound.le is None else bound.le),
+    )
     left, right = "(" if bound.ge is None else "[", ")" if bound.le is None else "]"
     return f" in {left}{_short(low, '-inf')}, {_short(high, 'inf')}{right}"
 

@@ -1,4 +1,6 @@
-"""Within local training: in-local and out-local accuracy of local models, from what they received to what they sent."""
+"""Within local training: in-local and out-local accuracy of local models, from what they received
+to what they sent.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ BAR_SHIFT = 0.06
 
 @dataclass(frozen=True)
 class Visit:
-    """The last measured round of a group: by stage, what each seed's clients knew epoch by epoch."""
+    """The last measured round of a group: by stage, what each seed's clients knew epoch by
+    epoch.
+    """
 
     group: Group
     round: int
@@ -39,7 +43,9 @@ class Visit:
 
 
 def epochs(groups: Sequence[Group], style: Style) -> Html | None:
-    """Accuracy over the epochs of a client's visit, a figure for each stage and side; None if it was not measured."""
+    """Accuracy over the epochs of a client's visit, a figure for each stage and side; None if it
+    was not measured.
+    """
     visits = [v for g in groups if (v := _visit(g)) is not None]
     if not visits:
         return None
@@ -51,8 +57,10 @@ def epochs(groups: Sequence[Group], style: Style) -> Html | None:
             figures.append(figure([_drawn(visits, style, name, side)], says, where))
     rounds = ", ".join(map(str, sorted({v.round for v in visits})))
     says = (
-        f"The clients of round {rounds} while they train. Epoch 0 is the model that they received. Means over clients "
-        "and seeds; bars are one standard deviation over clients. A line that falls shows forgetting during local "
+        f"The clients of round {rounds} while they train. Epoch 0 is the model that they received. "
+        "Means over clients "
+        "and seeds; bars are one standard deviation over clients. A line that falls shows "
+        "forgetting during local "
         "training."
     )
     parts = [sentence(says), key([v.group for v in visits], style), grid(figures)]
@@ -60,7 +68,9 @@ def epochs(groups: Sequence[Group], style: Style) -> Html | None:
 
 
 def _visit(group: Group) -> Visit | None:
-    measured = [(e["round"], e["by_epoch"]) for r in group.started for e in r.rounds if e.get("by_epoch")]
+    measured = [
+        (e["round"], e["by_epoch"]) for r in group.started for e in r.rounds if e.get("by_epoch")
+    ]
     if not measured:
         return None
     last = max(number for number, _ in measured)
@@ -97,7 +107,10 @@ def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figu
         )
     across = {"title": {"text": "local epoch"}, "zeroline": False, **whole_numbers(most)}
     axes = {"xaxis": across, "yaxis": PERCENT | flat_range(data, PERCENT)}
-    return {"data": data, "layout": layout(hovermode="closest", showlegend=len(data) <= MOST_IN_LEGEND, **axes)}
+    return {
+        "data": data,
+        "layout": layout(hovermode="closest", showlegend=len(data) <= MOST_IN_LEGEND, **axes),
+    }
 
 
 def _over(seeds: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:

@@ -30,7 +30,9 @@ MAPPED = {
 
 
 def map_text(one: Grid) -> str:
-    """A map as CSV: a line a run of the method and of its floor, with its cell, its score, and where that stands."""
+    """A map as CSV: a line a run of the method and of its floor, with its cell, its score, and
+    where that stands.
+    """
     lines = []
     for cell in one.cells:
         for who, scores in ((one.row, cell.ours), (one.against, cell.theirs)):
@@ -43,7 +45,9 @@ def map_text(one: Grid) -> str:
 
 
 def map_from(text: str) -> Grid:
-    """A map from the text that ``map_text`` gave; raises CorruptFile for one that is none, or lacks a run."""
+    """A map from the text that ``map_text`` gave; raises CorruptFile for one that is none, or lacks
+    a run.
+    """
     reader = csv.DictReader(io.StringIO(text))
     runs: dict[tuple[str, ...], dict[str, dict[int, dict[str, str]]]] = {}
     try:
@@ -55,16 +59,29 @@ def map_from(text: str) -> Grid:
         row, against = dict.fromkeys(who for own in runs.values() for who in own)
         cells = [_cell(axes, values, own[row], own[against]) for values, own in runs.items()]
     except (KeyError, ValueError, TypeError) as error:
-        raise CorruptFile(f"this is no map's table of runs: {type(error).__name__}: {error}") from error
-    return Grid(row, {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in axes}, cells, against)
+        raise CorruptFile(
+            f"this is no map's table of runs: {type(error).__name__}: {error}"
+        ) from error
+    return Grid(
+        row,
+        {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in axes},
+        cells,
+        against,
+    )
 
 
-def _cell(axes: list[str], values: tuple[str, ...], *by_seed: Mapping[int, Mapping[str, str]]) -> MapCell:
+def _cell(
+    axes: list[str], values: tuple[str, ...], *by_seed: Mapping[int, Mapping[str, str]]
+) -> MapCell:
     ours, theirs = by_seed
     if not ours or ours.keys() != theirs.keys():
         raise ValueError(f"cell {', '.join(values)} does not have the same seeds of both")
     scores = [{seed: Score.of(line) for seed, line in own.items()} for own in by_seed]
-    there = {seed: Setting(*(float(line[k]) for k in SETTING)) for seed, line in theirs.items() if line[SETTING[0]]}
+    there = {
+        seed: Setting(*(float(line[k]) for k in SETTING))
+        for seed, line in theirs.items()
+        if line[SETTING[0]]
+    }
     return MapCell(dict(zip(axes, map(_value, values), strict=True)), scores[0], scores[1], there)
 
 
@@ -76,7 +93,9 @@ def _value(text: str) -> Any:
 
 
 def shipped_maps() -> dict[str, Grid]:
-    """The maps that ship, by the method's registered name, in the order of ``MAPPED``; others behind."""
+    """The maps that ship, by the method's registered name, in the order of ``MAPPED``; others
+    behind.
+    """
     folder = _folder()
     names = [file.name.removesuffix(".csv") for file in folder.iterdir()] if folder.is_dir() else []
     order = [*(name for name in MAPPED if name in names), *sorted(set(names) - set(MAPPED))]

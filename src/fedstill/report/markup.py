@@ -49,7 +49,8 @@ def html_table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]], kind: str =
         lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
     body = "\n".join(lines)
     return Html(
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
@@ -74,31 +75,44 @@ def choice(name: str, label: str, options: Sequence[str]) -> Html | None:
         return None
     items = "".join(f'<option value="{i}">{escape(o)}</option>' for i, o in enumerate(options))
     return Html(
-        f'<p class="choice"><label>{escape(label)} <select data-controls="{escape(name)}">{items}</select></label></p>'
+        f'<p class="choice"><label>{escape(label)} <select '
+        f'data-controls="{escape(name)}">{items}</select></label></p>'
     )
 
 
 def slider(name: str, label: str, options: Sequence[str]) -> Html | None:
-    """A slider over the figures of this name, in the order of the options; None if there is nothing to choose."""
+    """A slider over the figures of this name, in the order of the options; None if there is nothing
+    to choose.
+    """
     if len(options) < 2:
         return None
     said = escape(json.dumps(list(options)))
-    move = f'<input type="range" min="0" max="{len(options) - 1}" value="0" data-controls="{escape(name)}"'
+    move = (
+        f'<input type="range" min="0" max="{len(options) - 1}" value="0" '
+        f'data-controls="{escape(name)}"'
+    )
     shown = f"<output>{escape(options[0])}</output>"
-    return Html(f'<p class="choice"><label>{escape(label)} {move} data-options="{said}"></label> {shown}</p>')
+    return Html(
+        f'<p class="choice"><label>{escape(label)} {move} data-options="{said}"></label> '
+        f"{shown}</p>"
+    )
 
 
 def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = "") -> Html:
     """A figure with one or more variants, of which a selector of this ``name`` shows one.
 
-    ``says``: what it shows and how to read it; printed below a title that is text, and always read by screen readers.
+    ``says``: what it shows and how to read it; printed below a title that is text, and always read
+    by screen readers.
     """
     above = f"<figcaption>{escape(title)}</figcaption>"
     if isinstance(title, str) and title:
         above += f'<p class="says">{escape(says)}</p>'
     data = f'<script type="application/json">{as_json(list(variants))}</script>'
     room = f'style="min-height:{variants[0]["layout"]["height"]}px"'
-    plot = f'<div class="chart" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" {room}>{data}</div>'
+    plot = (
+        f'<div class="chart" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" '
+        f"{room}>{data}</div>"
+    )
     save = '<button class="save" type="button" title="Save this figure as SVG">SVG</button>'
     return Html(f"<figure>{above}{save}{plot}</figure>")
 
@@ -107,7 +121,10 @@ def stroke(colour: str, dash: str, label: str) -> Html:
     """An entry of a key: a piece of line and what it stands for."""
     drawn = f'stroke="{colour}" stroke-width="2.5" stroke-dasharray="{SVG_DASHES[dash]}"'
     line = f'<line x1="0" y1="5" x2="28" y2="5" {drawn}/>'
-    return Html(f'<span class="name"><svg width="28" height="10" aria-hidden="true">{line}</svg>{escape(label)}</span>')
+    return Html(
+        '<span class="name"><svg width="28" height="10" '
+        f'aria-hidden="true">{line}</svg>{escape(label)}</span>'
+    )
 
 
 def key(groups: Sequence[Group], style: Style) -> Html | None:

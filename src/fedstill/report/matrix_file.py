@@ -1,4 +1,6 @@
-"""An accuracy matrix in a CSV file, by whomever: a row for each task's end, a column for each task or class."""
+"""An accuracy matrix in a CSV file, by whomever: a row for each task's end, a column for each task
+or class.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ UNTRAINED = frozenset({"0", "untrained", "initial"})
 
 @dataclass(frozen=True)
 class AccuracyMatrix:
-    """Accuracies in percent, (T, K), NaN for blanks; where columns are classes, ``own`` is the task of each, from 0.
+    """Accuracies in percent, (T, K), NaN for blanks; where columns are classes, ``own`` is the task
+    of each, from 0.
 
-    ``initial``: the untrained model's (K,). ``notes``: how the file was read, a sentence each. ``joined``: the same by
-    task, where it is known better than as the mean over classes.
+    ``initial``: the untrained model's (K,). ``notes``: how the file was read, a sentence
+    each. ``joined``: the same by task, where it is known better than as the mean over classes.
     """
 
     name: str
@@ -54,7 +57,9 @@ class AccuracyMatrix:
 
 @dataclass(frozen=True)
 class _Cells:
-    """The body of a file: its cells, the line of each row, the first column's place, and the columns' names."""
+    """The body of a file: its cells, the line of each row, the first column's place, and the
+    columns' names.
+    """
 
     path: Path
     rows: list[list[str]]
@@ -64,12 +69,17 @@ class _Cells:
     labels: tuple[str, ...] = ()
 
     def number(self, row: int, column: int) -> float:
-        """The number in a cell, NaN for a blank; raises DataError with the cell's place for anything else."""
+        """The number in a cell, NaN for a blank; raises DataError with the cell's place for
+        anything else.
+        """
         text = self.rows[row][column].strip() if column < len(self.rows[row]) else ""
         if text.lower() in BLANKS:
             return float("nan")
         if not _is_number(text):
-            raise DataError(f"{self.place(row, column)}: {text!r} is no number; leave a cell empty that has none")
+            raise DataError(
+                f"{self.place(row, column)}: {text!r} is no number; leave a cell empty that has "
+                "none"
+            )
         return float(text.removesuffix("%"))
 
     def place(self, row: int, column: int) -> str:
@@ -80,11 +90,13 @@ class _Cells:
 def read_matrix(
     path: Path, unit: Unit | None = None, initial: Sequence[float] = (), own: Sequence[int] = ()
 ) -> AccuracyMatrix:
-    """The accuracy matrix in a CSV file: commas, semicolons or tabs; with or without a line and a column of names.
+    """The accuracy matrix in a CSV file: commas, semicolons or tabs; with or without a line and a
+    column of names.
 
-    ``unit``: of the numbers; left out, percent where one is above 1. ``initial``: the untrained model's accuracies, if
-    the file has no row for them. ``own``: where columns are classes, the task of each, counted from 0 or from 1.
-    Raises DataError with the cell's place for what is no accuracy, ConfigError for lists that do not fit.
+    ``unit``: of the numbers; left out, percent where one is above 1. ``initial``: the untrained
+    model's accuracies, if the file has no row for them. ``own``: where columns are classes, the
+    task of each, counted from 0 or from 1. Raises DataError with the cell's place for what is no
+    accuracy, ConfigError for lists that do not fit.
     """
     body = _named(_read_cells(path))
     wide = max(map(len, body.rows), default=0)
@@ -92,14 +104,18 @@ def read_matrix(
     if not numbers.size or np.isnan(numbers).all():
         raise DataError(f"{path}: no number in it; a row is a task's end, a column a task")
     for row in np.flatnonzero(np.isnan(numbers).all(axis=1))[:1]:
-        raise DataError(f"{path}, line {body.lines[row]}: no number in this row; a row is a task's end")
+        raise DataError(
+            f"{path}, line {body.lines[row]}: no number in this row; a row is a task's end"
+        )
     largest = np.nanmax(numbers)
     taken: Unit = unit or ("percent" if largest > 1 else "share")
     _check_range(numbers, body, taken)
     scale = 1.0 if taken == "percent" else 100.0
     before = _initial(body, numbers, initial, path)
     rows = numbers[1:] if before is not None and not initial else numbers
-    notes = [] if unit else [f"numbers are read as {'percentages' if taken == 'percent' else 'shares'}"]
+    notes = (
+        [] if unit else [f"numbers are read as {'percentages' if taken == 'percent' else 'shares'}"]
+    )
     matrix = AccuracyMatrix(str(path), scale * rows, _columns(body, wide, own))
     matrix = replace(matrix, initial=None if before is None else scale * before)
     return _told(_with_own(matrix, own), notes)
@@ -118,13 +134,18 @@ def _read_cells(path: Path) -> _Cells:
 
 
 def _named(cells: _Cells) -> _Cells:
-    """Without a first line of names and a first column of names or of numbers that count the tasks."""
+    """Without a first line of names and a first column of names or of numbers that count the
+    tasks.
+    """
     rows, lines, names = cells.rows, cells.lines, tuple[str, ...]()
     if rows and not any(_is_number(c.strip()) for c in rows[0]) and len(rows) > 1:
         names, rows, lines = tuple(c.strip() for c in rows[0]), rows[1:], lines[1:]
     side = [row[0].strip() if row else "" for row in rows]
     texts = all(s.lower() not in BLANKS and not _is_number(s) for s in side[1:] or side[:1])
-    counted = any(side == [str(k + start) for k in range(len(side))] for start in (0, 1)) and len(side) > 1
+    counted = (
+        any(side == [str(k + start) for k in range(len(side))] for start in (0, 1))
+        and len(side) > 1
+    )
     wide = max(map(len, rows), default=0)
     if wide > 1 and ((texts and len(side) > 1) or counted):
         return _Cells(cells.path, [row[1:] for row in rows], lines, 1, names[1:], tuple(side))
@@ -141,15 +162,21 @@ def _is_number(text: str) -> bool:
 def _check_range(numbers: Values, body: _Cells, unit: Unit) -> None:
     top = 100 if unit == "percent" else 1
     for row, column in np.argwhere((numbers < 0) | (numbers > top))[:1]:
-        raise DataError(f"{body.place(row, column)}: {numbers[row, column]:g} is outside [0, {top}], as {unit}")
+        raise DataError(
+            f"{body.place(row, column)}: {numbers[row, column]:g} is outside [0, {top}], as {unit}"
+        )
 
 
 def _initial(body: _Cells, numbers: Values, given: Sequence[float], path: Path) -> Values | None:
     if given and len(given) != numbers.shape[1]:
-        raise ConfigError(f"--initial has {len(given)} numbers, and {path} has {numbers.shape[1]} columns")
+        raise ConfigError(
+            f"--initial has {len(given)} numbers, and {path} has {numbers.shape[1]} columns"
+        )
     if body.labels and body.labels[0].lower() in UNTRAINED:
         if given:
-            raise ConfigError(f"{path} has the untrained model in its first row; leave --initial out")
+            raise ConfigError(
+                f"{path} has the untrained model in its first row; leave --initial out"
+            )
         if len(numbers) == 1:
             raise DataError(f"{path}: only the untrained model is in it; a row is a task's end")
         return np.array(numbers[0])
@@ -159,24 +186,34 @@ def _initial(body: _Cells, numbers: Values, given: Sequence[float], path: Path) 
 def _columns(body: _Cells, wide: int, own: Sequence[int]) -> tuple[str, ...]:
     what = "class" if own else "task"
     start = 0 if own else 1
-    return tuple(body.names[j] if j < len(body.names) and body.names[j] else f"{what} {j + start}" for j in range(wide))
+    return tuple(
+        body.names[j] if j < len(body.names) and body.names[j] else f"{what} {j + start}"
+        for j in range(wide)
+    )
 
 
 def _with_own(matrix: AccuracyMatrix, own: Sequence[int]) -> AccuracyMatrix:
     rows, columns = matrix.percent.shape
     if own:
         start = min(own)
-        if len(own) != columns or start not in (0, 1) or set(own) != set(range(start, max(own) + 1)):
+        if (
+            len(own) != columns
+            or start not in (0, 1)
+            or set(own) != set(range(start, max(own) + 1))
+        ):
             raise ConfigError(
-                f"--class-tasks {','.join(map(str, own))}: give the task of each of the {columns} columns of "
+                f"--class-tasks {','.join(map(str, own))}: give the task of each of the {columns} "
+                "columns of "
                 f"{matrix.name}, counted from 0 or from 1, none left out"
             )
         matrix = replace(matrix, own=tuple(t - start for t in own))
     tasks = columns if matrix.own is None else max(matrix.own) + 1
     if rows > tasks:
         raise DataError(
-            f"{matrix.name}: {rows} rows for {tasks} tasks; a row is a task's end, a column a task. Say --class-tasks "
-            "if columns are classes; begin an untrained model's row with 0, and the others with 1, 2, ..."
+            f"{matrix.name}: {rows} rows for {tasks} tasks; a row is a task's end, a column a "
+            "task. Say --class-tasks "
+            "if columns are classes; begin an untrained model's row with 0, and the others with 1, "
+            "2, ..."
         )
     return matrix
 
@@ -185,15 +222,22 @@ def _told(matrix: AccuracyMatrix, notes: list[str]) -> AccuracyMatrix:
     rows, tasks = len(matrix.percent), matrix.tasks.percent.shape[1]
     if rows < tasks:
         notes.append(
-            f"{rows} rows for {tasks} tasks: those after task {rows} have not come, and are left out. "
+            f"{rows} rows for {tasks} tasks: those after task {rows} have not come, and are left "
+            "out. "
             "If columns are classes, say --class-tasks"
         )
     own = np.arange(matrix.percent.shape[1]) if matrix.own is None else np.array(matrix.own)
     later = matrix.percent[own[None] > np.arange(rows)[:, None]]
     if later.size and not later.any():
-        notes.append("zeros of tasks to come count as accuracies; leave those cells empty if they were not measured")
+        notes.append(
+            "zeros of tasks to come count as accuracies; leave those cells empty if they were not "
+            "measured"
+        )
     gaps = np.argwhere(np.isnan(matrix.percent) & (own[None] <= np.arange(rows)[:, None]))
     for row, column in gaps[:1]:
         more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-        notes.append(f"no accuracy after task {row + 1} in {matrix.columns[column]}{more}: left out of every mean")
+        notes.append(
+            f"no accuracy after task {row + 1} in {matrix.columns[column]}{more}: left out of "
+            "every mean"
+        )
     return replace(matrix, notes=tuple(notes))

@@ -1,4 +1,6 @@
-"""What measures wrote into journals, read with care: the last look of a measure, and the numbers of all looks."""
+"""What measures wrote into journals, read with care: the last look of a measure, and the numbers of
+all looks.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def looks(group: Group, measure: str) -> Iterator[Look]:
 
 @contextmanager
 def reading(look: Look) -> Iterator[Event]:
-    """The event of a look; what is not as the measure writes it raises CorruptFile with the journal's name."""
+    """The event of a look; what is not as the measure writes it raises CorruptFile with the
+    journal's name.
+    """
     try:
         yield look.event
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -66,7 +70,9 @@ def seconds(group: Group) -> dict[str, float]:
     total: dict[str, float] = {}
     for run in group.started:
         for event in run.measures:
-            total[event["measure"]] = total.get(event["measure"], 0.0) + float(event.get("seconds") or 0.0)
+            total[event["measure"]] = total.get(event["measure"], 0.0) + float(
+                event.get("seconds") or 0.0
+            )
         names = [PurePath(str(name)).name for name in run.settings.get("measure", ())]
         for name, took in seconds_at_clients(run.clients, names).items():
             total[name] = total.get(name, 0.0) + took

@@ -14,7 +14,9 @@ from fedstill.report.runs import Run
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a key, a title, its unit, what a value is multiplied by, and the digits shown."""
+    """A column of the table: a key, a title, its unit, what a value is multiplied by, and the
+    digits shown.
+    """
 
     key: str
     title: str
@@ -31,7 +33,8 @@ PERSONAL = (
         "%",
         100,
         2,
-        "accuracy of each client's answer, its own model or else the global one, on test examples in its proportions "
+        "accuracy of each client's answer, its own model or else the global one, on test examples "
+        "in its proportions "
         "of classes; mean over clients",
     ),
     Column(
@@ -43,12 +46,28 @@ PERSONAL = (
         "how far the own classes of clients with own models are below their best earlier look",
     ),
 )
-"""What clients have of a run; first in the table of a method that leaves each client a model of its own."""
+"""What clients have of a run; first in the table of a method that leaves each client a model of its
+own.
+"""
 
 COLUMNS = (
-    Column("accuracy", "accuracy, last", "%", 100, 2, "top-1 accuracy of the server's model after the last round"),
+    Column(
+        "accuracy",
+        "accuracy, last",
+        "%",
+        100,
+        2,
+        "top-1 accuracy of the server's model after the last round",
+    ),
     Column("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
-    Column("mean_accuracy_last_10", "mean of last 10", "%", 100, 2, "top-1 accuracy, mean of the last ten rounds"),
+    Column(
+        "mean_accuracy_last_10",
+        "mean of last 10",
+        "%",
+        100,
+        2,
+        "top-1 accuracy, mean of the last ten rounds",
+    ),
     Column(
         "forgetting",
         "forgetting F",
@@ -66,7 +85,12 @@ COLUMNS = (
         "mean over own classes, weighed by share, and classes asked for, weighed by 1",
     ),
     Column(
-        "query_gain", "gain", "%", 100, 2, "accuracy gained on the classes asked for, compared with the client alone"
+        "query_gain",
+        "gain",
+        "%",
+        100,
+        2,
+        "accuracy gained on the classes asked for, compared with the client alone",
     ),
     Column(
         "query_forgetting",
@@ -77,9 +101,21 @@ COLUMNS = (
         "accuracy lost on the client's own classes, compared with the client alone",
     ),
     Column(
-        "query_uniform_accuracy", "uniform", "%", 100, 2, "mean over own classes and classes asked for, weighed equally"
+        "query_uniform_accuracy",
+        "uniform",
+        "%",
+        100,
+        2,
+        "mean over own classes and classes asked for, weighed equally",
     ),
-    Column("query_average_accuracy_before", "alone", "%", 100, 2, "average accuracy of the client alone"),
+    Column(
+        "query_average_accuracy_before",
+        "alone",
+        "%",
+        100,
+        2,
+        "average accuracy of the client alone",
+    ),
     *PERSONAL,
     Column(
         "own_test_accuracy",
@@ -89,8 +125,22 @@ COLUMNS = (
         2,
         "accuracy of each client's answer on the client's own test set; mean over clients",
     ),
-    Column("own_test_worst", "own tests, worst", "%", 100, 2, "the same, of the client where it is lowest"),
-    Column("in_local_accuracy", "in-local", "%", 100, 2, "local models, on classes in their client's proportions"),
+    Column(
+        "own_test_worst",
+        "own tests, worst",
+        "%",
+        100,
+        2,
+        "the same, of the client where it is lowest",
+    ),
+    Column(
+        "in_local_accuracy",
+        "in-local",
+        "%",
+        100,
+        2,
+        "local models, on classes in their client's proportions",
+    ),
     Column(
         "out_local_accuracy",
         "out-local",
@@ -115,14 +165,24 @@ COLUMNS = (
         2,
         "training examples found where 1 % of other images are taken for such",
     ),
-    Column("epsilon", "epsilon", "largest", 1, 2, "what the client with the largest has spent in privacy"),
+    Column(
+        "epsilon",
+        "epsilon",
+        "largest",
+        1,
+        2,
+        "what the client with the largest has spent in privacy",
+    ),
     Column("seconds", "time", "s", 1, 1, "training and measuring, all rounds"),
     Column("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
     Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
 )
 """The columns in their order; accuracies and forgetting are shares, shown in percent."""
 
-BELOW_ZERO = "forgetting below 0: in the last round the classes are on average better than in any earlier one"
+BELOW_ZERO = (
+    "forgetting below 0: in the last round the classes are on average better than in any earlier "
+    "one"
+)
 """What a table says that has such a number."""
 
 
@@ -149,9 +209,16 @@ class Spread:
 
 
 def three_digits(value: float, *others: float) -> str:
-    """A number of any size with three digits that count, and other ones with as many decimals: never an exponent.
+    """A number of any size with three digits that count, and other ones with as many decimals:
+    never an exponent.
 
-    >>> three_digits(1693.2), three_digits(12.34), three_digits(0.034567), three_digits(0), three_digits(1693.2, 1103.7)
+    >>> (
+    ...     three_digits(1693.2),
+    ...     three_digits(12.34),
+    ...     three_digits(0.034567),
+    ...     three_digits(0),
+    ...     three_digits(1693.2, 1103.7),
+    ... )
     ('1,693', '12.3', '0.0346', '0', '1,693 ± 1,104')
     """
     decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
@@ -162,17 +229,23 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Mean and sample standard deviation; None of nothing."""
     if not values:
         return None
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
+    return Spread(
+        statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values)
+    )
 
 
 def reported(run: Run) -> dict[str, float | None]:
-    """What is reported of one run, finished or not; None for what it did not measure, all of it without a round."""
+    """What is reported of one run, finished or not; None for what it did not measure, all of it
+    without a round.
+    """
     if not run.rounds:
         return dict.fromkeys((m.key for m in COLUMNS), None)
     accuracy = [v for r, v in run.curve("accuracy").items() if r > 0]
     last = {k: run.rounds[-1].get(k) for k in ("accuracy", "forgetting")}
     local = {m.key: _last(run, m.key) for m in COLUMNS if m.key.startswith(OF_CURVES)}
-    sums = {k: sum(e.get(k) or 0 for e in run.rounds) for k in ("seconds", "bytes_up", "bytes_down")}
+    sums = {
+        k: sum(e.get(k) or 0 for e in run.rounds) for k in ("seconds", "bytes_up", "bytes_down")
+    }
     return {
         **last,
         **best_and_recent(accuracy),
@@ -183,7 +256,9 @@ def reported(run: Run) -> dict[str, float | None]:
 
 
 def _most_spent(privacy: object) -> float | None:
-    """The largest epsilon of a round's clients; None where nothing was protected, or nothing bounds it."""
+    """The largest epsilon of a round's clients; None where nothing was protected, or nothing bounds
+    it.
+    """
     each = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
     return max(map(float, each)) if each and None not in each else None
 
@@ -201,7 +276,11 @@ OVER_TIME = (
 
 def over_time(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a summary says of tasks, as rows; none of a run without."""
-    return [(what, f"{100 * summary[key]:.2f} %") for key, what in OVER_TIME if summary.get(key) is not None]
+    return [
+        (what, f"{100 * summary[key]:.2f} %")
+        for key, what in OVER_TIME
+        if summary.get(key) is not None
+    ]
 
 
 def _last(run: Run, key: str) -> float | None:

@@ -1,4 +1,6 @@
-"""Tasks over time: the accuracy matrix as a map, accuracy by task over rounds, and what was learned and kept."""
+"""Tasks over time: the accuracy matrix as a map, accuracy by task over rounds, and what was learned
+and kept.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import numpy as np
 
 from fedstill.metrics import tasks as over
 from fedstill.metrics.values import Values
-from fedstill.report.figures import COLOURS, PERCENT, Figure, Style, flat_range, layout, lines, named, rounded
+from fedstill.report.figures import (
+    COLOURS,
+    PERCENT,
+    Figure,
+    Style,
+    flat_range,
+    layout,
+    lines,
+    named,
+    rounded,
+)
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import ACCURACY
 from fedstill.report.knowledge import measured
@@ -18,21 +30,29 @@ from fedstill.report.markup import Html, figure, grid, key, labelled, section, s
 from fedstill.report.runs import Run
 
 ABOUT = (
-    "Tasks come one after another. At the end of each the model is tested on all of them. Forgetting over time is what"
+    "Tasks come one after another. At the end of each the model is tested on all of them. "
+    "Forgetting over time is what"
     " the model knew of an earlier task and does not know at the end."
 )
 MAP = (
-    "Each row is a task, each column a task's end; the colour is the accuracy on that task then, mean over seeds. A"
-    " frame marks the end of the task itself. The last column says what was lost of the task since its best end, which"
+    "Each row is a task, each column a task's end; the colour is the accuracy on that task then, "
+    "mean over seeds. A"
+    " frame marks the end of the task itself. The last column says what was lost of the task since "
+    "its best end, which"
     " may be another one on each seed."
 )
 CURVES = (
-    "Accuracy on the classes of each task by round, mean over seeds, where the answer is the likeliest of all classes,"
+    "Accuracy on the classes of each task by round, mean over seeds, where the answer is the "
+    "likeliest of all classes,"
     " those to come among them. Dotted lines are changes of task."
 )
-SEEN = "Accuracy on test examples of all classes seen so far, among these; dotted lines are changes of task."
+SEEN = (
+    "Accuracy on test examples of all classes seen so far, among these; dotted lines are changes "
+    "of task."
+)
 PLANE = (
-    "Right: more was learned, the best that was known of each task. Up: more of it was kept to the end. On a dotted"
+    "Right: more was learned, the best that was known of each task. Up: more of it was kept to the "
+    "end. On a dotted"
     " curve the final accuracy, which is the product, is the same. One point for each seed."
 )
 MOST_NUMBERS = 12
@@ -44,9 +64,13 @@ def over_tasks(groups: Sequence[Group], style: Style) -> Html | None:
     some = [g for g in groups if _ended(g)]
     if not some:
         return None
-    maps = [figure([matrix_map(g)], f"{g.label}: {MAP}", labelled(g, style), "matrix") for g in some]
+    maps = [
+        figure([matrix_map(g)], f"{g.label}: {MAP}", labelled(g, style), "matrix") for g in some
+    ]
     curves = [
-        figure([task_curves(g)], f"{g.label}: {CURVES}", labelled(g, style), "by task") for g in some if _class_tasks(g)
+        figure([task_curves(g)], f"{g.label}: {CURVES}", labelled(g, style), "by task")
+        for g in some
+        if _class_tasks(g)
     ]
     whole = [figure([learned_and_kept(some, style)], PLANE, "Learned and kept")]
     if measured(some, "accuracy_seen"):
@@ -72,7 +96,9 @@ def run_rows(run: Run) -> Values:
 
 
 def matrix_map(group: Group) -> Figure:
-    """Task × task end, the mean over seeds, with the task's own end framed and its loss beside it."""
+    """Task × task end, the mean over seeds, with the task's own end framed and its loss beside
+    it.
+    """
     each = [run_rows(run) for run in _ended(group)]
     ends = min(map(len, each))
     matrices = [matrix[:ends] for matrix in each]
@@ -93,7 +119,9 @@ def matrix_map(group: Group) -> Figure:
         "hoverongaps": False,
         "hovertemplate": "%{y}, %{x}: %{z:.1f} %<extra></extra>",
     }
-    notes = [_note(ends, j, lost[j], "#888888") for j in range(len(lost)) if not math.isnan(lost[j])]
+    notes = [
+        _note(ends, j, lost[j], "#888888") for j in range(len(lost)) if not math.isnan(lost[j])
+    ]
     if tasks <= MOST_NUMBERS:
         notes += [
             _note(t, j, mean[t, j], "#000000" if mean[t, j] > 0.6 else "#ffffff")
@@ -110,12 +138,18 @@ def matrix_map(group: Group) -> Figure:
     )
     return {
         "data": [trace],
-        "layout": {**axes, "shapes": [_frame(t) for t in range(min(ends, tasks))], "annotations": notes},
+        "layout": {
+            **axes,
+            "shapes": [_frame(t) for t in range(min(ends, tasks))],
+            "annotations": notes,
+        },
     }
 
 
 def task_curves(group: Group) -> Figure:
-    """Accuracy on the classes of each task by round, a line a task; the mean over seeds, each with its own classes."""
+    """Accuracy on the classes of each task by round, a line a task; the mean over seeds, each with
+    its own classes.
+    """
     runs = _ended(group)
     data = []
     classes = [run.start["stream"]["classes"] for run in runs]  # whose order a seed may draw
@@ -157,7 +191,10 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
         )
     axis = {**PERCENT, "range": [0, 1.03]}
     right, up = ({**axis, "title": {"text": what}} for what in ("learned", "kept"))
-    return {"data": data, "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False)}
+    return {
+        "data": data,
+        "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False),
+    }
 
 
 def equal_curves() -> list[dict[str, Any]]:
@@ -180,7 +217,13 @@ def equal_curves() -> list[dict[str, Any]]:
 
 def changes(group: Group) -> list[dict[str, Any]]:
     """Dotted lines before the first round of each later task."""
-    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "#999999", "width": 1, "dash": "dot"}}
+    line = {
+        "type": "line",
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"color": "#999999", "width": 1, "dash": "dot"},
+    }
     starts = _ended(group)[0].start["stream"].get("first_rounds", [])
     return [{**line, "x0": first - 0.5, "x1": first - 0.5} for first in starts[1:]]
 
@@ -197,18 +240,31 @@ def _class_tasks(group: Group) -> bool:
 
 
 def _of_classes(run: Run, own: Sequence[int]) -> dict[int, float]:
-    rows = {r: [row[c] for c in own if row[c] is not None] for r, row in run.class_accuracy().items()}
+    rows = {
+        r: [row[c] for c in own if row[c] is not None] for r, row in run.class_accuracy().items()
+    }
     return {r: float(np.mean([v for v in row if v is not None])) for r, row in rows.items() if row}
 
 
 def _frame(t: int) -> dict[str, Any]:
     """A frame around the cell of a task at its own end."""
     corners = {"x0": t - 0.46, "x1": t + 0.46, "y0": t - 0.44, "y1": t + 0.44}
-    return {"type": "rect", "line": {"color": "#ffffff", "width": 3}, "fillcolor": "rgba(0,0,0,0)", **corners}
+    return {
+        "type": "rect",
+        "line": {"color": "#ffffff", "width": 3},
+        "fillcolor": "rgba(0,0,0,0)",
+        **corners,
+    }
 
 
 def _note(x: int, y: int, value: float, colour: str) -> dict[str, Any]:
-    return {"x": x, "y": y, "text": f"{100 * value:.0f}", "showarrow": False, "font": {"color": colour, "size": 11}}
+    return {
+        "x": x,
+        "y": y,
+        "text": f"{100 * value:.0f}",
+        "showarrow": False,
+        "font": {"color": colour, "size": 11},
+    }
 
 
 def _percent(value: float) -> float | None:

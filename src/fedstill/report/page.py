@@ -37,30 +37,37 @@ from fedstill.report.told_data import data_section
 from fedstill.report.weights import personal, weight_changes
 from fedstill.written_over import PAGE, refuse_other_kind, write_over
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
 """What a browser may load for the page: nothing from anywhere else."""
 
 TROUBLE = (
-    "The figures could not be drawn: they need JavaScript and a browser of 2023 or later. The tables show all results."
+    "The figures could not be drawn: they need JavaScript and a browser of 2023 or later. The "
+    "tables show all results."
 )
 
 
 def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Path:
     """Write the report of the runs in (or below) some directories to the file ``out``.
 
-    against: the label of the group that differences are to; empty: the first.
-    Raises ConfigError if there is no run in a directory or no group of that label, or if ``out`` cannot be written, or
-    is there and no page that fedstill made; CorruptFile for a run that cannot be read.
+    against: the label of the group that differences are to; empty: the first. Raises ConfigError if
+    there is no run in a directory or no group of that label, or if ``out`` cannot be written, or is
+    there and no page that fedstill made; CorruptFile for a run that cannot be read.
     """
     refuse_other_kind(out, PAGE)
     text = page(groups(directories), against)
     if out.is_dir():
-        raise ConfigError(f"{out} is a directory; name a file for the report, e.g. {out / 'report.html'}")
+        raise ConfigError(
+            f"{out} is a directory; name a file for the report, e.g. {out / 'report.html'}"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_over(out, text.encode(), PAGE)
     except OSError as error:
-        raise ConfigError(f"cannot write the report {out}: {error.strerror}") from as_named(error, out)
+        raise ConfigError(f"cannot write the report {out}: {error.strerror}") from as_named(
+            error, out
+        )
     return out
 
 
@@ -104,7 +111,9 @@ def page(compared: Sequence[Group], against: str = "") -> str:
 
 def _title(compared: Sequence[Group]) -> str:
     labels = [g.label for g in compared]
-    named = labels if len(labels) <= 4 else list(dict.fromkeys(method_of(g.settings) for g in compared))
+    named = (
+        labels if len(labels) <= 4 else list(dict.fromkeys(method_of(g.settings) for g in compared))
+    )
     shown = named if len(named) <= 6 else [*named[:5], f"{len(named) - 5} more"]
     listed = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
     return f"{listed} on {_every(compared, 'data.name')}"
@@ -115,7 +124,10 @@ def _head(compared: Sequence[Group]) -> Html:
     seeds = sorted({r.seed for r in runs})
     unfinished = sum(not r.finished for r in runs)
     written = datetime.fromtimestamp(max(r.written for r in runs))
-    versions = {name: ", ".join(sorted({version for r in runs for version in r.versions(name)})) for name in VERSIONS}
+    versions = {
+        name: ", ".join(sorted({version for r in runs for version in r.versions(name)}))
+        for name in VERSIONS
+    }
     pairs = {
         "data": _every(compared, "data.name"),
         "split": ", ".join(dict.fromkeys(split_of(g.settings) for g in compared)),
@@ -129,7 +141,10 @@ def _head(compared: Sequence[Group]) -> Html:
     }
     note = ""
     if unfinished:
-        how_many = f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to their last round."
+        how_many = (
+            f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to their last "
+            "round."
+        )
         note = f'<p class="note">{how_many}</p>'
     for line in refused({g.label: g.started for g in compared}):
         note += f'<p class="note">{escape(line)}. All reasons are below, under Failures.</p>'
@@ -144,7 +159,10 @@ def _every(compared: Sequence[Group], key: str) -> str:
 def document(title: str, main: str) -> str:
     """A whole page: a title, and what is in it; it holds what draws its figures."""
     assets = resources.files("fedstill.report") / "assets"
-    style, script = (assets / "page.css").read_text(encoding="utf-8"), (assets / "page.js").read_text(encoding="utf-8")
+    style, script = (
+        (assets / "page.css").read_text(encoding="utf-8"),
+        (assets / "page.js").read_text(encoding="utf-8"),
+    )
     about, library = _plotly()
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -170,7 +188,7 @@ which this file contains in compressed form. Nothing is loaded from the network.
 {script}</script>
 </body>
 </html>
-"""
+"""  # noqa: E501
 
 
 def _plotly() -> tuple[str, str]:

@@ -29,8 +29,9 @@ from fedstill.report.standings import NOT_REPLAYED, RankedRow, Standings, row_of
 from fedstill.report.terminal import table
 
 REPLAYED = "replayed.csv"
-"""The file beside entries that says how near a replay of each came: suite, method, level, where it was done, and of
-which entry, so that another one in its place counts as not replayed."""
+"""The file beside entries that says how near a replay of each came: suite, method, level, where it
+was done, and of which entry, so that another one in its place counts as not replayed.
+"""
 
 NOTED = ("suite", "method", "level", "where", "entry")
 
@@ -44,11 +45,14 @@ def shipped_rows() -> dict[str, list[RankedRow]]:
     return rows_from(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def rows_below(folders: Sequence[Path]) -> tuple[dict[str, list[RankedRow]], dict[str, Suite], list[str]]:
-    """The rows of all entries in some folders by suite, the suites with newcomers' rows, and what was left out and why.
+def rows_below(
+    folders: Sequence[Path],
+) -> tuple[dict[str, list[RankedRow]], dict[str, Suite], list[str]]:
+    """The rows of all entries in some folders by suite, the suites with newcomers' rows, and what
+    was left out and why.
 
-    An entry is taken if what can be checked without a run is as it should be, but for what is drawn here.
-    Raises ConfigError for a folder without an entry.
+    An entry is taken if what can be checked without a run is as it should be, but for what is drawn
+    here. Raises ConfigError for a folder without an entry.
     """
     rows: dict[str, list[RankedRow]] = {}
     suites: dict[str, Suite] = {}
@@ -57,34 +61,50 @@ def rows_below(folders: Sequence[Path]) -> tuple[dict[str, list[RankedRow]], dic
         levels = levels_in(folder)
         places = entries_below(folder)
         if not places:
-            raise ConfigError(f"{folder} holds no entry; name a folder of entries, such as runs/rank/entries")
+            raise ConfigError(
+                f"{folder} holds no entry; name a folder of entries, such as runs/rank/entries"
+            )
         for place in places:
             try:
                 entry = read_entry(place)
-                wrong = [f"{line.what}: {line.wrong}" for line in checked_entry(entry, draws=False) if not line.good]
+                wrong = [
+                    f"{line.what}: {line.wrong}"
+                    for line in checked_entry(entry, draws=False)
+                    if not line.good
+                ]
                 if wrong:
                     raise CorruptFile(wrong[0])
                 suite = suite_of(entry)
-                row = row_of(entry, suite, levels.get((entry.suite, entry.row, entry.sha), NOT_REPLAYED))
+                row = row_of(
+                    entry, suite, levels.get((entry.suite, entry.row, entry.sha), NOT_REPLAYED)
+                )
             except CorruptFile as error:
                 left_out.append(f"{place.name}: {error}")
                 continue
             same = suites.get(suite.name, suite)
             new = entry.row not in same.recipe.rows
-            suites[suite.name] = same.with_row(entry.row, entry.method, entry.tries) if new else same
+            suites[suite.name] = (
+                same.with_row(entry.row, entry.method, entry.tries) if new else same
+            )
             rows.setdefault(suite.name, []).append(row)
     return rows, suites, left_out
 
 
-def every_standing(rows: Mapping[str, Sequence[RankedRow]], suites: Mapping[str, Suite]) -> list[Standings]:
-    """The standings of all suites that have rows, in order; of two rows of one name the last counts."""
+def every_standing(
+    rows: Mapping[str, Sequence[RankedRow]], suites: Mapping[str, Suite]
+) -> list[Standings]:
+    """The standings of all suites that have rows, in order; of two rows of one name the last
+    counts.
+    """
     out = []
     shipped = suite_names()
     for name in [*shipped, *(name for name in rows if name not in shipped)]:
         if own := {row.name: row for row in rows.get(name, ())}:
             suite = suites.get(name) or load_suite(name)
             order = {row: i for i, row in enumerate(suite.recipe.rows)}
-            out.append(standings(suite, sorted(own.values(), key=lambda r: order.get(r.name, len(order)))))
+            out.append(
+                standings(suite, sorted(own.values(), key=lambda r: order.get(r.name, len(order))))
+            )
     return out
 
 
@@ -103,7 +123,9 @@ def shown_standings(one: Standings) -> Iterator[RenderableType]:
 
 
 def levels_in(folder: Path) -> dict[tuple[str, str, str], str]:
-    """How near a replay of each entry came, by suite, row and digest, as a folder's file says; nothing without one."""
+    """How near a replay of each entry came, by suite, row and digest, as a folder's file says;
+    nothing without one.
+    """
     return {(suite, row, sha): level for suite, row, level, _, sha in _noted(folder)}
 
 
@@ -122,5 +144,6 @@ def _noted(folder: Path) -> list[list[str]]:
     if not path.is_file():
         return []
     return [
-        [line.get(key) or "" for key in NOTED] for line in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+        [line.get(key) or "" for key in NOTED]
+        for line in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
     ]

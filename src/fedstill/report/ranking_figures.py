@@ -15,19 +15,28 @@ from fedstill.report.standings import RankedRow, Standings
 
 
 def scatter(one: Standings) -> Figure:
-    """Learned and kept, a point for each row: the means over columns and seeds; accuracy is the same along a curve.
+    """Learned and kept, a point for each row: the means over columns and seeds; accuracy is the
+    same along a curve.
 
     Without the rows of which it is not known what was kept.
     """
     data, own = equal_curves(), one.columns
     every = [(p.row.name, p.learned, p.kept, p.accuracy, "circle") for p in one.placed]
     every += [
-        (row.name, row.mean("learned", own), row.kept(own), row.mean("accuracy", own), "diamond-open")
+        (
+            row.name,
+            row.mean("learned", own),
+            row.kept(own),
+            row.mean("accuracy", own),
+            "diamond-open",
+        )
         for row in one.bounds
     ]
     places = [place for place in every if not math.isnan(place[2])]
     low = _low([p[1] for p in places]), _low([p[2] for p in places])
-    sides = label_sides([(p[0], p[1], p[2]) for p in places], (HIGHEST[0] - low[0], HIGHEST[1] - low[1]))
+    sides = label_sides(
+        [(p[0], p[1], p[2]) for p in places], (HIGHEST[0] - low[0], HIGHEST[1] - low[1])
+    )
     for i, (name, learned, kept, accuracy, symbol) in enumerate(places):
         data.append(
             {
@@ -40,12 +49,16 @@ def scatter(one: Standings) -> Figure:
                 "x": [rounded(learned)],
                 "y": [rounded(kept)],
                 "marker": {"size": 10, "symbol": symbol, "color": COLOURS[i % len(COLOURS)]},
-                "hovertemplate": f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy {100 * accuracy:.1f} %",
+                "hovertemplate": f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy "
+                f"{100 * accuracy:.1f} %",
             }
         )
     right = {**PERCENT, "title": {"text": "learned"}, "range": [low[0], HIGHEST[0]]}
     up = {**PERCENT, "title": {"text": "kept"}, "range": [low[1], HIGHEST[1]]}
-    return {"data": data, "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False, height=440)}
+    return {
+        "data": data,
+        "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False, height=440),
+    }
 
 
 SIDES = {
@@ -64,20 +77,28 @@ WIDE, HIGH = 400.0, 330.0
 """About the pixels of the picture within its axes, on a wide screen."""
 
 HIGHEST = 1.03, 1.04
-"""Where the axes of learned and of kept end: a little beyond all, so that points there are whole."""
+"""Where the axes of learned and of kept end: a little beyond all, so that points there are
+whole.
+"""
 
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top, in pixels."""
 
 
-def label_sides(points: Sequence[tuple[str, float, float]], spans: tuple[float, float]) -> list[str]:
-    """For each (name, x, y) a side of the point on which its label is on no other label or point; "" where all are."""
+def label_sides(
+    points: Sequence[tuple[str, float, float]], spans: tuple[float, float]
+) -> list[str]:
+    """For each (name, x, y) a side of the point on which its label is on no other label or point;
+    "" where all are.
+    """
     at = [(x / spans[0] * WIDE, y / spans[1] * HIGH) for _, x, y in points]
     taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in at]
     sides = []
     for (name, _, _), (x, y) in zip(points, at, strict=True):
         boxes = {side: _label(name, x, y, *to) for side, to in SIDES.items()}
-        free = [side for side, box in boxes.items() if not any(_overlap(box, other) for other in taken)]
+        free = [
+            side for side, box in boxes.items() if not any(_overlap(box, other) for other in taken)
+        ]
         sides.append(free[0] if free else "")
         taken += [boxes[side] for side in free[:1]]
     return sides
@@ -100,7 +121,9 @@ def _low(values: Sequence[float]) -> float:
 
 
 def rank_figure(one: Standings) -> Figure:
-    """Mean ranks with their intervals, the best above; to the right a bar for each group that cannot be told apart."""
+    """Mean ranks with their intervals, the best above; to the right a bar for each group that
+    cannot be told apart.
+    """
     names = [plain(p.row.name) for p in one.placed]
     low, high = ([p.rank_ends[k] for p in one.placed] for k in (0, 1))
     ranks = [p.rank for p in one.placed]
@@ -125,7 +148,11 @@ def rank_figure(one: Standings) -> Figure:
     start = len(names) + 0.8
     data += [_bar(start + 0.45 * i, group) for i, group in enumerate(one.bars)]
     ticks = list(range(1, len(names) + 1))
-    right = {"title": {"text": "mean rank"}, "range": [0.5, start + 0.45 * max(1, len(one.bars))], "tickvals": ticks}
+    right = {
+        "title": {"text": "mean rank"},
+        "range": [0.5, start + 0.45 * max(1, len(one.bars))],
+        "tickvals": ticks,
+    }
     up = {"type": "category", "categoryorder": "array", "categoryarray": list(reversed(names))}
     height = 110 + 26 * len(names)
     axes = layout(height=height, hovermode="closest", xaxis=right, yaxis=up, showlegend=False)

@@ -9,7 +9,9 @@ from fedstill.report.runs import Run
 
 
 def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """A sentence for each name of which a run has refusals: those of its first such run, and which others have some."""
+    """A sentence for each name of which a run has refusals: those of its first such run, and which
+    others have some.
+    """
     told = []
     for name, own in runs.items():
         said = {run.seed: text for run in own if (text := refusals_of(run).said)}

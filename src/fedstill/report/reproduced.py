@@ -1,4 +1,6 @@
-"""A paper's table beside ours: for every column the levels, and the difference of each row to the first."""
+"""A paper's table beside ours: for every column the levels, and the difference of each row to the
+first.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +29,52 @@ COLUMN_TITLES = {m.key: m.title for m in COLUMNS} | {
 """What a measure is called above its columns."""
 
 MANY = 3
-"""With so many measures beside the first, differences to the first row are left out: a line would not hold them."""
+"""With so many measures beside the first, differences to the first row are left out: a line would
+not hold them.
+"""
 
 
 LAST_TEN = "mean_accuracy_last_10"
-"""Beside the accuracy of the last round, where there are more than ten: rounds differ much on uneven data."""
+"""Beside the accuracy of the last round, where there are more than ten: rounds differ much on
+uneven data.
+"""
 
 
 def paper_tables(
-    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any]
+    recipe: Recipe,
+    cells: Sequence[tuple[str, str]],
+    runs: Sequence[Variant],
+    changes: Mapping[str, Any],
 ) -> Iterator[RenderableType]:
-    """The title, what makes it a reduced run if anything does, runs that are not the recipe's, a table a column."""
+    """The title, what makes it a reduced run if anything does, runs that are not the recipe's, a
+    table a column.
+    """
     yield Text(recipe.paper, style="bold")
     if said := ", ".join(f"{k} = {v}" for k, v in changes.items() if k != "device"):
         yield Text(
-            f"REDUCED OR CHANGED against the paper: {said}. Absolute values cannot be compared with the paper's; "
+            f"REDUCED OR CHANGED against the paper: {said}. Absolute values cannot be compared "
+            "with the paper's; "
             "differences between rows may be."
         )
     if others := [other for run in runs if (other := other_settings(run))]:
         keys = ", ".join(sorted({key for other in others for key in other}))
-        yield Text(f"{len(others)} of these runs have OTHER SETTINGS than the recipe has now: {keys}.")
+        yield Text(
+            f"{len(others)} of these runs have OTHER SETTINGS than the recipe has now: {keys}."
+        )
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
         rows, summaries = [r for r, c in cells if c == column], summaries_by_cell(runs)
-        long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in summaries.values() for s in own)
+        long = recipe.measures[0] == "accuracy" and any(
+            s["rounds"] > 10 for own in summaries.values() for s in own
+        )
         yield table(_head(recipe, long), _rows(recipe, column, rows, summaries, long))
         asked = any(m.startswith("query_") for m in recipe.measures)
         if said := untaught({row: runs_of_cell(row, column, runs) for row in rows if asked}):
             yield Text(said)
         for row in rows:
-            for text in [s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")]:
+            for text in [
+                s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")
+            ]:
                 yield Text(f"warning: {row}: {text}")
             yield from map(Text, _unfinished(row, column, runs))
         measured = list(_measured(recipe, column, rows, runs))
@@ -75,14 +93,22 @@ def by_seed(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[int, float]
     return {s["seed"]: s[measure] for s in runs if s.get(measure) is not None}
 
 
-def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]) -> Iterator[list[str]]:
+def _measured(
+    recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]
+) -> Iterator[list[str]]:
     for row in rows:
         own = runs_of_cell(row, column, runs)
         for key, printed in recipe.published.get((row, column), Published()).measured.items():
             curves = [run.curve(key) for run in own]
             ours = spread([curve[max(curve)] for curve in curves if curve])
             said = ours.text(1, 3) if ours else NONE
-            yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(ours.runs if ours else 0)]
+            yield [
+                row,
+                key.replace("/", " "),
+                said,
+                f"{printed:.3f}",
+                str(ours.runs if ours else 0),
+            ]
 
 
 def runs_of_cell(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
@@ -92,19 +118,32 @@ def runs_of_cell(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
 
 
 def _unfinished(row: str, column: str, runs: Sequence[Variant]) -> Iterator[str]:
-    """A line for each run of a cell that has begun and is not at its end: how far it came, and who was refused then."""
+    """A line for each run of a cell that has begun and is not at its end: how far it came, and who
+    was refused then.
+    """
     for variant in runs:
-        begun = (variant.folder / "journal.jsonl").is_file() and not (variant.folder / "summary.json").is_file()
+        begun = (variant.folder / "journal.jsonl").is_file() and not (
+            variant.folder / "summary.json"
+        ).is_file()
         if variant.label == f"{row} | {column}" and begun:
             run = read_run(variant.folder)
-            told = [f", {100 * v:.1f} % after the last" for r, v in run.curve("accuracy").items() if r > 0][-1:]
+            told = [
+                f", {100 * v:.1f} % after the last"
+                for r, v in run.curve("accuracy").items()
+                if r > 0
+            ][-1:]
             after = [e for e in run.clients if e["round"] > len(run.rounds) and "refused" in e][:1]
             told += [f"; then client {e['client']}: {e['refused']}" for e in after]
-            yield f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} rounds{''.join(told)}"
+            yield (
+                f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} "
+                f"rounds{''.join(told)}"
+            )
 
 
 def _head(recipe: Recipe, long: bool) -> list[str]:
-    """Measures in percent; Δ is the difference of the first to the first row, in points, over the seeds both have."""
+    """Measures in percent; Δ is the difference of the first to the first row, in points, over the
+    seeds both have.
+    """
     first, *others = (COLUMN_TITLES.get(m, m) for m in recipe.measures)
     named = [] if recipe.measures[0] == "accuracy" else [first]
     head = [
@@ -114,7 +153,11 @@ def _head(recipe: Recipe, long: bool) -> list[str]:
         *(["Δ ours", "Δ paper"] if len(others) < MANY else []),
         *(["last 10 [%]", "Δ last 10"] if long else []),
     ]
-    return [*head, *(f"{title} {whose}" for title in others for whose in ("ours", "paper")), "seeds"]
+    return [
+        *head,
+        *(f"{title} {whose}" for title in others for whose in ("ours", "paper")),
+        "seeds",
+    ]
 
 
 def summaries_by_cell(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
@@ -128,7 +171,11 @@ def summaries_by_cell(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, An
 
 
 def _rows(
-    recipe: Recipe, column: str, rows: Sequence[str], summaries: Mapping[str, Sequence[Mapping[str, Any]]], long: bool
+    recipe: Recipe,
+    column: str,
+    rows: Sequence[str],
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
+    long: bool,
 ) -> list[list[str]]:
     ours = {r: summaries.get(f"{r} | {column}", []) for r in rows}
     theirs = {r: recipe.published.get((r, column), Published()).values for r in rows}
@@ -139,7 +186,11 @@ def _rows(
             _ours(ours[row], first),
             _printed(theirs[row], first),
             *([*_apart(ours, theirs, row, rows[0], first)] if len(others) < MANY else []),
-            *([_ours(ours[row], LAST_TEN), _paired(ours[row], ours[rows[0]], LAST_TEN)] if long else []),
+            *(
+                [_ours(ours[row], LAST_TEN), _paired(ours[row], ours[rows[0]], LAST_TEN)]
+                if long
+                else []
+            ),
             *(cell for m in others for cell in (_ours(ours[row], m), _printed(theirs[row], m))),
             str(len(ours[row])),
         ]
@@ -152,14 +203,19 @@ def _ours(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
 
 
 def _by_client(
-    recipe: Recipe, column: str, rows: Sequence[str], summaries: Mapping[str, Sequence[Mapping[str, Any]]]
+    recipe: Recipe,
+    column: str,
+    rows: Sequence[str],
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> Iterator[list[str]]:
     """A line for each row and measure of which the paper prints a number for each client."""
     for row in rows:
         ours = summaries.get(f"{row} | {column}", [])
         for kind, printed in recipe.published.get((row, column), Published()).clients.items():
             each = [s.get(f"{kind}_by_client", {}) for s in ours]
-            means = [_said(spread([e[str(c)] for e in each if str(c) in e])) for c in range(len(printed))]
+            means = [
+                _said(spread([e[str(c)] for e in each if str(c) in e])) for c in range(len(printed))
+            ]
             yield [row, kind, *(f"{m} ({p:.1f})" for m, p in zip(means, printed, strict=True))]
 
 
@@ -167,8 +223,12 @@ def _said(value: Spread | None) -> str:
     return value.text(100, 1) if value else NONE
 
 
-def _paired(runs: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], measure: str) -> str:
-    """The mean difference over the seeds that both have: a seed that only one finished would shift it."""
+def _paired(
+    runs: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], measure: str
+) -> str:
+    """The mean difference over the seeds that both have: a seed that only one finished would shift
+    it.
+    """
     apart = paired_difference(by_seed(runs, measure), by_seed(first, measure))
     return f"{100 * apart.mean:+.1f}" if apart else NONE
 

@@ -16,12 +16,14 @@ from fedstill.report.runs import Run, find
 def run_matrices(directory: Path) -> list[AccuracyMatrix]:
     """The matrix of each run in a directory, by task, and by class where tasks differ in these.
 
-    Raises ConfigError where no run in it has tasks that ended, CorruptFile for a run that cannot be read.
+    Raises ConfigError where no run in it has tasks that ended, CorruptFile for a run that cannot be
+    read.
     """
     runs = [run for run in find([directory]) if any(end["task"] for end in run.task_ends)]
     if not runs:
         raise ConfigError(
-            f"{directory}: no run in it has ended a task; give a run with [stream], or a CSV file with a row for each "
+            f"{directory}: no run in it has ended a task; give a run with [stream], or a CSV file "
+            "with a row for each "
             "task's end"
         )
     return [_matrix(run, str(run.named)) for run in runs]
@@ -31,7 +33,9 @@ def _matrix(run: Run, name: str) -> AccuracyMatrix:
     ends = [end for end in run.task_ends if end["task"]]
     before = run.task_ends[0] if not run.task_ends[0]["task"] else None
     by_task = 100 * values([e["row"] for e in ends], 2, "rows of task ends")
-    initial = None if before is None else 100 * values(before["row"], 1, "the untrained model's row")
+    initial = (
+        None if before is None else 100 * values(before["row"], 1, "the untrained model's row")
+    )
     columns = tuple(f"task {t + 1}" for t in range(by_task.shape[1]))
     tasks = AccuracyMatrix(name, by_task, columns, initial=initial)
     told: Sequence[Sequence[int]] = run.start["stream"]["classes"]

@@ -35,13 +35,15 @@ MOST_REASONS = 12
 OF_CLIENTS = (
     (
         "personal_accuracy",
-        "Each client's answer, its own model or else the global one, on test examples in the client's proportions of "
+        "Each client's answer, its own model or else the global one, on test examples in the "
+        "client's proportions of "
         "classes; mean over clients. Higher is better.",
         "Accuracy for the clients by round",
     ),
     (
         "personal_forgetting",
-        "How far the own classes of clients with own models are below their best earlier look. Lower is better.",
+        "How far the own classes of clients with own models are below their best earlier look. "
+        "Lower is better.",
         "Forgetting at clients by round",
     ),
     (
@@ -58,12 +60,19 @@ def results_section(groups: Sequence[Group], style: Style, base: Group) -> Html:
     ordered, by = best_first(groups)
     lines = rows(ordered)
     shown = columns(lines)
-    head: list[Cell] = ["", "seeds", *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown)]
+    head: list[Cell] = [
+        "",
+        "seeds",
+        *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown),
+    ]
     body = [
         [labelled(g, style, r.note), r.seeds, *(_cell(r, m) for m in shown)]
         for g, r in zip(ordered, lines, strict=True)
     ]
-    says = "One line for each group of runs that differ only in their seed: mean ± one standard deviation over seeds."
+    says = (
+        "One line for each group of runs that differ only in their seed: mean ± one standard "
+        "deviation over seeds."
+    )
     says = f"{says} {said_of_order(by)}".strip()
     legend = "; ".join(f"{m.title}: {m.says}" for m in shown)
     legend = f"{legend[:1].upper()}{legend[1:]}." if shown else "No run has finished a round yet."
@@ -82,7 +91,8 @@ def _apart(groups: Sequence[Group], base: Group) -> Html | None:
     if not any(len({*g.seeds} & {*base.seeds}) > 1 for g in groups if g is not base):
         return None
     says = (
-        f"How far each line is from {base.label}, paired by seed, with the 95 % interval of the mean and p of the "
+        f"How far each line is from {base.label}, paired by seed, with the 95 % interval of the "
+        "mean and p of the "
         "paired t test. An interval that holds 0 does not tell two methods apart."
     )
     head, lines = difference_lines(list(differences(groups, base)))
@@ -94,7 +104,8 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy and forgetting by round; None if neither was measured."""
     accuracy = "The global model on the common test set. Higher is better."
     forgetting = (
-        "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better; "
+        "How far the classes are below the best accuracy of their earlier rounds, on average. "
+        "Lower is better; "
         "below 0, they are above it."
     )
     first = OF_CLIENTS if any(g.own_models for g in groups) else ()
@@ -105,15 +116,19 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
             ("accuracy", accuracy, "Accuracy by round"),
             ("forgetting", forgetting, "Forgetting F by round"),
         )
-        if measured(groups, key) and ("accuracy" in key or any(len(r.rounds) > 1 for g in groups for r in g.runs))
+        if measured(groups, key)
+        and ("accuracy" in key or any(len(r.rounds) > 1 for g in groups for r in g.runs))
     ]
     if not figures:
         return None
     says = (
-        "Each line is the mean over seeds; its band is one standard deviation above and below. Where accuracy"
+        "Each line is the mean over seeds; its band is one standard deviation above and below. "
+        "Where accuracy"
         " falls and F rises, the model forgot classes that it knew."
     )
-    return section("Learning and forgetting", sentence(says), key(groups, style), grid(figures), name="rounds")
+    return section(
+        "Learning and forgetting", sentence(says), key(groups, style), grid(figures), name="rounds"
+    )
 
 
 def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
@@ -124,16 +139,29 @@ def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     views = heatmaps.views(some)
     shares = f"{views[0]}, as shares of each round's sum"
     says = (
-        "Each row is a class, each column a round. The colour is the accuracy on that class. A row that turns"
-        " bright and then dark again is a class learned and forgotten. Round 0 is the model before training."
+        "Each row is a class, each column a round. The colour is the accuracy on that class. A row "
+        "that turns"
+        " bright and then dark again is a class learned and forgotten. Round 0 is the model before "
+        "training."
     )
-    says += " As shares: a round's accuracies are divided by their sum, and yellow is the largest share in the figure."
+    says += (
+        " As shares: a round's accuracies are divided by their sum, and yellow is the largest "
+        "share in the figure."
+    )
     if len(views) > 1:
-        says += " Seeds forget at different times, and the mean hides that: choose one seed to see it."
+        says += (
+            " Seeds forget at different times, and the mean hides that: choose one seed to see it."
+        )
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in heatmaps.ACCURACY)
-    scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
+    scale = Html(
+        f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % '
+        "accuracy</p>"
+    )
     drawn = [
-        [*(heatmaps.class_by_round(g, v) for v in views), heatmaps.class_by_round(g, views[0], shares=True)]
+        [
+            *(heatmaps.class_by_round(g, v) for v in views),
+            heatmaps.class_by_round(g, views[0], shares=True),
+        ]
         for g in some
     ]
     figures = [
@@ -153,13 +181,19 @@ def settings(groups: Sequence[Group], style: Style) -> Html:
     if keys:
         head: list[Cell] = ["setting", *(labelled(g, style) for g in groups)]
         body = [[k, *(said(s.get(k, UNSET)) for s in every)] for k in keys]
-        parts = [sentence("The settings in which the groups differ."), html_table(head, body, "settings")]
+        parts = [
+            sentence("The settings in which the groups differ."),
+            html_table(head, body, "settings"),
+        ]
     elif len(groups) == 1:
         parts = [sentence("There is one group only: its runs differ at most in their seed.")]
     every_equal = folded(
-        f"{len(equal)} settings that are equal in all runs", html_table(["setting", "value"], equal, "settings")
+        f"{len(equal)} settings that are equal in all runs",
+        html_table(["setting", "value"], equal, "settings"),
     )
-    return section("Settings", *parts, every_equal, folded("All runs", _runs(groups)), name="settings")
+    return section(
+        "Settings", *parts, every_equal, folded("All runs", _runs(groups)), name="settings"
+    )
 
 
 def cost(groups: Sequence[Group], style: Style) -> Html | None:
@@ -168,13 +202,18 @@ def cost(groups: Sequence[Group], style: Style) -> Html | None:
     if not some:
         return None
     times = (
-        "A method that takes longer for a round lies further right. Both axes are means over seeds after each round."
+        "A method that takes longer for a round lies further right. Both axes are means over seeds "
+        "after each round."
     )
     phases = (
-        "Seconds of a run, mean over seeds: training at the clients (full colour), measuring (lighter), and "
+        "Seconds of a run, mean over seeds: training at the clients (full colour), measuring "
+        "(lighter), and "
         "the rest, such as aggregation and checkpoints (lightest)."
     )
-    sent = "Megabytes of a run, mean over seeds: what clients sent (up, full colour) and received (down, lighter)."
+    sent = (
+        "Megabytes of a run, mean over seeds: what clients sent (up, full colour) and received "
+        "(down, lighter)."
+    )
     figures = [
         figure([seconds_by_phase(some, style)], phases, "Seconds by phase"),
         figure([megabytes(some, style)], sent, "Megabytes sent"),
@@ -182,10 +221,15 @@ def cost(groups: Sequence[Group], style: Style) -> Html | None:
     if measured(some, "accuracy"):
         figures.insert(0, figure([over_seconds(some, style)], times, "Accuracy by seconds"))
     if any(seconds_of(g) for g in some):
-        looked = "Seconds that each measure took in a run, mean over seeds. Local models are measured at the clients."
+        looked = (
+            "Seconds that each measure took in a run, mean over seeds. Local models are measured "
+            "at the clients."
+        )
         figures.append(figure([seconds_by_measure(some, style)], looked, "Seconds by measure"))
     says = "Seconds depend on the machine and on what else ran on it. Bytes do not."
-    return section("What it costs", sentence(says), key(some, style), grid(figures, "small top"), name="cost")
+    return section(
+        "What it costs", sentence(says), key(some, style), grid(figures, "small top"), name="cost"
+    )
 
 
 def failures(groups: Sequence[Group], style: Style) -> Html | None:
@@ -196,14 +240,28 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
         counts = Counter(str(e["refused"]) for e in refused)
         for reason, count in counts.most_common(MOST_REASONS):
             own = [e for e in refused if str(e["refused"]) == reason]
-            lines.append([labelled(group, style), reason, str(count), _ids(own, "client"), _ids(own, "round")])
+            lines.append(
+                [
+                    labelled(group, style),
+                    reason,
+                    str(count),
+                    _ids(own, "client"),
+                    _ids(own, "round"),
+                ]
+            )
         if len(counts) > MOST_REASONS:
             rest = sum(counts.values()) - sum(n for _, n in counts.most_common(MOST_REASONS))
             more = f"{len(counts) - MOST_REASONS} more reasons"
             lines.append([labelled(group, style), more, str(rest), NONE, NONE])
     if not lines:
         return None
-    ended = {e["round"] <= len(r.rounds) for g in groups for r in g.runs for e in r.clients if "refused" in e}
+    ended = {
+        e["round"] <= len(r.rounds)
+        for g in groups
+        for r in g.runs
+        for e in r.clients
+        if "refused" in e
+    }
     says = "Replies of clients that failed, or whose numbers were refused."
     if True in ended:
         says += f" The rounds{' that ended' if False in ended else ''} went on without them."
@@ -224,7 +282,9 @@ def _runs(groups: Sequence[Group]) -> Html:
             state = "finished" if run.finished else "unfinished"
             state += ", left out: another run has this seed" if run in group.repeats else ""
             reached = run.rounds[-1]["round"] if run.rounds else 0
-            body.append([str(run.named), group.label, str(run.seed), f"{reached} of {run.asked}", state])
+            body.append(
+                [str(run.named), group.label, str(run.seed), f"{reached} of {run.asked}", state]
+            )
     return html_table(head, body, "settings")
 
 

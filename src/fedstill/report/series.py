@@ -56,7 +56,9 @@ def of_runs(curves: Sequence[dict[int, float]]) -> Series:
 
 
 def trained(group: Group) -> Series:
-    """Seconds that clients trained, from the start to the end of each round, summed over them; 0 for round 0."""
+    """Seconds that clients trained, from the start to the end of each round, summed over them; 0
+    for round 0.
+    """
     return _series([_passed(run, "seconds_clients") for run in group.started])
 
 
@@ -76,7 +78,9 @@ def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
 
 
 def phases(run: Run) -> Phases:
-    """A run's seconds by phase; clients that worked side by side share the time on the clock in proportion."""
+    """A run's seconds by phase; clients that worked side by side share the time on the clock in
+    proportion.
+    """
     training = measuring = busy = 0.0
     for event in run.clients:
         training += event.get("seconds_training") or 0.0
@@ -92,7 +96,9 @@ def phases(run: Run) -> Phases:
 
 def _passed(run: Run, key: str) -> dict[int, float]:
     numbers = [0, *(e["round"] for e in run.rounds)]
-    return dict(zip(numbers, accumulate([0.0, *(e.get(key) or 0.0 for e in run.rounds)]), strict=True))
+    return dict(
+        zip(numbers, accumulate([0.0, *(e.get(key) or 0.0 for e in run.rounds)]), strict=True)
+    )
 
 
 def _series(curves: Sequence[dict[int, float]]) -> Series:

@@ -1,4 +1,6 @@
-"""Several methods, settings and seeds side by side: from Python, and what the command ``compare`` shares with that."""
+"""Several methods, settings and seeds side by side: from Python, and what the command ``compare``
+shares with that.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,23 @@ def compare(
     debug: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Run methods × a grid × seeds, several runs at once, as ``fedstill compare`` does, and compare them.
+    """Run methods × a grid × seeds, several runs at once, as ``fedstill compare`` does, and compare
+    them.
 
-    ``methods``, ``seeds``: unset, the experiment's. ``grid``: values by key, e.g. ``{"method.beta": [0.1, 1]}``.
-    ``out``: the folder of the runs; unset, one is made under ``runs/``. The report and tables are written there. The
-    same call goes on where it was stopped; finished runs are left alone. ``jobs``: how many runs at once, at least 1;
-    unset, one a core. ``track``: trackers by name. ``overwrite``, ``debug``: as for ``run``. ``quiet``: no progress.
-    Raises ConfigError before anything is trained, RunsFailed when all runs have ended and some of them failed, and
+    ``methods``, ``seeds``: unset, the experiment's. ``grid``: values by key, e.g.
+    ``{"method.beta": [0.1, 1]}``.
+    ``out``: the folder of the runs; unset, one is made under ``runs/``. The report and tables are
+    written there. The same call goes on where it was stopped; finished runs are left
+    alone. ``jobs``: how many runs at once, at least 1; unset, one a core. ``track``: trackers by
+    name. ``overwrite``, ``debug``: as for ``run``. ``quiet``: no progress. Raises ConfigError
+    before anything is trained, RunsFailed when all runs have ended and some of them failed, and
     Interrupted after Ctrl-C.
     """
     methods, seeds, grid = plain_value(methods), plain_value(seeds), plain_value(grid)
     if isinstance(methods, str) or isinstance(seeds, int):
-        raise ConfigError('methods and seeds are lists: methods=["fedavg", "fedntd"], seeds=[1, 2, 3]')
+        raise ConfigError(
+            'methods and seeds are lists: methods=["fedavg", "fedntd"], seeds=[1, 2, 3]'
+        )
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs} must be at least 1")
     folder = named_path(out) if out else new_folder("compare")
@@ -79,22 +86,31 @@ def followed_outcomes(
     """Do the runs, and show how far they are unless ``quiet``."""
     device = "cuda" if any(v.settings.device == "cuda" for v in runs) else "cpu"
     with followed_runs(quiet) as shown:
-        return carry_out_runs(runs, jobs or jobs_that_fit(device), shown.show, debug, overwrite, track)
+        return carry_out_runs(
+            runs, jobs or jobs_that_fit(device), shown.show, debug, overwrite, track
+        )
 
 
 def begun_of(runs: Sequence[Variant], outcomes: Sequence[Outcome]) -> list[Path]:
-    """The folders of the runs that have done a round, and of those beside them that failed in the first.
+    """The folders of the runs that have done a round, and of those beside them that failed in the
+    first.
 
     Not those of runs that others only start from, nor of a row none of whose runs has done a round.
     """
     asked = {v.folder for v in runs}
     there = [o for o in outcomes if o.variant.folder in asked]
     rows = {o.variant.label for o in there if o.done}
-    return [o.variant.folder for o in there if o.done or (o.variant.label in rows and _failed_at_once(o))]
+    return [
+        o.variant.folder
+        for o in there
+        if o.done or (o.variant.label in rows and _failed_at_once(o))
+    ]
 
 
 def _failed_at_once(outcome: Outcome) -> bool:
-    """Whether a run began and failed in its first round; its folder may hold another run, or a damaged one."""
+    """Whether a run began and failed in its first round; its folder may hold another run, or a
+    damaged one.
+    """
     config = outcome.variant.folder / CONFIG
     if not outcome.problem or not config.is_file():
         return False
@@ -113,14 +129,17 @@ def write_files(begun: Sequence[Path], folder: Path) -> Path:
 
 
 def _raise_unless_finished(outcomes: Sequence[Outcome], folder: Path) -> None:
-    failed = [f"{o.variant.label}, seed {o.variant.seed}: {o.problem}" for o in outcomes if o.problem]
+    failed = [
+        f"{o.variant.label}, seed {o.variant.seed}: {o.problem}" for o in outcomes if o.problem
+    ]
     if failed:
         many = f"{len(failed)} of {len(outcomes)} runs failed"
         todo = f"the others: fedstill.Comparison.of({str(folder)!r})"
         raise RunsFailed(f"{many}: {'; '.join(failed)}; {todo}")
     if left := sum(o.state != "finished" for o in outcomes):
         raise Interrupted(
-            f"stopped; the same call with out={str(folder)!r} goes on with {left} of {len(outcomes)} runs"
+            f"stopped; the same call with out={str(folder)!r} goes on with {left} of "
+            f"{len(outcomes)} runs"
         )
 
 
@@ -130,7 +149,8 @@ def _refuse_lives(runs: Sequence[Variant]) -> None:
     if lives:
         names = ", ".join(sorted(name.removeprefix("python:") for name in lives))
         raise ConfigError(
-            f"the runs of a comparison are processes of their own and cannot import {names}: put it in a file"
+            f"the runs of a comparison are processes of their own and cannot import {names}: put "
+            "it in a file"
         )
 
 

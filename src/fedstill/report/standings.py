@@ -1,4 +1,6 @@
-"""The standings of a suite: from the entries' runs to ranks, differences, shares of the gap and what they cost."""
+"""The standings of a suite: from the entries' runs to ranks, differences, shares of the gap and
+what they cost.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ DIGITS = 5
 class RankedRow:
     """One row's runs: a score for each (column, seed).
 
-    ``fields``: what was chosen over the suite's settings, of ``tries`` configurations. ``diverged``: why, by run.
+    ``fields``: what was chosen over the suite's settings, of ``tries``
+    configurations. ``diverged``: why, by run.
     ``tasks``: by run, the accuracy on each task at each task's end (T, T), where there are tasks.
     ``status``: how near a replay came. ``processor``: what the runs were made on.
     """
@@ -43,7 +46,9 @@ class RankedRow:
 
     def column(self, column: str, number: str = "accuracy") -> dict[int, float]:
         """A number by seed."""
-        return {seed: getattr(score, number) for (c, seed), score in self.scores.items() if c == column}
+        return {
+            seed: getattr(score, number) for (c, seed), score in self.scores.items() if c == column
+        }
 
     def mean(self, number: str, columns: Sequence[str]) -> float:
         """The mean over columns and seeds; NaN where nothing has it."""
@@ -51,7 +56,9 @@ class RankedRow:
         return float(np.mean(values)) if values else float("nan")
 
     def kept(self, columns: Sequence[str]) -> float:
-        """Mean accuracy over mean learned, so that the two multiply to the accuracy shown; NaN if a run has no kept."""
+        """Mean accuracy over mean learned, so that the two multiply to the accuracy shown; NaN if a
+        run has no kept.
+        """
         if any(math.isnan(v) for c in columns for v in self.column(c, "kept").values()):
             return float("nan")
         learned = self.mean("learned", columns)
@@ -60,11 +67,12 @@ class RankedRow:
 
 @dataclass(frozen=True)
 class Placed:
-    """A row's place: numbers over all columns. Intervals are those of ``metrics.ranks.interval``, 95 of 100.
+    """A row's place: numbers over all columns. Intervals are those of ``metrics.ranks.interval``,
+    95 of 100.
 
-    ``apart``: the mean difference to the row that differences are to, with its interval and Holm's p; None for that
-    row itself. ``share``: of the gap between floor and ceiling, the mean over columns that have both. ``cpu``: over
-    FedAvg's; NaN where that was made on another processor.
+    ``apart``: the mean difference to the row that differences are to, with its interval and Holm's
+    p; None for that row itself. ``share``: of the gap between floor and ceiling, the mean over
+    columns that have both. ``cpu``: over FedAvg's; NaN where that was made on another processor.
     """
 
     row: RankedRow
@@ -84,10 +92,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Standings:
-    """One suite's rows, the best mean rank first; ``bounds``: rows that are not ranked, the ceilings.
+    """One suite's rows, the best mean rank first; ``bounds``: rows that are not ranked, the
+    ceilings.
 
-    ``bars``: groups of rows of which no two can be told apart by rank. ``beats``: the share of blocks that a row wins
-    against another.
+    ``bars``: groups of rows of which no two can be told apart by rank. ``beats``: the share of
+    blocks that a row wins against another.
     """
 
     suite: Suite
@@ -111,7 +120,10 @@ class Standings:
     @property
     def processors(self) -> dict[str, list[str]]:
         """The rows that were made on each processor; the one with the most rows comes first."""
-        of = {row.processor: [r.name for r in self.rows if r.processor == row.processor] for row in self.rows}
+        of = {
+            row.processor: [r.name for r in self.rows if r.processor == row.processor]
+            for row in self.rows
+        }
         return dict(sorted(of.items(), key=lambda each: -len(each[1])))
 
     def cell(self, row: RankedRow, column: str, number: str = "accuracy") -> Spread | None:
@@ -119,24 +131,40 @@ class Standings:
         return spread([v for v in row.column(column, number).values() if not math.isnan(v)])
 
     def difference(self, row: RankedRow, column: str) -> Difference | None:
-        """How far a cell is from the one that differences are to, paired by seed, with Student's interval."""
+        """How far a cell is from the one that differences are to, paired by seed, with Student's
+        interval.
+        """
         base = next((r for r in self.rows if r.name == self.suite.against), None)
-        return None if base is None or row is base else paired_difference(row.column(column), base.column(column))
+        return (
+            None
+            if base is None or row is base
+            else paired_difference(row.column(column), base.column(column))
+        )
 
     def ceiling(self, column: str) -> RankedRow | None:
         """The row at share 1 of a column; None where there is none."""
-        return next((r for r in self.bounds if r.name in self.suite.ceilings and r.column(column)), None)
+        return next(
+            (r for r in self.bounds if r.name in self.suite.ceilings and r.column(column)), None
+        )
 
 
 def row_of(entry: Entered, suite: Suite, status: str = NOT_REPLAYED) -> RankedRow:
     """The scores of an entry's runs; the suite has its row."""
     places = [(c, s) for c in suite.columns(entry.row) for s in TEST_SEEDS]
     scores = {(c, s): score_of(entry.run(c, s), rounds_of(entry.run(c, s))) for c, s in places}
-    diverged = {(c, s): entry.diverged[run_place(c, s)] for c, s in scores if run_place(c, s) in entry.diverged}
+    diverged = {
+        (c, s): entry.diverged[run_place(c, s)]
+        for c, s in scores
+        if run_place(c, s) in entry.diverged
+    }
     ends = {(c, s): task_rows(events_of(entry.run(c, s) / "journal.jsonl")) for c, s in scores}
-    tasks = {run: [[round(v, DIGITS) for v in row] for row in own] for run, own in ends.items() if own}
+    tasks = {
+        run: [[round(v, DIGITS) for v in row] for row in own] for run, own in ends.items() if own
+    }
     made_on = str(entry.made.get("processor", ""))
-    return RankedRow(entry.row, scores, entry.fields, len(entry.tries), diverged, status, tasks, made_on)
+    return RankedRow(
+        entry.row, scores, entry.fields, len(entry.tries), diverged, status, tasks, made_on
+    )
 
 
 def standings(suite: Suite, rows: Sequence[RankedRow]) -> Standings:
@@ -147,7 +175,9 @@ def standings(suite: Suite, rows: Sequence[RankedRow]) -> Standings:
     bare = Standings(suite, rows, (), bounds, (), {}, missing)
     if not ranked:
         return bare
-    scores = np.array([[[row.scores[c, s].accuracy for s in TEST_SEEDS] for c in bare.columns] for row in ranked])
+    scores = np.array(
+        [[[row.scores[c, s].accuracy for s in TEST_SEEDS] for c in bare.columns] for row in ranked]
+    )
     placed = _places(bare, ranked, scores)
     names, order = [row.name for row in ranked], {p.row.name: p.rank for p in placed}
     groups = [[names[i] for i in group] for group in over.bars(over.told_apart(over.ranks(scores)))]
@@ -160,14 +190,22 @@ def standings(suite: Suite, rows: Sequence[RankedRow]) -> Standings:
 
 def _places(bare: Standings, ranked: Sequence[RankedRow], scores: Values) -> list[Placed]:
     base = next((i for i, row in enumerate(ranked) if row.name == bare.suite.against), None)
-    apart = [None if base is None or i == base else _apart(own - scores[base]) for i, own in enumerate(scores)]
+    apart = [
+        None if base is None or i == base else _apart(own - scores[base])
+        for i, own in enumerate(scores)
+    ]
     adjusted = iter(over.holm([a.p for a in apart if a]))
     by_rank = over.ranks(scores)
     means, columns = by_rank.mean(axis=(1, 2)), bare.columns
     order = sorted(range(len(ranked)), key=lambda i: (means[i], ranked[i].name))
-    floor = next((row for row in ranked if row.name == "FedAvg"), None if base is None else ranked[base])
+    floor = next(
+        (row for row in ranked if row.name == "FedAvg"), None if base is None else ranked[base]
+    )
     holm = [next(adjusted) if a else math.nan for a in apart]
-    wins = [[over.win_rate(own, other) for j, other in enumerate(scores) if j != i] for i, own in enumerate(scores)]
+    wins = [
+        [over.win_rate(own, other) for j, other in enumerate(scores) if j != i]
+        for i, own in enumerate(scores)
+    ]
     return [
         Placed(
             ranked[i],
@@ -190,14 +228,20 @@ def _places(bare: Standings, ranked: Sequence[RankedRow], scores: Values) -> lis
 
 def _cpu(row: RankedRow, floor: RankedRow | None, columns: Sequence[str]) -> float:
     """CPU seconds over the floor's; NaN without one, and where it was made on another processor."""
-    if floor is None or floor.processor != row.processor or not (least := floor.mean("seconds_cpu", columns)):
+    if (
+        floor is None
+        or floor.processor != row.processor
+        or not (least := floor.mean("seconds_cpu", columns))
+    ):
         return math.nan
     return row.mean("seconds_cpu", columns) / least
 
 
 def _apart(differences: Values) -> Difference:
     low, high = over.interval(differences)
-    return Difference(float(differences.mean()), low, high, over.sign_flips(differences), differences.size)
+    return Difference(
+        float(differences.mean()), low, high, over.sign_flips(differences), differences.size
+    )
 
 
 def _share(bare: Standings, ranked: Sequence[RankedRow], i: int) -> float:
@@ -206,7 +250,9 @@ def _share(bare: Standings, ranked: Sequence[RankedRow], i: int) -> float:
     for column in bare.columns:
         ceiling = bare.ceiling(column)
         if floor is not None and ceiling is not None:
-            ends = [float(np.mean(list(r.column(column).values()))) for r in (ranked[i], floor, ceiling)]
+            ends = [
+                float(np.mean(list(r.column(column).values()))) for r in (ranked[i], floor, ceiling)
+            ]
             shares.append(over.share_of_gap(*ends))
     known = [s for s in shares if not math.isnan(s)]
     return float(np.mean(known)) if known else math.nan

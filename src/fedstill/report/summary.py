@@ -1,4 +1,6 @@
-"""The table of a comparison: a line for each group of runs, a column for each number that was measured."""
+"""The table of a comparison: a line for each group of runs, a column for each number that was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a group, its number of seeds, and each number over them; None where nothing was measured."""
+    """A line of the table: a group, its number of seeds, and each number over them; None where
+    nothing was measured.
+    """
 
     label: str
     seeds: str
@@ -28,14 +32,22 @@ class Row:
 
 def rows(groups: Sequence[Group]) -> list[Row]:
     """The table: one line a group."""
-    return [Row(g.label, g.counted, _note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS}) for g in groups]
+    return [
+        Row(g.label, g.counted, _note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS})
+        for g in groups
+    ]
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that at least one line has; what clients have of a run only where some have models of their own."""
+    """The columns that at least one line has; what clients have of a run only where some have
+    models of their own.
+    """
     there = [m for m in COLUMNS if any(r.values[m.key] is not None for r in rows)]
     own = any(r.values["personal_forgetting"] is not None for r in rows)
-    first = [*(m for m in there if own and m.key.startswith("own_test_")), *(PERSONAL if own else ())]
+    first = [
+        *(m for m in there if own and m.key.startswith("own_test_")),
+        *(PERSONAL if own else ()),
+    ]
     return [*first, *(m for m in there if m not in (*first, *PERSONAL))]
 
 

@@ -1,4 +1,6 @@
-"""A comparison's table, and its differences paired by seed, as CSV with all digits, Markdown and LaTeX."""
+"""A comparison's table, and its differences paired by seed, as CSV with all digits, Markdown and
+LaTeX.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,29 @@ from fedstill.report.numbers import Column, reported
 from fedstill.report.summary import NONE, columns, rows
 from fedstill.written_over import OF_TABLES, refuse_other_kind
 
-IN_LATEX = {"\\": r"\textbackslash{}", **{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\^{}"}
+IN_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\^{}",
+}
 """What LaTeX reads as a command, and what it prints as the sign."""
 
 NUMBER = r"[-+]?[\d.]+"
 """A number in a cell, whose sign LaTeX prints as such in mathematics alone."""
 
 DIFFERENCE = ("difference", "low", "high", "p", "seeds")
-"""What is said of a difference: mean, ends of its 95 % interval, p of the paired t test, how many seeds both have."""
+"""What is said of a difference: mean, ends of its 95 % interval, p of the paired t test, how many
+seeds both have.
+"""
 
 
 def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> list[Path]:
     """Write results and differences, three files each; the paths.
 
-    against: the label of the group that all others are compared with; empty: the first. Raises ConfigError if there is
-    none of that label, and before anything is written over a file of these names that is no such table.
+    against: the label of the group that all others are compared with; empty: the first. Raises
+    ConfigError if there is none of that label, and before anything is written over a file of these
+    names that is no such table.
     """
     base = group_named(against, compared)
     head, lines = result_lines(compared)
@@ -56,13 +66,16 @@ def group_named(label: str, compared: Sequence[Group]) -> Group:
     """The group of a label, the first where it is empty; raises ConfigError if there is none."""
     if label and label not in {g.label for g in compared}:
         raise ConfigError(
-            f"there is no {label!r} to compare with; choose one of {', '.join(g.label for g in compared)}"
+            f"there is no {label!r} to compare with; choose one of "
+            f"{', '.join(g.label for g in compared)}"
         )
     return next(g for g in compared if g.label == (label or compared[0].label))
 
 
 def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of the table: mean ± sample standard deviation over seeds; in the order of ``best_first``."""
+    """Head and lines of the table: mean ± sample standard deviation over seeds; in the order of
+    ``best_first``.
+    """
     lines = rows(best_first(compared)[0])
     shown = columns(lines)
     head = ["", "seeds", *(f"{m.title} [{m.unit}]" for m in shown)]
@@ -70,12 +83,20 @@ def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]
 
 
 def differences(compared: Sequence[Group], base: Group) -> Iterator[list[str]]:
-    """Of each other group and each number: label, the base's, the number, its unit, and ``DIFFERENCE``, all digits."""
+    """Of each other group and each number: label, the base's, the number, its unit, and
+    ``DIFFERENCE``, all digits.
+    """
     shown = columns(rows(compared))
     for group in (g for g in compared if g is not base):
         for column in shown:
             if apart := difference(group, base, column):
-                yield [group.label, base.label, column.title, column.unit, *_digits(apart, column.scale)]
+                yield [
+                    group.label,
+                    base.label,
+                    column.title,
+                    column.unit,
+                    *_digits(apart, column.scale),
+                ]
 
 
 def difference(group: Group, base: Group, column: Column) -> Difference | None:
@@ -89,7 +110,11 @@ def _by_seed(group: Group, key: str) -> dict[int, float]:
 
 
 def _digits(apart: Difference, scale: float) -> list[str]:
-    ends = ["", "", ""] if apart.pairs < 2 else [repr(scale * apart.low), repr(scale * apart.high), repr(apart.p)]
+    ends = (
+        ["", "", ""]
+        if apart.pairs < 2
+        else [repr(scale * apart.low), repr(scale * apart.high), repr(apart.p)]
+    )
     return [repr(scale * apart.mean), *ends, str(apart.pairs)]
 
 
@@ -105,13 +130,18 @@ def difference_lines(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[li
 
 
 def _wide(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """The results with a column for each number: means, standard deviations and how many seeds have it, all digits.
+    """The results with a column for each number: means, standard deviations and how many seeds have
+    it, all digits.
 
     A single seed has no standard deviation: its cell is empty.
     """
     lines = rows(best_first(compared)[0])
     shown = columns(lines)
-    head = ["label", "note", *(f"{m.title} [{m.unit}] {what}" for m in shown for what in ("mean", "sd", "seeds"))]
+    head = [
+        "label",
+        "note",
+        *(f"{m.title} [{m.unit}] {what}" for m in shown for what in ("mean", "sd", "seeds")),
+    ]
     out = []
     for row in lines:
         cells = [row.label, row.note]
@@ -150,7 +180,10 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     marks = ["---", *("---:" for _ in head[1:])]
     table = [head, *lines]
     shown = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in table]
-    return "\n".join([f"| {shown[0]} |", f"|{'|'.join(marks)}|", *(f"| {row} |" for row in shown[1:])]) + "\n"
+    return (
+        "\n".join([f"| {shown[0]} |", f"|{'|'.join(marks)}|", *(f"| {row} |" for row in shown[1:])])
+        + "\n"
+    )
 
 
 def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -167,7 +200,10 @@ def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """
     shown = [" & ".join(_in_latex(cell) for cell in row) + r" \\" for row in (head, *lines)]
     body = [r"\toprule", shown[0], r"\midrule", *shown[1:], r"\bottomrule"]
-    return "\n".join([rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", *body, r"\end{tabular}"]) + "\n"
+    return (
+        "\n".join([rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", *body, r"\end{tabular}"])
+        + "\n"
+    )
 
 
 def _in_latex(cell: str) -> str:

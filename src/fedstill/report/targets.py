@@ -16,26 +16,38 @@ STEP, MOST = 0.05, 5
 
 
 def targets(groups: Sequence[Group], style: Style) -> Html | None:
-    """Accuracy by seconds of training, and the seconds to each of some targets; None if nothing was measured."""
+    """Accuracy by seconds of training, and the seconds to each of some targets; None if nothing was
+    measured.
+    """
     some = [g for g in groups if len(over_seeds(g, "accuracy").rounds) > 1 and any(trained(g).mean)]
     if not some:
         return None
     goals = _goals(some)
     head: list[Cell] = ["", "teachers", *(f"{100 * goal:.0f} %" for goal in goals)]
-    body: list[list[Cell]] = [[labelled(g, style), _teachers(g), *(_seconds(g, goal) for goal in goals)] for g in some]
+    body: list[list[Cell]] = [
+        [labelled(g, style), _teachers(g), *(_seconds(g, goal) for goal in goals)] for g in some
+    ]
     says = (
-        "Seconds of training, summed over clients, whether they trained one after another or side by side. "
+        "Seconds of training, summed over clients, whether they trained one after another or side "
+        "by side. "
         "Measuring and saving are left out."
     )
     reached = (
-        "Seconds of training until the accuracy first reaches a target: mean ± one standard deviation over "
-        "the seeds that reach it, and how many seeds reach it if not all do. Teachers: how many models teach "
+        "Seconds of training until the accuracy first reaches a target: mean ± one standard "
+        "deviation over "
+        "the seeds that reach it, and how many seeds reach it if not all do. Teachers: how many "
+        "models teach "
         "a client, on average."
     )
     times = (
-        "A method that takes longer for a round lies further right. Both axes are means over seeds after each round."
+        "A method that takes longer for a round lies further right. Both axes are means over seeds "
+        "after each round."
     )
-    drawn = figure([over(some, style, trained, "seconds of training")], times, "Accuracy by seconds of training")
+    drawn = figure(
+        [over(some, style, trained, "seconds of training")],
+        times,
+        "Accuracy by seconds of training",
+    )
     parts = [sentence(says), key(some, style), drawn]
     if goals:
         parts += [sentence(reached), html_table(head, body, "numbers wide")]
@@ -54,7 +66,13 @@ def seconds_to(run: Run, goal: float) -> float | None:
 
 def _goals(groups: Sequence[Group]) -> list[float]:
     """The highest few multiples of 5 % that any run reaches."""
-    best = max(e["accuracy"] for g in groups for r in g.started for e in r.rounds if e.get("accuracy") is not None)
+    best = max(
+        e["accuracy"]
+        for g in groups
+        for r in g.started
+        for e in r.rounds
+        if e.get("accuracy") is not None
+    )
     steps = int(best / STEP + 1e-9)
     return [STEP * n for n in range(max(1, steps - MOST + 1), steps + 1)]
 
@@ -65,9 +83,18 @@ def _seconds(group: Group, goal: float) -> str:
     if value is None:
         return NONE
     text = three_digits(value.mean, *([value.std] if value.runs > 1 else []))
-    return text if len(times) == len(group.started) else f"{text} ({len(times)} of {len(group.started)})"
+    return (
+        text
+        if len(times) == len(group.started)
+        else f"{text} ({len(times)} of {len(group.started)})"
+    )
 
 
 def _teachers(group: Group) -> str:
-    counts = [len(e["teachers"]) for r in group.started for e in r.clients if isinstance(e.get("teachers"), list)]
+    counts = [
+        len(e["teachers"])
+        for r in group.started
+        for e in r.clients
+        if isinstance(e.get("teachers"), list)
+    ]
     return f"{sum(counts) / len(counts):.3g}" if counts else NONE

@@ -1,4 +1,6 @@
-"""Runs that are done already, for TensorBoard: the same numbers that a tracker is told while a run goes on."""
+"""Runs that are done already, for TensorBoard: the same numbers that a tracker is told while a run
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ from fedstill.report.runs import JOURNAL, Run, find
 
 
 def export_tensorboard(directories: Sequence[Path], out: Path) -> list[Path]:
-    """Write the numbers of the runs in (or below) some directories as TensorBoard's, a folder a run; the folders.
+    """Write the numbers of the runs in (or below) some directories as TensorBoard's, a folder a
+    run; the folders.
 
-    Raises ConfigError if there is no run, if ``out`` holds anything (events would be doubled) or cannot be written, or
-    if TensorBoard is not installed.
+    Raises ConfigError if there is no run, if ``out`` holds anything (events would be doubled) or
+    cannot be written, or if TensorBoard is not installed.
     """
     return export(directories, out, TensorBoard)
 
 
-def export(directories: Sequence[Path], out: Path, tracker: Callable[[Path], Tracker]) -> list[Path]:
+def export(
+    directories: Sequence[Path], out: Path, tracker: Callable[[Path], Tracker]
+) -> list[Path]:
     """Tell each run to a tracker of its own, made for a folder under ``out``.
 
     Raises ConfigError for a folder that is not empty, or cannot be written.
@@ -34,7 +39,9 @@ def export(directories: Sequence[Path], out: Path, tracker: Callable[[Path], Tra
     folders = [out / name for name in labels]
     try:
         if out.exists() and any(out.iterdir()):
-            raise ConfigError(f"{out} is not empty; name a new directory, so that no event is there twice")
+            raise ConfigError(
+                f"{out} is not empty; name a new directory, so that no event is there twice"
+            )
         for run, folder in zip(runs, folders, strict=True):
             _tell(run, folder.name, tracker(folder))
     except OSError as error:
@@ -58,7 +65,9 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     labels = {id(r): g.label for g in group(runs) for r in (*g.runs, *g.repeats)}
     names: list[str] = []
     for run in runs:
-        label = "".join(c if c.isalnum() or c in "-_.=, " else "-" for c in labels[id(run)]).replace(", ", "_")
+        label = "".join(
+            c if c.isalnum() or c in "-_.=, " else "-" for c in labels[id(run)]
+        ).replace(", ", "_")
         name = f"{label}-seed{run.seed}"
         names.append(name if name not in names else f"{name}-{len(names)}")
     return names

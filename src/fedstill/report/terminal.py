@@ -34,7 +34,9 @@ LEAST = 20
 
 
 UNBROKEN, SENTENCES = 1000, 100
-"""Columns of a standard output that is no terminal: rows of numbers and paths stay whole there, sentences don't."""
+"""Columns of a standard output that is no terminal: rows of numbers and paths stay whole there,
+sentences don't.
+"""
 
 
 class _Trimmed(io.TextIOBase):
@@ -55,7 +57,8 @@ class _Trimmed(io.TextIOBase):
 def console(sentences: bool = False) -> Console:
     """Where people look: the standard output, as wide as the terminal is, or as ``COLUMNS`` says.
 
-    sentences: what is printed is text more than numbers; in a file or a pipe its lines are broken to be read.
+    sentences: what is printed is text more than numbers; in a file or a pipe its lines are broken
+    to be read.
     """
     here = Console(highlight=False, markup=False)
     if here.is_terminal:
@@ -65,7 +68,9 @@ def console(sentences: bool = False) -> Console:
 
 
 def tell(screen: Console, text: str) -> None:
-    """Print a sentence: a terminal's lines are broken between words; in a file or a pipe it is one line."""
+    """Print a sentence: a terminal's lines are broken between words; in a file or a pipe it is one
+    line.
+    """
     screen.print(text, soft_wrap=not screen.is_terminal)
 
 
@@ -76,9 +81,11 @@ def percent(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class PlainTable:
-    """A table in a terminal, in as many parts as its width needs: each begins with the first column.
+    """A table in a terminal, in as many parts as its width needs: each begins with the first
+    column.
 
-    words: so many columns hold text, which is broken between words; the others hold numbers, which stay whole.
+    words: so many columns hold text, which is broken between words; the others hold numbers, which
+    stay whole.
     """
 
     head: Sequence[str]
@@ -106,12 +113,18 @@ class PlainTable:
         """The least width of each column, so that any of them has room beside the first."""
         longest = list(map(self._longest, range(len(self.head))))
         least = [min(n, LEAST) if 0 < i < self.words else n for i, n in enumerate(longest)]
-        needs = [max([n, *map(cell_len, head.split())]) for n, head in zip(least, self.head, strict=True)]
+        needs = [
+            max([n, *map(cell_len, head.split())]) for n, head in zip(least, self.head, strict=True)
+        ]
         others = [min(n, width - GAP - min(needs[0], width // 2)) for n in needs[1:]]
         return [min(needs[0], width - GAP - max(others, default=0)), *others]
 
-    def _filled(self, part: Sequence[int], needs: Sequence[int], whole: Sequence[int], width: int) -> list[int]:
-        """The widths of all columns: what a part's line has left goes to heads that it has room for, then to texts."""
+    def _filled(
+        self, part: Sequence[int], needs: Sequence[int], whole: Sequence[int], width: int
+    ) -> list[int]:
+        """The widths of all columns: what a part's line has left goes to heads that it has room
+        for, then to texts.
+        """
         widths = list(needs)
         more = [a - b for a, b in zip(whole, needs, strict=True)]
         for i in part:
@@ -137,7 +150,9 @@ def _together(widths: Sequence[int], part: Sequence[int]) -> int:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> PlainTable:
-    """A plain table; the first ``words`` columns hold text and are left-aligned, the others numbers."""
+    """A plain table; the first ``words`` columns hold text and are left-aligned, the others
+    numbers.
+    """
     return PlainTable(columns, rows, words)
 
 
@@ -149,29 +164,39 @@ def drawn_split(
     names: Sequence[str] = (),
     tests: Mapping[int, int] = MappingProxyType({}),
 ) -> Text:
-    """The split drawn: a row for each client, a mark for each class (or a few), darker where the client has more.
+    """The split drawn: a row for each client, a mark for each class (or a few), darker where the
+    client has more.
 
-    Of more clients than ``most`` the first are drawn, and the others counted. names: what clients are called in the
-    data. tests: how many examples their own test sets have.
+    Of more clients than ``most`` the first are drawn, and the others counted. names: what clients
+    are called in the data. tests: how many examples their own test sets have.
     """
-    shown = [str(name)[:MOST_OF_NAME] for name in names[:most]] or [str(c) for c in range(min(most, len(counts)))]
+    shown = [str(name)[:MOST_OF_NAME] for name in names[:most]] or [
+        str(c) for c in range(min(most, len(counts)))
+    ]
     side = max(6, *map(len, shown)) if shown else 6
     room = max(10, width - side - 34 - (20 if tests else 0))
     grouped = -(-len(classes) // room)
     wide = 2 if 2 * len(classes) <= room else 1
-    rows = [[sum(row[i : i + grouped]) for i in range(0, len(row), grouped)] for row in counts[:most]]
+    rows = [
+        [sum(row[i : i + grouped]) for i in range(0, len(row), grouped)] for row in counts[:most]
+    ]
     top = max((max(row) for row in rows), default=0) or 1
     names = ", ".join(classes)
     text = Text(
-        f"classes {names if len(names) < width else f'0 to {len(classes) - 1}'}; ", no_wrap=True, overflow="ellipsis"
+        f"classes {names if len(names) < width else f'0 to {len(classes) - 1}'}; ",
+        no_wrap=True,
+        overflow="ellipsis",
     )
     text.append(
-        f"each mark is {'a class' if grouped == 1 else f'{grouped} classes'}; a full mark is {top:,} examples\n"
+        f"each mark is {'a class' if grouped == 1 else f'{grouped} classes'}; a full mark is "
+        f"{top:,} examples\n"
     )
     for client, row in enumerate(rows):
         cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
         has = f"{sum(row):,} examples, {_classes(counts[client])}"
-        own = f", own test {tests[client]:,}" if client in tests else ", no own test" if tests else ""
+        own = (
+            f", own test {tests[client]:,}" if client in tests else ", no own test" if tests else ""
+        )
         text.append(f"{shown[client]:>{side}}  {cells}  {has}{own}\n")
     if len(counts) > most:
         text.append(f"{'…':>{side}}  and {len(counts) - most:,} more clients\n")
@@ -184,12 +209,21 @@ def _classes(counts: Sequence[int]) -> str:
 
 
 def comparison_table(compared: Sequence[Group]) -> PlainTable:
-    """The table of a comparison: mean ± spread over seeds; best first where answers are each client's own."""
-    asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
+    """The table of a comparison: mean ± spread over seeds; best first where answers are each
+    client's own.
+    """
+    asked = [
+        m
+        for m in COLUMNS
+        if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)
+    ]
     usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
     own = PERSONAL if any(g.own_models for g in compared) else ()
     some = [m for m in COLUMNS if any(g.values(m.key) for g in compared)]
-    tests, others = ([m for m in some if m.key in keys] for keys in (("own_test_accuracy", "own_test_worst"), usual))
+    tests, others = (
+        [m for m in some if m.key in keys]
+        for keys in (("own_test_accuracy", "own_test_worst"), usual)
+    )
     shown = [
         *asked,
         *([] if asked else [*tests, *own, *others]),
@@ -200,7 +234,8 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
     for group in best_first(compared)[0]:
         spreads = [group.mean_spread(m.key) for m in shown]
         cells = [
-            v.text(m.scale, 1 if m.unit == "%" else m.digits) if v else "–" for v, m in zip(spreads, shown, strict=True)
+            v.text(m.scale, 1 if m.unit == "%" else m.digits) if v else "–"
+            for v, m in zip(spreads, shown, strict=True)
         ]
         label = group.label if group.finished else f"{group.label}, unfinished"
         rows.append([label, *cells, group.counted])
@@ -208,6 +243,8 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
 
 
 def leak_table(compared: Sequence[Group]) -> PlainTable | None:
-    """How well members are told from what clients sent, without intervals; None if it was not measured."""
+    """How well members are told from what clients sent, without intervals; None if it was not
+    measured.
+    """
     rows = [[group.label, *cells] for group, cells in leak_rows(compared, ends=False)]
     return table(HEAD, rows, words=3) if rows else None

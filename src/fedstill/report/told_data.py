@@ -10,7 +10,9 @@ from fedstill.report.markup import Html, facts, section, sentence
 
 
 def data_section(groups: Sequence[Group]) -> Html | None:
-    """The notes of reading and splitting the data; None where there are none and examples are images."""
+    """The notes of reading and splitting the data; None where there are none and examples are
+    images.
+    """
     told: dict[tuple[str, ...], list[str]] = {}
     for group in groups:
         for run in group.started:

@@ -1,4 +1,6 @@
-"""What a search for good values has given: its table, its page, and what to report on which seeds."""
+"""What a search for good values has given: its table, its page, and what to report on which
+seeds.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def trial_lines(tuning: Tuning) -> tuple[list[str], list[list[str]]]:
 def _line(trial: Trial, tuning: Tuning) -> list[str]:
     score = spread(list(trial.scores.values()))
     cells = [json.dumps(trial.values[d.key], ensure_ascii=False).strip('"') for d in tuning.space]
-    return [str(trial.number), *cells, score.text(100) if score else NONE, str(len(trial.scores)), trial.problem]
+    return [
+        str(trial.number),
+        *cells,
+        score.text(100) if score else NONE,
+        str(len(trial.scores)),
+        trial.problem,
+    ]
 
 
 def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
@@ -40,7 +48,8 @@ def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
     values = [f"{key}={_written(value)}" for key, value in best.values.items()]
     words = " ".join([config, *(f"-s '{v}'" for v in (*overrides, *values))]).strip()
     return (
-        f"trial {best.number} is the best of {len(tuning.trials)}. Its number is the best of many, so it is too good: "
+        f"trial {best.number} is the best of {len(tuning.trials)}. Its number is the best of many, "
+        "so it is too good: "
         f"report the values on seeds that did not choose them:\n"
         f"  fedstill compare {words} --seeds {','.join(map(str, other))}"
     )
@@ -51,12 +60,17 @@ def _written(value: Any) -> str:
 
 
 def write_tuning_page(tuning: Tuning, out: Path) -> Path:
-    """Write a page with two figures, the goal by trial and over each key, to a file; it needs no network."""
+    """Write a page with two figures, the goal by trial and over each key, to a file; it needs no
+    network.
+    """
     from optuna.visualization import plot_optimization_history, plot_slice
 
     head, lines = trial_lines(tuning)
     seeds = ", ".join(map(str, tuning.seeds))
-    says = f"Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the values."
+    says = (
+        f"Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the "
+        "values."
+    )
     drawn = [
         figure([_as_ours(plot(tuning.study, target_name=tuning.goal))], text, title)
         for plot, title, text in (
@@ -65,13 +79,19 @@ def write_tuning_page(tuning: Tuning, out: Path) -> Path:
         )
         if any(t.scores for t in tuning.trials)
     ]
-    shown = section("Tuning", sentence(says), *drawn, html_table(head, lines, "numbers"), name="tuning")
-    write_over(out, document("Tuning", f"<header><h1>Tuning</h1></header>{shown.text}").encode(), PAGE)
+    shown = section(
+        "Tuning", sentence(says), *drawn, html_table(head, lines, "numbers"), name="tuning"
+    )
+    write_over(
+        out, document("Tuning", f"<header><h1>Tuning</h1></header>{shown.text}").encode(), PAGE
+    )
     return out
 
 
 def _as_ours(drawn: Any) -> Figure:
-    """A figure of Optuna's with the layout of all our figures: the page gives it colours for light and dark."""
+    """A figure of Optuna's with the layout of all our figures: the page gives it colours for light
+    and dark.
+    """
     whole = json.loads(drawn.to_json())
     axes = {k: v for k, v in whole["layout"].items() if k.startswith(("xaxis", "yaxis"))}
     return {"data": whole["data"], "layout": layout(hovermode="closest", **axes)}

@@ -1,4 +1,6 @@
-"""The map of a method: a page with a panel for each value of the last axis, runs as CSV, cells as Markdown."""
+"""The map of a method: a page with a panel for each value of the last axis, runs as CSV, cells as
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,25 @@ def write_map(one: Grid, folder: Path) -> list[Path]:
 def how_to_read(against: str = "FedAvg") -> str:
     """What colours and numbers are, over the row that gains are over."""
     return (
-        f"Colour and number are the gain over {against} in points, the mean over seeds paired by seed: blue helps, red"
-        f" hurts. A ~ stands where not all seeds say the same. Below it {against}'s own accuracy: where nothing is lost"
+        f"Colour and number are the gain over {against} in points, the mean over seeds paired by "
+        "seed: blue helps, red"
+        f" hurts. A ~ stands where not all seeds say the same. Below it {against}'s own accuracy: "
+        "where nothing is lost"
         ", nothing is to be won."
     )
 
 
 def cell_table(one: Grid) -> tuple[list[str], list[list[str]]]:
-    """A line a cell: its values, the gain, the range over seeds, and the floor's accuracy and what it kept."""
-    head = [*one.axes, "gain [points]", "least and most", f"{one.against} [%]", f"{one.against} kept [%]"]
+    """A line a cell: its values, the gain, the range over seeds, and the floor's accuracy and what
+    it kept.
+    """
+    head = [
+        *one.axes,
+        "gain [points]",
+        "least and most",
+        f"{one.against} [%]",
+        f"{one.against} kept [%]",
+    ]
     return head, [[*map(str, cell.values.values()), *_numbers(cell)] for cell in one.cells]
 
 
@@ -67,8 +79,12 @@ def _numbers(cell: MapCell) -> list[str]:
 
 def _page(one: Grid) -> str:
     title = f"Where {one.row} helps"
-    shown = section(f"Gain over {one.against}", sentence(how_to_read(one.against)), panels(one), name=PARTS[0])
-    table = section("All cells", html_table(*cell_table(one), "numbers wide sortable"), name=PARTS[1])
+    shown = section(
+        f"Gain over {one.against}", sentence(how_to_read(one.against)), panels(one), name=PARTS[0]
+    )
+    table = section(
+        "All cells", html_table(*cell_table(one), "numbers wide sortable"), name=PARTS[1]
+    )
     head = f"<header><h1>{escape(title)}</h1><p>{escape(one.summary)}. {CHANCE}.</p></header>"
     return document(title, f"{head}{shown.text}{table.text}")
 
@@ -81,7 +97,9 @@ def panels(one: Grid) -> Html:
         cells = [c for c in one.cells if value is None or c.values[keys[2]] == value]
         name = "" if value is None else f"{keys[2]} = {value}"
         title = Html(escape(name or f"Where {one.row} helps"))
-        drawn.append(figure([_panel(one, cells)], f"{name} {how_to_read(one.against)}", title, "map"))
+        drawn.append(
+            figure([_panel(one, cells)], f"{name} {how_to_read(one.against)}", title, "map")
+        )
     return grid(drawn, "small")
 
 
@@ -104,12 +122,25 @@ def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
         "showscale": False,
         "hovertemplate": "%{y}, %{x}: %{z:+.1f} points<extra></extra>",
     }
-    right = {"type": "category", "title": {"text": keys[1] if len(keys) > 1 else ""}, "showgrid": False}
-    up = {"type": "category", "title": {"text": keys[0]}, "autorange": "reversed", "showgrid": False}
-    axes = layout(height=110 + 46 * len(rows), showlegend=False, hovermode="closest", xaxis=right, yaxis=up)
+    right = {
+        "type": "category",
+        "title": {"text": keys[1] if len(keys) > 1 else ""},
+        "showgrid": False,
+    }
+    up = {
+        "type": "category",
+        "title": {"text": keys[0]},
+        "autorange": "reversed",
+        "showgrid": False,
+    }
+    axes = layout(
+        height=110 + 46 * len(rows), showlegend=False, hovermode="closest", xaxis=right, yaxis=up
+    )
     return {"data": [trace], "layout": axes}
 
 
 def _text(cell: MapCell) -> str:
-    """The number of a cell, marked where not all seeds say the same, and the floor's own accuracy below it."""
+    """The number of a cell, marked where not all seeds say the same, and the floor's own accuracy
+    below it.
+    """
     return f"{cell.shown}<br>({100 * cell.floor:.0f} %)"

@@ -66,7 +66,9 @@ def sentence_of(run: Run, told: Told) -> str:
 
 
 def none_fell(run: Run, deepest: Moment, of: int | None, round: int | None) -> str:
-    """That nothing fell, where the deepest fall of all classes and rounds, or those asked for, is none; else empty."""
+    """That nothing fell, where the deepest fall of all classes and rounds, or those asked for, is
+    none; else empty.
+    """
     if deepest.change < 0:
         return ""
     said = "No class fell" if of is None else f"Class {run.classes[of]!r} did not fall"
@@ -94,7 +96,9 @@ def _most(run: Run, told: Told) -> str:
         return ""
     falling = told.moment.change < 0
     ordered = culprits(told.clients, max(told.error, 0.005))
-    named = [c for c in (ordered if falling else ordered[::-1]) if (told.clients[c] < 0) == falling][:MOST_NAMED]
+    named = [
+        c for c in (ordered if falling else ordered[::-1]) if (told.clients[c] < 0) == falling
+    ][:MOST_NAMED]
     if not named:
         return "; no client's contribution is above its error"
     each = ", ".join(f"{who(run, c)} {points(told.clients[c])}" for c in named)
@@ -102,15 +106,20 @@ def _most(run: Run, told: Told) -> str:
 
 
 def lines_of(run: Run, told: Told) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The table: each client's contribution, what it holds of the class, and the server's own part. Head and rows."""
+    """The table: each client's contribution, what it holds of the class, and the server's own part.
+    Head and rows.
+    """
     holds: dict[int, tuple[int, ...]] = dict(told.had)
     if not holds and run.label_counts:
-        holds = {c: (run.label_counts[c][told.moment.of], sum(run.label_counts[c])) for c in told.clients}
+        holds = {
+            c: (run.label_counts[c][told.moment.of], sum(run.label_counts[c])) for c in told.clients
+        }
     about = ["of the class", "examples"] if holds else []
     about = ["in task", *about] if told.had else about
     ordered = sorted(told.clients, key=lambda c: (told.clients[c], c))
     rows: list[tuple[str, ...]] = [
-        (who(run, client), points(told.clients[client]), *map(str, holds.get(client, ()))) for client in ordered
+        (who(run, client), points(told.clients[client]), *map(str, holds.get(client, ())))
+        for client in ordered
     ]
     whole = [(NOBODY, told.nobody)] if points(told.nobody) != "0.0" else []
     if told.clients:
@@ -125,32 +134,42 @@ def hint_of(told: Told) -> str:
         return ""
     if told.had and not any(own for _, own, _ in told.had.values()):
         return (
-            "None of the round's clients has the class in its task. A method over tasks acts here (fedlwf), or data "
+            "None of the round's clients has the class in its task. A method over tasks acts here "
+            "(fedlwf), or data "
             "that are kept (stream.past)."
         )
     local, averaging = told.parts.get("local training"), told.parts.get("averaging")
     if told.drawn is not None and told.drawn < FEW:
         return (
-            f"The round's clients hold {told.drawn:.2f} times the class's usual share: who was drawn explains much of "
+            f"The round's clients hold {told.drawn:.2f} times the class's usual share: who was "
+            "drawn explains much of "
             "it, and --draws 10 says how much; more clients a round (topology.sampled) spread it."
         )
     if local is None or averaging is None:
         in_a_chain = all(name.startswith("client ") for name in told.parts)
-        links = "The links above act in this order; a method with teachers (sfedkd) keeps what earlier ones taught."
+        links = (
+            "The links above act in this order; a method with teachers (sfedkd) keeps what earlier "
+            "ones taught."
+        )
         return links if in_a_chain else ""
     if local <= averaging:
         return (
-            "Local training took more than averaging: what clients lack, they forget. Distillation against forgetting "
+            "Local training took more than averaging: what clients lack, they forget. Distillation "
+            "against forgetting "
             "acts here (fedntd, fedadkd), and fewer or smaller local steps (plan.epochs, plan.lr)."
         )
     return (
-        "Averaging took more than local training: the local models know the class, their mean does not. Nearer local "
+        "Averaging took more than local training: the local models know the class, their mean does "
+        "not. Nearer local "
         "models act here (scaffold, fedprox, fewer local steps)."
     )
 
 
-def lines_of_draws(moment: Moment, cohorts: Sequence[Cohort]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The table of a round with other draws of clients: who, what they have of the class in it, what came of it.
+def lines_of_draws(
+    moment: Moment, cohorts: Sequence[Cohort]
+) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The table of a round with other draws of clients: who, what they have of the class in it,
+    what came of it.
 
     Head and rows; the first row is the round as it was.
     """
@@ -158,8 +177,16 @@ def lines_of_draws(moment: Moment, cohorts: Sequence[Cohort]) -> tuple[list[str]
     for cohort in cohorts:
         after = cohort.after[moment.of]
         named = ", ".join(str(client) for client in cohort.clients)
-        shown = ("–", "–") if after is None else (f"{100 * after:.1f} %", points(after - moment.before))
-        rows.append((f"{named} (as it was)" if cohort is cohorts[0] else named, str(cohort.has[moment.of]), *shown))
+        shown = (
+            ("–", "–") if after is None else (f"{100 * after:.1f} %", points(after - moment.before))
+        )
+        rows.append(
+            (
+                f"{named} (as it was)" if cohort is cohorts[0] else named,
+                str(cohort.has[moment.of]),
+                *shown,
+            )
+        )
     return head, rows
 
 
@@ -171,11 +198,16 @@ def draws_of(run: Run, moment: Moment, cohorts: Sequence[Cohort]) -> str:
     changes = [after - moment.before for after in others if after is not None]
     spread = statistics.stdev(changes) if len(changes) > 1 else 0.0
     below = sum(after < was for after in others if after is not None)
-    as_deep = "no other draw" if not below else "one other draw" if below == 1 else f"{below} other draws"
+    as_deep = (
+        "no other draw" if not below else "one other draw" if below == 1 else f"{below} other draws"
+    )
     return (
-        f"Class {run.classes[moment.of]!r} in round {moment.round}, from the same model: {points(was - moment.before)} "
-        f"points with the clients as drawn; {points(statistics.fmean(changes))} ± {100 * spread:.1f} over "
-        f"{len(changes)} other draws, from {points(min(changes))} to {points(max(changes))}. Under {as_deep} the class "
+        f"Class {run.classes[moment.of]!r} in round {moment.round}, from the same model: "
+        f"{points(was - moment.before)} "
+        f"points with the clients as drawn; {points(statistics.fmean(changes))} ± "
+        f"{100 * spread:.1f} over "
+        f"{len(changes)} other draws, from {points(min(changes))} to {points(max(changes))}. Under "
+        f"{as_deep} the class "
         "ends lower."
     )
 
@@ -185,42 +217,58 @@ def how_of(told: Told) -> str:
     if not told.clients:
         return ""
     return (
-        f"Contributions to this round, in points of soft accuracy, ± {100 * told.error:.1f}: {RULES[told.rule]}; "
+        f"Contributions to this round, in points of soft accuracy, ± {100 * told.error:.1f}: "
+        f"{RULES[told.rule]}; "
         f"{GAMES[told.game]}. They are not the cause of the final model."
     )
 
 
 def lesson_of(run: Run, taught: Taught) -> str:
-    """What a client learned of the classes that it asked for, by phase and by whom, in a sentence."""
+    """What a client learned of the classes that it asked for, by phase and by whom, in a
+    sentence.
+    """
     gained = {c: _of_classes(change, taught.query) for c, change in taught.teachers.items()}
     before = _of_classes(taught.before, taught.query)
     parts = {name: _of_classes(change, taught.query) for name, change in taught.parts.items()}
-    named = sorted((c for c in gained if round(1000 * gained[c]) > 0), key=lambda c: -gained[c])[:MOST_NAMED]
+    named = sorted((c for c in gained if round(1000 * gained[c]) > 0), key=lambda c: -gained[c])[
+        :MOST_NAMED
+    ]
     each = ", ".join(f"{who(run, c)} {points(gained[c])}" for c in named)
     asked = ", ".join(repr(run.classes[c]) for c in taught.query)
     return (
         f"{who(run, taught.client).capitalize()} asked for {asked}: from {100 * before:.1f} % to "
-        f"{100 * (before + sum(parts.values())):.1f} %: {', '.join(f'{n} {points(v)}' for n, v in parts.items())}; "
-        + (f"of its teachers, {each} contributed most." if named else "no teacher contributed to it.")
+        f"{100 * (before + sum(parts.values())):.1f} %: "
+        f"{', '.join(f'{n} {points(v)}' for n, v in parts.items())}; "
+        + (
+            f"of its teachers, {each} contributed most."
+            if named
+            else "no teacher contributed to it."
+        )
     )
 
 
 def how_taught(taught: Taught) -> str:
     """By which rule contributions of teachers were divided, and what they are not."""
     return (
-        f"In points of accuracy on the common test set, ± {100 * float(taught.gap.nan_to_num().max()):.1f}: "
-        f"{RULES[taught.rule]}; the exchange again with some of its teachers. It is not what their data are worth."
+        "In points of accuracy on the common test set, ± "
+        f"{100 * float(taught.gap.nan_to_num().max()):.1f}: "
+        f"{RULES[taught.rule]}; the exchange again with some of its teachers. It is not what their "
+        "data are worth."
     )
 
 
 def lines_of_lesson(run: Run, taught: Taught) -> tuple[list[str], list[tuple[str, str, str, str]]]:
-    """The table: each teacher's contribution to the classes asked for and to the client's own. Head and rows."""
+    """The table: each teacher's contribution to the classes asked for and to the client's own. Head
+    and rows.
+    """
     own = [c for c, count in enumerate(taught.own.tolist()) if count and c not in taught.query]
     weights = taught.own.double()
     named = {who(run, c): change for c, change in taught.teachers.items()}
     whole = {**named, "nobody: the same phases alone": taught.alone}
     whole["together"] = torch.stack(list(whole.values())).sum(0)
-    holds = {who(run, c): str(sum(run.label_counts[c][q] for q in taught.query)) for c in taught.teachers}
+    holds = {
+        who(run, c): str(sum(run.label_counts[c][q] for q in taught.query)) for c in taught.teachers
+    }
     rows = [
         (
             who_,
@@ -230,11 +278,18 @@ def lines_of_lesson(run: Run, taught: Taught) -> tuple[list[str], list[tuple[str
         )
         for who_, change in whole.items()
     ]
-    return ["teacher", "asked for [points]", "own classes [points]", "holds of what was asked"], rows
+    return [
+        "teacher",
+        "asked for [points]",
+        "own classes [points]",
+        "holds of what was asked",
+    ], rows
 
 
 def _of_classes(values: Tensor, classes: Sequence[int], weights: Tensor | None = None) -> float:
-    """The mean over some classes with test examples, weighed by the client's examples if they are given."""
+    """The mean over some classes with test examples, weighed by the client's examples if they are
+    given.
+    """
     there = [c for c in classes if not math.isnan(values[c])]
     weigh = torch.ones(len(values)) if weights is None else weights
     total = sum(float(weigh[c]) for c in there)

@@ -1,4 +1,6 @@
-"""Changes of models as whole numbers modulo 2^64, whose sums are exact; and the weighted mean out of a sum."""
+"""Changes of models as whole numbers modulo 2^64, whose sums are exact; and the weighted mean out
+of a sum.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ BITS = 32
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """How a change becomes a whole number. ``most``: the largest change of an entry; ``bits``: of its rounded value;
-    ``clients``: how many at most are summed. A real entry of a mean is off by at most ``error``; one of integers,
-    whose changes are summed as they are, is rounded.
+    """How a change becomes a whole number. ``most``: the largest change of an entry; ``bits``: of
+    its rounded value;
+    ``clients``: how many at most are summed. A real entry of a mean is off by at most ``error``;
+    one of integers, whose changes are summed as they are, is rounded.
     """
 
     most: float
@@ -46,23 +49,27 @@ class FixedPoint:
         return (2**63 - 1) // (self.levels * self.clients)
 
     def encoded(self, change: Tensors, weight: int) -> Masks:
-        """``weight`` times each entry, in the order of names, and the weight itself last: (entries + 1,) modulo 2^64.
+        """``weight`` times each entry, in the order of names, and the weight itself last:
+        (entries + 1,) modulo 2^64.
 
-        Raises BadPayload for an entry that is not finite or beyond ``most``, or too large a weight: without the
-        client's own numbers, for the server is told why.
+        Raises BadPayload for an entry that is not finite or beyond ``most``, or too large a weight:
+        without the client's own numbers, for the server is told why.
         """
         if not 0 <= weight <= self.heaviest:
             raise BadPayload(
-                f"weighs more than the {self.heaviest} examples that privacy.secure_bits = {self.bits} leaves room "
+                f"weighs more than the {self.heaviest} examples that privacy.secure_bits = "
+                f"{self.bits} leaves room "
                 "for; set fewer bits, or method.aggregation = 'uniform'"
             )
         parts = [self._whole(name, change[name]) * np.int64(weight) for name in sorted(change)]
         return np.concatenate([*parts, np.array([weight], dtype=np.int64)]).view(np.uint64)
 
     def decoded(self, total: Masks, like: Tensors) -> tuple[dict[str, Tensor], int]:
-        """The weighted mean of the changes in a sum, float64 of the shapes of ``like``, and the sum of the weights.
+        """The weighted mean of the changes in a sum, float64 of the shapes of ``like``, and the sum
+        of the weights.
 
-        Without any weight the mean is 0. Raises BadPayload for numbers that no sum of changes can have.
+        Without any weight the mean is 0. Raises BadPayload for numbers that no sum of changes can
+        have.
         """
         signed = total.view(np.int64)
         weight = int(signed[-1])
@@ -88,13 +95,16 @@ class FixedPoint:
         whole = (wide / self._step(entry)).round().flatten()
         if wide.numel() and float(whole.abs().max()) > self.levels:
             raise BadPayload(
-                f"the change of {name} is over privacy.secure_range = {self.most:g}; raise it, or lower plan.lr"
+                f"the change of {name} is over privacy.secure_range = {self.most:g}; raise it, or "
+                "lower plan.lr"
             )
         return np.asarray(whole.to(torch.int64).numpy(), dtype=np.int64)
 
 
 def change_of(params: Tensors, start: Tensors) -> dict[str, Tensor]:
-    """What training changed, entry by entry, real ones in float64; raises BadPayload where names or shapes differ."""
+    """What training changed, entry by entry, real ones in float64; raises BadPayload where names or
+    shapes differ.
+    """
     if params.keys() != start.keys() or any(params[k].shape != start[k].shape for k in start):
         raise BadPayload("a secure sum is of models that have the entries they were sent")
     return {k: _wide(params[k]) - _wide(start[k]) for k in start}

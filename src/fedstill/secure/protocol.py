@@ -1,18 +1,23 @@
-"""The protocol of secure sums: what a client does in its four steps; ``unmasking`` is the server's part.
+"""The protocol of secure sums: what a client does in its four steps; ``unmasking`` is the server's
+part.
 
-Each client adds to its vector a mask of its own, and a mask for each other client, which the two agree on and which one
-adds and the other subtracts: these cancel in the sum. Both secrets are shared out among all before. Of clients whose
-vectors came, the others then give shares of the own mask; of those that dropped out, shares of the key of the common
+Each client adds to its vector a mask of its own, and a mask for each other client, which the two
+agree on and which one adds and the other subtracts: these cancel in the sum. Both secrets are
+shared out among all before. Of clients whose vectors came, the others then give shares of the own
+mask; of those that dropped out, shares of the key of the common
 ones: never both. So the server learns the sum, and of no vector more than that.
 
-What is held: against a server that follows the protocol and looks at all it gets, even together with ``threshold`` - 2
-clients: at least two others are left in a sum, and of these it learns the sum alone. Keys are passed on by the server
-and not signed: one that puts keys of its own in their place, and so plays the others to each client, is not withstood.
+What is held: against a server that follows the protocol and looks at all it gets, even together
+with ``threshold`` - 2
+clients: at least two others are left in a sum, and of these it learns the sum alone. Keys are
+passed on by the server and not signed: one that puts keys of its own in their place, and so plays
+the others to each client, is not withstood.
 
-Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (2017), figure 4,
-without signatures.
-Reading: the paper rounds and sums modulo R; here R is 2^64, so sums need no division. With its keys a client sends the
-SHA-256 of its seed, so that the server notices wrong shares of a seed, as it does of a key, and passes them over.
+Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning"
+(2017), figure 4, without signatures.
+Reading: the paper rounds and sums modulo R; here R is 2^64, so sums need no division. With its keys
+a client sends the SHA-256 of its seed, so that the server notices wrong shares of a seed, as it
+does of a key, and passes them over.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ SEALED = SEED + KEY + 16
 
 @dataclass(frozen=True)
 class Sum:
-    """What all know of one sum: its name; who was asked; how many at least must stay; and a word no other sum has."""
+    """What all know of one sum: its name; who was asked; how many at least must stay; and a word no
+    other sum has.
+    """
 
     name: str
     clients: tuple[int, ...]
@@ -53,19 +60,24 @@ class Sum:
 
     def __post_init__(self) -> None:
         if not len(self.clients) // 2 < self.threshold <= len(self.clients):
-            raise BadPayload(f"{self.threshold} of {len(self.clients)} clients is no threshold over a half")
+            raise BadPayload(
+                f"{self.threshold} of {len(self.clients)} clients is no threshold over a half"
+            )
 
     def purpose(self, what: str, *clients: int) -> bytes:
         """What a key is for: of this sum, and between these clients."""
         return json.dumps([self.name, self.word, what, *clients]).encode()
 
     def demand(self, there: Collection[int], did: str) -> None:
-        """Raise TooFewReplies where fewer than the threshold did something, or BadPayload where others did."""
+        """Raise TooFewReplies where fewer than the threshold did something, or BadPayload where
+        others did.
+        """
         if others := set(there) - set(self.clients):
             raise BadPayload(f"client {min(others)} {did}, and is not in the secure sum")
         if len(there) < self.threshold:
             raise TooFewReplies(
-                f"{self.name}: {len(there)} of {len(self.clients)} clients {did}, and the secure sum needs "
+                f"{self.name}: {len(there)} of {len(self.clients)} clients {did}, and the secure "
+                "sum needs "
                 f"{self.threshold} (privacy.secure_threshold)"
             )
 
@@ -80,10 +92,12 @@ TABLES = ("keys", "sealed", "out")
 
 @dataclass
 class Summand:
-    """One client in one sum, through its four steps: ``public``, ``shares``, ``masked``, ``revealed``.
+    """One client in one sum, through its four steps: ``public``, ``shares``, ``masked``,
+    ``revealed``.
 
-    ``secrets``: two private keys (32 bytes each) and a seed (16), drawn from the operating system's generator. What it
-    was told in one step counts in the next. ``out``: the sealed shares that it sent: sent again, they are the same.
+    ``secrets``: two private keys (32 bytes each) and a seed (16), drawn from the operating system's
+    generator. What it was told in one step counts in the next. ``out``: the sealed shares that
+    it sent: sent again, they are the same.
     """
 
     sum: Sum
@@ -96,12 +110,15 @@ class Summand:
 
     @property
     def public(self) -> bytes:
-        """Step 1: two public keys, of common masks and of sealed shares, and the SHA-256 of the seed; 96 bytes."""
+        """Step 1: two public keys, of common masks and of sealed shares, and the SHA-256 of the
+        seed; 96 bytes.
+        """
         seed = sum_of_seed(self.sum, self.client, self._seed)
         return public_half(self._masking) + public_half(self._sealing) + seed
 
     def shares(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Step 2: shares of both secrets for each client with keys, itself included, each sealed for it alone.
+        """Step 2: shares of both secrets for each client with keys, itself included, each sealed
+        for it alone.
 
         Raises BadPayload for keys that are not the clients', or that were others before.
         """
@@ -115,15 +132,22 @@ class Summand:
         if self.out:
             return self.out
         self.keys = dict(keys)
-        split = [shared_out(s, self.sum.threshold, len(self.sum.clients)) for s in (self._seed, self._masking)]
+        split = [
+            shared_out(s, self.sum.threshold, len(self.sum.clients))
+            for s in (self._seed, self._masking)
+        ]
         for other, both in sorted(self.keys.items()):
             text = b"".join(shares[self.sum.number(other) - 1] for shares in split)
             about = self.sum.purpose("shares", self.client, other)
-            self.out[other] = sealed(agreed_key(self._sealing, both[KEY : 2 * KEY], about), text, about)
+            self.out[other] = sealed(
+                agreed_key(self._sealing, both[KEY : 2 * KEY], about), text, about
+            )
         return self.out
 
     def unread(self, received: Mapping[int, bytes]) -> list[int]:
-        """The clients whose sealed shares this one cannot read; before step 3, so that the sum can go on without."""
+        """The clients whose sealed shares this one cannot read; before step 3, so that the sum can
+        go on without.
+        """
         out = []
         for other, message in sorted(received.items()):
             try:
@@ -133,10 +157,11 @@ class Summand:
         return out
 
     def masked(self, vector: Masks, received: Mapping[int, bytes]) -> Masks:
-        """Step 3: the vector (n,) under all masks; ``received``: the sealed shares from each client that sent some.
+        """Step 3: the vector (n,) under all masks; ``received``: the sealed shares from each client
+        that sent some.
 
-        Raises BadPayload for shares from clients without keys, for others than before, and for shares that cannot be
-        opened.
+        Raises BadPayload for shares from clients without keys, for others than before, and for
+        shares that cannot be opened.
         """
         self.sum.demand(received, "sent shares")
         if not received.keys() <= self.keys.keys() or self.client not in received:
@@ -148,36 +173,49 @@ class Summand:
             self._opened(other)
         out = vector + mask_of(self._seed, len(vector), self.sum.purpose("own", self.client))
         for other in sorted(received.keys() - {self.client}):
-            mask = common_mask(self.sum, self._masking, self.client, other, self.keys[other], len(vector))
+            mask = common_mask(
+                self.sum, self._masking, self.client, other, self.keys[other], len(vector)
+            )
             out = out + mask if self.client < other else out - mask
         return out
 
     def revealed(self, left: Collection[int]) -> dict[int, bytes]:
-        """Step 4: of each client that is left a share of its seed, of each other one of its key; for one ``left`` only.
+        """Step 4: of each client that is left a share of its seed, of each other one of its key;
+        for one ``left`` only.
 
-        ``left``: the clients whose masked vectors came. Raises BadPayload for others than before, or without shares.
+        ``left``: the clients whose masked vectors came. Raises BadPayload for others than before,
+        or without shares.
         """
         self.sum.demand(left, "sent masked vectors")
         if not set(left) <= self.sealed.keys() or self.client not in left:
             raise BadPayload("masked vectors came from clients without shares")
         if self.left and self.left != tuple(sorted(left)):
-            raise BadPayload("the clients that are left were others before: no second answer is given")
+            raise BadPayload(
+                "the clients that are left were others before: no second answer is given"
+            )
         self.left = tuple(sorted(left))
         return {
-            other: self._opened(other)[:SEED] if other in left else self._opened(other)[SEED:] for other in self.sealed
+            other: self._opened(other)[:SEED] if other in left else self._opened(other)[SEED:]
+            for other in self.sealed
         }
 
     def note(self) -> str:
         """All of it but the sum, as JSON, for a client's own disk between two steps."""
-        tables = {name: {str(k): v.hex() for k, v in getattr(self, name).items()} for name in TABLES}
+        tables = {
+            name: {str(k): v.hex() for k, v in getattr(self, name).items()} for name in TABLES
+        }
         return json.dumps({"secrets": self.secrets.hex(), "left": list(self.left), **tables})
 
     @staticmethod
     def noted(sum: Sum, client: int, note: str) -> Summand:
         """The client of a note."""
         told = json.loads(note)
-        tables = {name: {int(k): bytes.fromhex(v) for k, v in told[name].items()} for name in TABLES}
-        return Summand(sum, client, bytes.fromhex(told["secrets"]), left=tuple(told["left"]), **tables)
+        tables = {
+            name: {int(k): bytes.fromhex(v) for k, v in told[name].items()} for name in TABLES
+        }
+        return Summand(
+            sum, client, bytes.fromhex(told["secrets"]), left=tuple(told["left"]), **tables
+        )
 
     @property
     def _masking(self) -> bytes:
@@ -198,14 +236,20 @@ class Summand:
         about = self.sum.purpose("shares", other, self.client)
         if other not in self.keys:
             raise BadPayload(f"client {other} sent shares and no keys")
-        text = unsealed(agreed_key(self._sealing, self.keys[other][KEY : 2 * KEY], about), message, about)
+        text = unsealed(
+            agreed_key(self._sealing, self.keys[other][KEY : 2 * KEY], about), message, about
+        )
         if len(text) != SEED + KEY:
             raise BadPayload(f"client {other} sent no shares")
         return text
 
 
-def common_mask(sum: Sum, private: bytes, own: int, other: int, public: bytes, length: int) -> Masks:
-    """The mask that two clients agree on, (length,): the same from either side. ``public``: both keys of the other."""
+def common_mask(
+    sum: Sum, private: bytes, own: int, other: int, public: bytes, length: int
+) -> Masks:
+    """The mask that two clients agree on, (length,): the same from either side. ``public``: both
+    keys of the other.
+    """
     purpose = sum.purpose("common", *sorted((own, other)))
     return mask_of(agreed_key(private, public[:KEY], purpose), length, purpose)
 

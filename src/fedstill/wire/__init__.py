@@ -1,1 +1,3 @@
-"""What crosses the seam between server and clients: its bytes, and the checks on what comes back."""
+"""What crosses the seam between server and clients: its bytes, and the checks on what comes
+back.
+"""

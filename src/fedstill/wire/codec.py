@@ -1,8 +1,9 @@
 """Payloads as bytes and back: safetensors for the tensors, JSON for the rest, never a pickle.
 
-A payload is one safetensors file. A tensor of a group is named ``group/name``, a bare tensor ``group``; numbers,
-strings and the order of groups and of their tensors stand as JSON in the header's metadata. Order is kept because sums
-over named tensors depend on it in the last bit. Equal payloads give equal bytes.
+A payload is one safetensors file. A tensor of a group is named ``group/name``, a bare tensor
+``group``; numbers, strings and the order of groups and of their tensors stand as JSON in the
+header's metadata. Order is kept because sums over named tensors depend on it in the last bit. Equal
+payloads give equal bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ MAX_NAME = 512
 MAX_ENTRIES = 10_000
 """The most tensors, and the most groups, of one payload that comes over a network."""
 OWN_ENTRIES = 1 << 20
-"""The same of a payload that this machine wrote itself: among peers, one may hold the models of all."""
+"""The same of a payload that this machine wrote itself: among peers, one may hold the models of
+all.
+"""
 MAX_DIMS = 8
 """The most dimensions of a tensor."""
 _KEY = "fedstill"
@@ -35,7 +38,8 @@ _METADATA = "__metadata__"
 def encode(payload: Payload) -> bytes:
     """A payload as bytes; tensors are stored contiguous, on the CPU, in their own type.
 
-    Raises BadPayload for what is no group, a tensor that cannot be stored (sparse), or a name that is not plain text.
+    Raises BadPayload for what is no group, a tensor that cannot be stored (sparse), or a name that
+    is not plain text.
     """
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
@@ -50,8 +54,15 @@ def encode(payload: Payload) -> bytes:
         elif _is_scalar(group):
             rest[name] = group
         else:
-            raise BadPayload(f"group {name!r} is a {type(group).__name__}, not tensors, a tensor, a number or a string")
-    _check_sizes(len(payload), {name: getattr(tensor, "ndim", 0) for name, tensor in tensors.items()}, OWN_ENTRIES)
+            raise BadPayload(
+                f"group {name!r} is a {type(group).__name__}, not tensors, a tensor, a number or a "
+                "string"
+            )
+    _check_sizes(
+        len(payload),
+        {name: getattr(tensor, "ndim", 0) for name, tensor in tensors.items()},
+        OWN_ENTRIES,
+    )
     try:
         note = json.dumps({"groups": list(payload), "rest": rest})
         own = {name: _stored(name, tensor) for name, tensor in tensors.items()}
@@ -61,11 +72,13 @@ def encode(payload: Payload) -> bytes:
 
 
 def decode(data: bytes, limit: int = MAX_BYTES, entries: int = MAX_ENTRIES) -> Payload:
-    """The payload in some bytes; raises BadPayload if they are too many, malformed, or not a payload.
+    """The payload in some bytes; raises BadPayload if they are too many, malformed, or not a
+    payload.
 
     ``entries``: how many tensors it may hold. What is refused is refused before a tensor is made.
 
-    Every tensor owns its memory, aligned as torch aligns it: kernels may choose their order of summation by that.
+    Every tensor owns its memory, aligned as torch aligns it: kernels may choose their order of
+    summation by that.
     """
     note = _note(data, limit, entries)
     try:
@@ -88,7 +101,9 @@ def _stored(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise BadPayload(f"{name!r} is a {type(tensor).__name__}, not a tensor")
     if not _plain(name.partition("/")[2] if "/" in name else name):
-        raise BadPayload(f"tensor name {name!r} must be plain text, and no path that leads elsewhere")
+        raise BadPayload(
+            f"tensor name {name!r} must be plain text, and no path that leads elsewhere"
+        )
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
 
 
@@ -105,9 +120,13 @@ def _note(data: bytes, limit: int, entries: int) -> dict[str, Any]:
         raise BadPayload(f"{len(data)} bytes are too few for a payload")
     (size,) = struct.unpack("<Q", data[:8])
     if size > min(MAX_TENSOR_HEADER, len(data) - 8):
-        raise BadPayload(f"a header of {size} bytes does not fit in {len(data)} bytes (at most {MAX_TENSOR_HEADER})")
+        raise BadPayload(
+            f"a header of {size} bytes does not fit in {len(data)} bytes (at most "
+            f"{MAX_TENSOR_HEADER})"
+        )
     text = data[8 : 8 + size]
-    if text.count(b"{") > entries + 4 or text.count(b",") > 12 * entries + 64:  # counted, because parsing takes long
+    # counted, because parsing takes long
+    if text.count(b"{") > entries + 4 or text.count(b",") > 12 * entries + 64:
         raise BadPayload(f"it holds more than {entries} tensors, the limit")
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique)
@@ -115,7 +134,9 @@ def _note(data: bytes, limit: int, entries: int) -> dict[str, Any]:
         groups = len(note["groups"])
         dims = {name: len(entry["shape"]) for name, entry in header.items() if name != _METADATA}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadPayload(f"the header is not a payload's: {type(error).__name__} {str(error)[:100]}") from error
+        raise BadPayload(
+            f"the header is not a payload's: {type(error).__name__} {str(error)[:100]}"
+        ) from error
     _check_sizes(groups, dims, entries)
     if not _is_note(note):
         raise BadPayload("the header does not describe groups")
@@ -124,7 +145,9 @@ def _note(data: bytes, limit: int, entries: int) -> dict[str, Any]:
 
 def _check_sizes(groups: int, dims: Mapping[str, int], entries: int) -> None:
     if max(groups, len(dims)) > entries:
-        raise BadPayload(f"it holds {groups} groups and {len(dims)} tensors, over the limit of {entries}")
+        raise BadPayload(
+            f"it holds {groups} groups and {len(dims)} tensors, over the limit of {entries}"
+        )
     for name, count in dims.items():
         if count > MAX_DIMS:
             raise BadPayload(f"{name[:80]!r} has {count} dimensions, over the limit of {MAX_DIMS}")
@@ -150,11 +173,15 @@ def _is_scalar(value: object) -> bool:
 
 
 def _are_names(names: Any) -> bool:
-    return isinstance(names, list) and all(_plain(n) for n in names) and len(set(names)) == len(names)
+    return (
+        isinstance(names, list) and all(_plain(n) for n in names) and len(set(names)) == len(names)
+    )
 
 
 def _plain(name: object) -> bool:
-    """Whether a name is printable text of sensible length that, read as a path, stays in its folder."""
+    """Whether a name is printable text of sensible length that, read as a path, stays in its
+    folder.
+    """
     return (
         isinstance(name, str)
         and 0 < len(name) <= MAX_NAME

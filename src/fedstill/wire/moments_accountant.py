@@ -17,11 +17,14 @@ ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(12, 64), 80, 96, 128, 256
 
 
 def training_epsilon(noise: float, steps: Mapping[float, int], delta: float) -> float | None:
-    """The epsilon of steps of DP-SGD, for data sets that differ in one example more or less; None without noise.
+    """The epsilon of steps of DP-SGD, for data sets that differ in one example more or less; None
+    without noise.
 
-    noise: standard deviation over the clipping norm. steps: how many steps took examples with which probability.
+    noise: standard deviation over the clipping norm. steps: how many steps took examples with which
+    probability.
 
-    Source: Mironov et al., "Rényi Differential Privacy of the Sampled Gaussian Mechanism" (2019), by Opacus.
+    Source: Mironov et al., "Rényi Differential Privacy of the Sampled Gaussian Mechanism" (2019),
+    by Opacus.
     """
     taken = {rate: count for rate, count in steps.items() if rate > 0 and count > 0}
     if not taken:
@@ -30,7 +33,8 @@ def training_epsilon(noise: float, steps: Mapping[float, int], delta: float) -> 
         return None
     rdp = require_opacus()
     total = sum(count * _of_a_step(rate, noise) for rate, count in taken.items())
-    with warnings.catch_warnings():  # the best order may be the first or the last: the bound holds all the same
+    # the best order may be the first or the last: the bound holds all the same
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
         epsilon, _ = rdp.get_privacy_spent(orders=list(ORDERS), rdp=total, delta=delta)
     return float(epsilon)
@@ -49,7 +53,8 @@ def require_opacus() -> ModuleType:
         from opacus.accountants.analysis import rdp
     except ImportError as error:
         raise ConfigError(
-            f"privacy.gradient_clip needs Opacus, which counts epsilon: pip install 'fedstill[private]' ({error})"
+            "privacy.gradient_clip needs Opacus, which counts epsilon: pip install "
+            f"'fedstill[private]' ({error})"
         ) from error
     module: ModuleType = rdp
     return module

@@ -1,8 +1,9 @@
-"""What a client reports beside its payload: known names, bounded numbers, and nothing that a journal cannot hold.
+"""What a client reports beside its payload: known names, bounded numbers, and nothing that a
+journal cannot hold.
 
-A reply's metrics are the engine's fields (``ENGINE``), the fields of measures, and under ``report`` what the method
-reports itself. In the journal all of them stand side by side in the client's event, so none may have the name of
-another.
+A reply's metrics are the engine's fields (``ENGINE``), the fields of measures, and under ``report``
+what the method reports itself. In the journal all of them stand side by side in the client's event,
+so none may have the name of another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,18 @@ OWN = "report"
 """The key under which a method's own report travels."""
 
 TAKEN = frozenset(
-    {"event", "round", "stage", "name", "client", "examples", "bytes_up", "bytes_down", "refused", "idle"}
+    {
+        "event",
+        "round",
+        "stage",
+        "name",
+        "client",
+        "examples",
+        "bytes_up",
+        "bytes_down",
+        "refused",
+        "idle",
+    }
     | {"noised_rows", "private_steps", "private_rate", OWN}
 )
 """Fields of a client's event in the journal that the server fills in, and no report may."""
@@ -45,7 +57,8 @@ def is_count(value: Any) -> bool:
 
 
 def _number_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, float) or is_number(value)  # one not finite is null in the journal
+    # one not finite is null in the journal
+    return value is None or isinstance(value, float) or is_number(value)
 
 
 def _seconds(value: Any) -> bool:
@@ -66,7 +79,9 @@ def _share(value: Any) -> bool:
 
 
 def _list_of(check: Callable[[Any], bool], most: int = MAX_NUMBERS) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, (list, tuple)) and len(value) <= most and all(check(v) for v in value)
+    return lambda value: (
+        isinstance(value, (list, tuple)) and len(value) <= most and all(check(v) for v in value)
+    )
 
 
 counts = _list_of(is_count)
@@ -97,7 +112,9 @@ PROBE = "probe"
 """The field of the stage ``fit`` that readers draw: a number for each class."""
 
 WHY = "why_asked"
-"""The field of the stage ``fit`` that says why a client has reason to ask: by class, by reason, a number or None."""
+"""The field of the stage ``fit`` that says why a client has reason to ask: by class, by reason, a
+number or None.
+"""
 
 
 def _whys(value: Any) -> bool:
@@ -105,10 +122,17 @@ def _whys(value: Any) -> bool:
     if not isinstance(value, Mapping) or not all(_name(c) and c.isdecimal() for c in value):
         return False
     few = all(isinstance(why, Mapping) and len(why) <= MAX_REASONS for why in value.values())
-    return few and all(_name(k) and _number_or_none(v) for why in value.values() for k, v in why.items())
+    return few and all(
+        _name(k) and _number_or_none(v) for why in value.values() for k, v in why.items()
+    )
 
 
-_FORMS: Mapping[str, Callable[[Any], bool]] = {**ENGINE, **COUNTED, PROBE: _list_of(is_number), WHY: _whys}
+_FORMS: Mapping[str, Callable[[Any], bool]] = {
+    **ENGINE,
+    **COUNTED,
+    PROBE: _list_of(is_number),
+    WHY: _whys,
+}
 
 
 def wrong_report(metrics: Mapping[str, Any]) -> str:
@@ -151,11 +175,14 @@ def _has_its_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -
 def _plain(value: Any, depth: int, word: int) -> bool:
     """Numbers, short words, and lists and tables of them."""
     if isinstance(value, Mapping):
-        return depth > 0 and all(_plain(one, depth - 1, word) for pair in value.items() for one in pair)
+        return depth > 0 and all(
+            _plain(one, depth - 1, word) for pair in value.items() for one in pair
+        )
     if isinstance(value, (list, tuple)):
         return depth > 0 and all(_plain(v, depth - 1, word) for v in value)
     if isinstance(value, str):
-        return len(value) <= word and not any("\ud800" <= c <= "\udfff" for c in value)  # which no file can hold
+        # which no file can hold
+        return len(value) <= word and not any("\ud800" <= c <= "\udfff" for c in value)
     return isinstance(value, bool) or _number_or_none(value)
 
 
@@ -172,7 +199,8 @@ def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def healed(event: Mapping[str, Any], classes: int) -> tuple[dict[str, Any], list[str]]:
-    """A client's event of an old journal without what is malformed in it, and the names of what was left out.
+    """A client's event of an old journal without what is malformed in it, and the names of what was
+    left out.
 
     Before reports were checked, a client could write anything there, and the run could not go on.
     """
@@ -196,11 +224,16 @@ def _heals(name: str, value: Any, classes: int) -> bool:
 
 
 def wrong_table(of: str, table: Any, classes: int) -> str:
-    """Why a table is not ``counts`` of examples by class (C,), and how many were right ``before`` and ``after``.
+    """Why a table is not ``counts`` of examples by class (C,), and how many were right ``before``
+    and ``after``.
 
     classes: 0 if they are not known.
     """
-    if not isinstance(table, Mapping) or not {"counts", "after"} <= table.keys() <= {"counts", "before", "after"}:
+    if not isinstance(table, Mapping) or not {"counts", "after"} <= table.keys() <= {
+        "counts",
+        "before",
+        "after",
+    }:
         return f"{of} is not a table of counts and after"
     for name, value in table.items():
         if not counts(value):

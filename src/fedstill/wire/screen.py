@@ -1,4 +1,6 @@
-"""The screen: which replies may be folded, and why the others may not, from what was expected and what came."""
+"""The screen: which replies may be folded, and why the others may not, from what was expected and
+what came.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,22 @@ MAX_EXAMPLES = 10**7
 """The most examples that a client may claim, if the config says nothing else."""
 MostExamples = Annotated[int, Interval(ge=1, le=10**9)]
 MODELS = ("params", "shared")
-"""The groups that hold a model's parameters, all or a part: they may not come back far larger than they were sent."""
+"""The groups that hold a model's parameters, all or a part: they may not come back far larger than
+they were sent.
+"""
 MAX_STRING = 1 << 16
 MAX_NUMBER = 2**63
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a stage counts: the share of its clients that must be accepted, what a reply may hold, who may fail.
+    """When a stage counts: the share of its clients that must be accepted, what a reply may hold,
+    who may fail.
 
-    ``quorum``: the least share of a stage's clients, in (0, 1]. ``norm_limit``: a reply whose parameters' norm exceeds
-    this many times that of what the client was sent (at least 1) is refused. ``max_examples``: so is one that claims
-    more examples. ``failures``: "stop", a client that fails ends the run; "tolerate", it is refused.
+    ``quorum``: the least share of a stage's clients, in (0, 1]. ``norm_limit``: a reply whose
+    parameters' norm exceeds this many times that of what the client was sent (at least 1) is
+    refused. ``max_examples``: so is one that claims more examples. ``failures``: "stop", a client
+    that fails ends the run; "tolerate", it is refused.
     """
 
     quorum: PositiveShare = 0.5
@@ -53,8 +59,9 @@ class Rules:
 class Refusal:
     """A reply that was left out, and why.
 
-    ``kind``: "failed", the client said so; "diverged", its numbers, and nothing else, were at fault; "unlike", its
-    groups are not those expected; "strange", it is not the reply to what was asked. ``up``: what it brought.
+    ``kind``: "failed", the client said so; "diverged", its numbers, and nothing else, were at
+    fault; "unlike", its groups are not those expected; "strange", it is not the reply to what was
+    asked. ``up``: what it brought.
     """
 
     client: int
@@ -79,21 +86,27 @@ def screen(
     rules: Rules,
     labels: Tensor | None = None,
 ) -> tuple[list[Reply], list[Refusal]]:
-    """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats, claims and reports
-    that cannot be, and payloads other than expected.
+    """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats,
+    claims and reports that cannot be, and payloads other than expected.
 
-    ``labels``: what the clients said in the census, (clients, C). A check that raises refuses the reply.
+    ``labels``: what the clients said in the census, (clients, C). A check that raises refuses the
+    reply.
     """
     accepted: dict[int, Reply] = {}
     sent: dict[int, float] = {}
     refused = []
     for reply in replies:
         kind: Kind = "failed" if reply.failure else "strange"
-        why = _outcome(_envelope, reply, stage, downs, accepted) or _outcome(_claim, reply, rules.max_examples, labels)
+        why = _outcome(_envelope, reply, stage, downs, accepted) or _outcome(
+            _claim, reply, rules.max_examples, labels
+        )
         if not why:
             kind, why = "unlike", _outcome(_content, reply.up, expected(reply.client))
         if not why:
-            kind, why = "diverged", _outcome(_wild, reply.up, downs[reply.client], rules.norm_limit, sent)
+            kind, why = (
+                "diverged",
+                _outcome(_wild, reply.up, downs[reply.client], rules.norm_limit, sent),
+            )
             why += _outcome(_lost, reply.metrics) if why else ""
         if not why:
             kind, why = "strange", _outcome(wrong_report, reply.metrics)
@@ -111,7 +124,9 @@ def _outcome(check: Callable[P, str], *args: P.args, **kwargs: P.kwargs) -> str:
         return f"could not be checked: {on_one_line(error)}"
 
 
-def _envelope(reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Mapping[int, Reply]) -> str:
+def _envelope(
+    reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Mapping[int, Reply]
+) -> str:
     if reply.failure:
         return f"failed: {reply.failure}"
     if type(reply.client) is not int or reply.client not in downs:
@@ -125,7 +140,9 @@ def of_other_stage(reply: Reply, stage: Stage) -> str:
     """Why a reply is not of this stage; empty if it is."""
     if (reply.round, reply.stage) == (stage.round, stage.index):
         return ""
-    return f"replied for round {reply.round} stage {reply.stage}, not {stage.round} and {stage.index}"
+    return (
+        f"replied for round {reply.round} stage {reply.stage}, not {stage.round} and {stage.index}"
+    )
 
 
 def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:
@@ -133,7 +150,10 @@ def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         return f"claims {count!r} examples"
     if count > most:
-        return f"claims {count if count < MAX_NUMBER else 'endless'} examples, over clients.max_examples = {most}"
+        return (
+            f"claims {count if count < MAX_NUMBER else 'endless'} examples, over "
+            f"clients.max_examples = {most}"
+        )
     if labels is None or reply.client < 0:
         return ""
     totals = labels.sum(1)
@@ -141,7 +161,11 @@ def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:
     if 0 < said < count:
         return f"claims {count} examples, and {said} in the census"
     # whose row is 0 said that it has none, or its answer to the census was refused
-    return f"claims {count} examples, and the largest client {largest} in the census" if 0 < largest < count else ""
+    return (
+        f"claims {count} examples, and the largest client {largest} in the census"
+        if 0 < largest < count
+        else ""
+    )
 
 
 def _content(up: Payload, expected: Payload) -> str:
@@ -165,14 +189,23 @@ def other_group(name: str, got: Group, want: Group) -> str:
             return f"{name} differs: {_difference(got, want)}"
         return next((bad for k in want if (bad := _tensor(f"{name}/{k}", got[k], want[k]))), "")
     if isinstance(want, str):
-        return "" if isinstance(got, str) and len(got) <= MAX_STRING else f"{name} is not a short string"
+        return (
+            ""
+            if isinstance(got, str) and len(got) <= MAX_STRING
+            else f"{name} is not a short string"
+        )
     if type(got) is not type(want) and (type(got), type(want)) != (int, float):
         return f"{name} is of type {type(got).__name__}, not {type(want).__name__}"
-    return f"{name} is a number beyond 2**63" if isinstance(got, int) and abs(got) > MAX_NUMBER else ""
+    return (
+        f"{name} is a number beyond 2**63" if isinstance(got, int) and abs(got) > MAX_NUMBER else ""
+    )
 
 
 def _difference(got: Collection[str], want: Collection[str]) -> str:
-    return f"missing {sorted(set(want) - set(got))[:3]}, not asked for {sorted(set(got) - set(want))[:3]}"
+    return (
+        f"missing {sorted(set(want) - set(got))[:3]}, not asked for "
+        f"{sorted(set(got) - set(want))[:3]}"
+    )
 
 
 def _tensor(name: str, got: object, want: Tensor) -> str:
@@ -184,18 +217,34 @@ def _tensor(name: str, got: object, want: Tensor) -> str:
 
 
 def _wild(up: Payload, down: Payload, limit: float, sent: dict[int, float]) -> str:
-    """What is not finite or too large; ``sent``: the norms of parameters that were sent, by the object's id."""
+    """What is not finite or too large; ``sent``: the norms of parameters that were sent, by the
+    object's id.
+    """
     norms = dict[str, float]()
     for name, group in up.items():
-        named = group if isinstance(group, Mapping) else {"": group} if isinstance(group, Tensor) else {}
+        named = (
+            group
+            if isinstance(group, Mapping)
+            else {"": group}
+            if isinstance(group, Tensor)
+            else {}
+        )
         norms[name] = trees.norm(named)
-        if not math.isfinite(norms[name]):  # looked at more closely: a sum of squares may have overflowed
+        # looked at more closely: a sum of squares may have overflowed
+        if not math.isfinite(norms[name]):
             for k, t in named.items():
                 if t.is_floating_point() and not bool(torch.isfinite(t).all()):
                     return f"{name}{'/' if k else ''}{k} holds numbers that are not finite"
         if isinstance(group, float) and not abs(group) < float("inf"):
             return f"{name} is {group}"
-    return next((bad for n in MODELS if n in up and n in down and (bad := _grown(n, norms[n], down, limit, sent))), "")
+    return next(
+        (
+            bad
+            for n in MODELS
+            if n in up and n in down and (bad := _grown(n, norms[n], down, limit, sent))
+        ),
+        "",
+    )
 
 
 def _lost(metrics: Mapping[str, object]) -> str:
@@ -205,9 +254,14 @@ def _lost(metrics: Mapping[str, object]) -> str:
     lost = [
         f"{name!r:.60}"
         for name, loss in named
-        if loss is None or (isinstance(loss, float) and not math.isfinite(loss))  # over a network NaN becomes None
+        # over a network NaN becomes None
+        if loss is None or (isinstance(loss, float) and not math.isfinite(loss))
     ]
-    return f" (so was the loss of its term{'s' * (len(lost) > 1)} {', '.join(lost[:3])})" if lost else ""
+    return (
+        f" (so was the loss of its term{'s' * (len(lost) > 1)} {', '.join(lost[:3])})"
+        if lost
+        else ""
+    )
 
 
 def _grown(name: str, norm: float, down: Payload, limit: float, sent: dict[int, float]) -> str:
@@ -216,5 +270,7 @@ def _grown(name: str, norm: float, down: Payload, limit: float, sent: dict[int, 
         sent[group] = max(1.0, trees.norm(down.tensors(name)))
     if norm > limit * sent[group]:
         what = "parameters'" if name == "params" else f"{name} parameters'"
-        return f"its {what} norm {norm:.3g} is over {limit:g} times the {sent[group]:.3g} it was sent"
+        return (
+            f"its {what} norm {norm:.3g} is over {limit:g} times the {sent[group]:.3g} it was sent"
+        )
     return ""

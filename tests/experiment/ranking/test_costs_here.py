@@ -21,12 +21,18 @@ RESULTS = Path(__file__).parents[3] / "results" / "rank"
 EACH = Seconds(step=0.5, example=0.01, rest=0.25)
 
 
-def test_minutes_are_the_arithmetic_of_all_runs(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even clients hold 30 examples: two clients' epoch in batches of 20 is 4 steps, joint's of 120 is 6."""
+def test_minutes_are_the_arithmetic_of_all_runs(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even clients hold 30 examples: two clients' epoch in batches of 20 is 4 steps, joint's of 120
+    is 6.
+    """
     mean = MEAN_METHOD["space"]
     even, joint = (START + 2 * (mean * (s * 0.5 + n * 0.01) + 0.25) for s, n in ((4, 60), (6, 120)))
     rows = ("FedAvg", "FedNTD", "joint")
-    assert [costs_here._of_run(suite, (row, "even"), EACH) for row in rows] == pytest.approx([even, even, joint])
+    assert [costs_here._of_run(suite, (row, "even"), EACH) for row in rows] == pytest.approx(
+        [even, even, joint]
+    )
     uneven = [costs_here._of_run(suite, (row, "uneven"), EACH) for row in rows]
     monkeypatch.setattr(costs_here, "seconds_here", lambda tier: EACH)
     test, choose = costs_here.core_minutes(suite)
@@ -39,10 +45,15 @@ def test_minutes_are_the_arithmetic_of_all_runs(suite: Suite, monkeypatch: pytes
 
 
 def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> None:
-    """In public local only has one round of 38 epochs; all others have half theirs. Trials hold images out."""
+    """In public local only has one round of 38 epochs; all others have half theirs. Trials hold
+    images out.
+    """
     suite = load_suite("digits-public")
     whole, tried = (
-        {row: costs_here._of_run(suite, (row, suite.column), EACH, trial) for row in ("local only", "joint")}
+        {
+            row: costs_here._of_run(suite, (row, suite.column), EACH, trial)
+            for row in ("local only", "joint")
+        }
         for trial in (False, True)
     )
     assert tried["joint"] - START == pytest.approx((whole["joint"] - START) / 2)
@@ -64,7 +75,9 @@ def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> Non
     ],
 )
 def test_steps_are_those_of_the_journals_that_ship(name: str, row: str, column: str) -> None:
-    """Stages on public data and at the server, of the first and the last round, of peers, and of a task's end."""
+    """Stages on public data and at the server, of the first and the last round, of peers, and of a
+    task's end.
+    """
     suite = load_suite(name)
     (variant,) = suite.recipe.variants([(row, column)], (0,), {}, Path())
     ready = prepare(variant.settings)
@@ -79,11 +92,19 @@ def test_steps_are_those_of_the_journals_that_ship(name: str, row: str, column: 
 
 @pytest.mark.parametrize("name", suite_names("digits"))
 def test_a_suite_takes_what_its_entries_took_as_fast_as_their_fedavg(name: str) -> None:
-    """Machines differ by four times from suite to suite: only within one can seconds be compared."""
+    """Machines differ by four times from suite to suite: only within one can seconds be
+    compared.
+    """
     suite = load_suite(name)
-    took = {row.name: sum(score.seconds_cpu for score in row.scores.values()) for row in shipped_rows()[name]}
+    took = {
+        row.name: sum(score.seconds_cpu for score in row.scores.values())
+        for row in shipped_rows()[name]
+    }
     base = "FedAvg" if "FedAvg" in suite.competing else suite.floor
-    steps = {cell: costs_here._of_run(suite, cell, Seconds(1.0, 0.0, 0.0)) - START for cell in suite.recipe.cells()}
+    steps = {
+        cell: costs_here._of_run(suite, cell, Seconds(1.0, 0.0, 0.0)) - START
+        for cell in suite.recipe.cells()
+    }
     once = sum(steps[base, column] for column in suite.columns(base)) / MEAN_METHOD[suite.track]
     assert sum(steps.values()) / once == pytest.approx(sum(took.values()) / took[base], rel=0.2)
 

@@ -51,7 +51,10 @@ def test_it_holds_no_times_but_the_processors(entry: Entered) -> None:
 def test_a_changed_key_is_refused(entry: Entered) -> None:
     rewritten(entry, f"{RUN}/config.toml", "epochs = 1", "epochs = 2")
     (wrong,) = refusals(entry.folder)
-    assert wrong == f"settings are the suite's: {RUN}/config.toml has plan.train.epochs = 2, and the suite 1"
+    assert (
+        wrong
+        == f"settings are the suite's: {RUN}/config.toml has plan.train.epochs = 2, and the suite 1"
+    )
 
 
 def test_a_field_that_came_after_an_entry_was_made_has_its_default_there(entry: Entered) -> None:
@@ -84,14 +87,23 @@ def test_a_seed_more_is_refused(entry: Entered) -> None:
     ]
 
 
-def test_an_edited_number_is_refused_by_its_digest_and_by_what_follows_from_it(entry: Entered) -> None:
+def test_an_edited_number_is_refused_by_its_digest_and_by_what_follows_from_it(
+    entry: Entered,
+) -> None:
     path = entry.folder / RUN / "journal.jsonl"
     last = json.loads(path.read_text().splitlines()[-1])
     old, new = f'"accuracy":{last["accuracy"]}', '"accuracy":0.99'
     before = path.read_text()
-    path.write_text(before[: before.rindex(old)] + before[before.rindex(old) :].replace(old, new, 1))
-    assert refusals(entry.folder)[0].startswith(f"files are those of entry.toml: {RUN}/journal.jsonl is not the file")
-    told(entry, lambda tree: tree["digests"].__setitem__(f"{RUN}/journal.jsonl", digest(path.read_bytes())))
+    path.write_text(
+        before[: before.rindex(old)] + before[before.rindex(old) :].replace(old, new, 1)
+    )
+    assert refusals(entry.folder)[0].startswith(
+        f"files are those of entry.toml: {RUN}/journal.jsonl is not the file"
+    )
+    told(
+        entry,
+        lambda tree: tree["digests"].__setitem__(f"{RUN}/journal.jsonl", digest(path.read_bytes())),
+    )
     assert "accuracy 0.99, and its classes have" in refusals(entry.folder)[0]
 
 
@@ -104,7 +116,9 @@ def test_a_summary_that_does_not_follow_from_its_journal_is_refused(entry: Enter
 
 
 def test_an_accuracy_that_its_classes_do_not_have_is_refused(entry: Entered) -> None:
-    """Journal, summary and digests are forged alike; the accuracy of the classes gives another number."""
+    """Journal, summary and digests are forged alike; the accuracy of the classes gives another
+    number.
+    """
     path, summary = entry.folder / RUN / "journal.jsonl", entry.folder / RUN / "summary.json"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[-1]["accuracy"] = 0.99
@@ -122,25 +136,34 @@ def test_an_accuracy_that_its_classes_do_not_have_is_refused(entry: Entered) -> 
 
 
 def test_a_swapped_choice_is_refused(entry: Entered) -> None:
-    told(entry, lambda tree: tree["choice"].__setitem__("scores", [[0.9, 0.9, 0.9], [0.1, 0.1, 0.1]]))
+    told(
+        entry, lambda tree: tree["choice"].__setitem__("scores", [[0.9, 0.9, 0.9], [0.1, 0.1, 0.1]])
+    )
     assert any("try 1 is the best" in wrong for wrong in refusals(entry.folder))
 
 
 def test_tries_that_the_suite_does_not_have_are_refused(entry: Entered) -> None:
     told(entry, lambda tree: tree["choice"]["tries"].__setitem__(0, {"plan.lr": 0.3}))
-    assert refusals(entry.folder) == ["the fields follow from the tries: its tries are not those of digits-space"]
+    assert refusals(entry.folder) == [
+        "the fields follow from the tries: its tries are not those of digits-space"
+    ]
 
 
 def test_another_split_than_the_one_that_is_drawn_here_is_refused(entry: Entered) -> None:
     text = (entry.folder / RUN / "journal.jsonl").read_text()
     sha = json.loads(text.splitlines()[0])["split"]["sha256"]
     rewritten(entry, f"{RUN}/journal.jsonl", sha, "0" * 64)
-    assert f"{RUN}/split.safetensors is not the split that the journal names" in refusals(entry.folder)[0]
+    assert (
+        f"{RUN}/split.safetensors is not the split that the journal names"
+        in refusals(entry.folder)[0]
+    )
     other = (entry.folder / "uneven" / "seed4" / "split.safetensors").read_bytes()
     (entry.folder / RUN / "split.safetensors").write_bytes(other)
     told(entry, lambda tree: tree["digests"].__setitem__(f"{RUN}/split.safetensors", digest(other)))
     rewritten(entry, f"{RUN}/journal.jsonl", "0" * 64, digest(other))
-    assert refusals(entry.folder)[0].startswith("splits, tasks and clients of rounds are what is drawn here: " + RUN)
+    assert refusals(entry.folder)[0].startswith(
+        "splits, tasks and clients of rounds are what is drawn here: " + RUN
+    )
 
 
 def test_a_client_that_was_not_drawn_is_refused(entry: Entered) -> None:
@@ -149,7 +172,12 @@ def test_a_client_that_was_not_drawn_is_refused(entry: Entered) -> None:
     client = json.loads(event)["client"]
     drawn = {json.loads(line)["client"] for line in lines if '"event":"client","round":1,' in line}
     other = next(c for c in range(4) if c not in drawn)
-    rewritten(entry, f"{RUN}/journal.jsonl", event, event.replace(f'"client":{client},', f'"client":{other},', 1))
+    rewritten(
+        entry,
+        f"{RUN}/journal.jsonl",
+        event,
+        event.replace(f'"client":{client},', f'"client":{other},', 1),
+    )
     assert "in round 1 clients" in refusals(entry.folder)[0]
 
 
@@ -166,11 +194,19 @@ def test_a_version_that_is_not_here_and_another_method_are_refused(entry: Entere
         (lambda tree: tree.__setitem__("row", 3), "row is a int, not a str"),
         (lambda tree: tree.pop("digests"), "'digests'"),
         (lambda tree: tree["choice"].__setitem__("scores", [["x"]]), "cannot be read"),
-        (lambda tree: tree.__setitem__("file", "../../evil.py"), "its file '../../evil.py' is not in it"),
-        (lambda tree: tree.update(row="mine", method="os:system"), "'os:system' is no method of the package"),
+        (
+            lambda tree: tree.__setitem__("file", "../../evil.py"),
+            "its file '../../evil.py' is not in it",
+        ),
+        (
+            lambda tree: tree.update(row="mine", method="os:system"),
+            "'os:system' is no method of the package",
+        ),
     ],
 )
-def test_what_entry_toml_must_not_say(entry: Entered, change: Callable[[dict[str, Any]], object], said: str) -> None:
+def test_what_entry_toml_must_not_say(
+    entry: Entered, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
     told(entry, change)
     assert said in refusals(entry.folder)[0]
 
@@ -188,7 +224,9 @@ def test_links_strange_and_large_files_are_refused_before_anything_is_read(entry
     assert "larger than 32 MB" in refusals(entry.folder)[0]
 
 
-def test_a_replay_gives_the_same_bits_and_its_runs_are_drawn_by_the_entry(entry: Entered, suite: Suite) -> None:
+def test_a_replay_gives_the_same_bits_and_its_runs_are_drawn_by_the_entry(
+    entry: Entered, suite: Suite
+) -> None:
     places = drawn_places(entry, suite, 2)
     assert places == drawn_places(entry, suite, 2)
     assert len(set(places)) == 2
@@ -214,10 +252,14 @@ def test_a_run_is_shortened_where_its_first_rounds_stay_what_they_are(suite: Sui
     assert _size(3, public, "HiPer-FedKD") == {"rounds": 3}
 
 
-def test_what_rounding_does_is_within_tolerance_and_what_it_does_not_disagrees(entry: Entered) -> None:
+def test_what_rounding_does_is_within_tolerance_and_what_it_does_not_disagrees(
+    entry: Entered,
+) -> None:
     """The loss of one client's first round is another in its last digits; then in its third."""
     path = entry.run("even", 0) / "journal.jsonl"
-    event = next(json.loads(line) for line in path.read_text().splitlines() if '"event":"client"' in line)
+    event = next(
+        json.loads(line) for line in path.read_text().splitlines() if '"event":"client"' in line
+    )
     loss = event["loss"]["ce"]
     near = [("even", 0)]
     path.write_text(path.read_text().replace(repr(loss), repr(loss + 1e-6), 1))
@@ -236,15 +278,21 @@ def test_what_rounding_does_is_within_tolerance_and_what_it_does_not_disagrees(e
 def test_rounding_grows_with_the_steps_that_a_client_has_done(
     steps: int, number: int, level: str, tmp_path: Path
 ) -> None:
-    """Two journals of three rounds that differ in one loss by 0.06: too much within seventy steps."""
+    """Two journals of three rounds that differ in one loss by 0.06: too much within seventy
+    steps.
+    """
     for name, more in (("theirs", 0.0), ("ours", 0.06)):
         lines = [{"event": "start", "classes": ["a", "b"], "test_counts": [50, 50]}]
         for round in (1, 2, 3):
             loss = {"ce": 0.4 + more * (round == number)}
-            lines.append({"event": "client", "round": round, "client": 0, "steps": steps, "loss": loss})
+            lines.append(
+                {"event": "client", "round": round, "client": 0, "steps": steps, "loss": loss}
+            )
             lines.append({"event": "round", "round": round, "accuracy": 0.5})
         (tmp_path / name).mkdir()
-        (tmp_path / name / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / name / "journal.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     assert compared("x", tmp_path / "theirs", tmp_path / "ours").level == level
 
 
@@ -264,19 +312,25 @@ def test_the_losses_of_few_clients_may_be_further_apart(
 ) -> None:
     """Training of single clients can be unstable; what follows is then as another seed's."""
     for name, more, last in (("theirs", 0.0, 0.5), ("ours", 0.06, accuracy)):
-        lines: list[dict[str, Any]] = [{"event": "start", "classes": ["a", "b"], "test_counts": [50, 50]}]
+        lines: list[dict[str, Any]] = [
+            {"event": "start", "classes": ["a", "b"], "test_counts": [50, 50]}
+        ]
         for c in range(clients):
             loss = {"ce": 0.4 + more * (c < strays)}
             lines.append({"event": "client", "round": 1, "client": c, "steps": 20, "loss": loss})
         lines.append({"event": "round", "round": 1, "accuracy": last})
         lines.append({"event": "round", "round": 2, "accuracy": last})
         (tmp_path / name).mkdir()
-        (tmp_path / name / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / name / "journal.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     assert compared("x", tmp_path / "theirs", tmp_path / "ours").level == level
 
 
 def test_the_score_of_a_whole_run_is_as_far_away_as_another_seed_at_most(entry: Entered) -> None:
-    """Other last digits in round 1 make it a run of another machine; what its rounds say of classes is edited."""
+    """Other last digits in round 1 make it a run of another machine; what its rounds say of classes
+    is edited.
+    """
     path = entry.run("even", 0) / "journal.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     next(e for e in events if e["event"] == "client")["loss"]["ce"] += 1e-6

@@ -1,4 +1,6 @@
-"""Entries forged in journals, summaries and digests alike: each is refused, or a replay says that it disagrees."""
+"""Entries forged in journals, summaries and digests alike: each is refused, or a replay says that
+it disagrees.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,37 @@ def everybody(events: Events) -> Events:
             lambda e: last(e, answers=[{"average_accuracy_before": 1.0, "average_accuracy": 1.0}]),
             "answers to queries, but the run has no queries",
         ),
-        (lambda e: every(e, "round", class_accuracy=[1.0] * 90), "accuracies of 90 classes, and there are 10"),
-        (lambda e: every(e, "round", class_accuracy=[1.0] * 9 + [None]), "accuracies of 9 classes, and 10 have test"),
-        (lambda e: every(e, "round", class_accuracy=NO_MODEL), "accuracies of 0 classes, and 10 have test examples"),
+        (
+            lambda e: every(e, "round", class_accuracy=[1.0] * 90),
+            "accuracies of 90 classes, and there are 10",
+        ),
+        (
+            lambda e: every(e, "round", class_accuracy=[1.0] * 9 + [None]),
+            "accuracies of 9 classes, and 10 have test",
+        ),
+        (
+            lambda e: every(e, "round", class_accuracy=NO_MODEL),
+            "accuracies of 0 classes, and 10 have test examples",
+        ),
         (
             lambda e: every(e, "round", **NO_ANSWER, personal_class_accuracy=[1.0] * 10),
             "personal_class_accuracy, which does not follow from its clients' events",
         ),
-        (lambda e: every(e, "round", personal_class_accuracy=[2.0] * 10), "must be one number from 0 to 1 per class"),
-        (lambda e: every(e, "round", personal_class_accuracy=[float("nan")] * 10), "a number that is not finite"),
+        (
+            lambda e: every(e, "round", personal_class_accuracy=[2.0] * 10),
+            "must be one number from 0 to 1 per class",
+        ),
+        (
+            lambda e: every(e, "round", personal_class_accuracy=[float("nan")] * 10),
+            "a number that is not finite",
+        ),
         (lambda e: every(e, "round", bytes_down=0), "0 bytes down, and its clients' events have"),
         (lambda e: every(e, "round", forgetting=-1.0), "forgetting = -1.0, and"),
         (lambda e: every(e, "round", helped=1.0), "helped, which does not follow"),
-        (lambda e: [x for x in e if x["event"] != "client" or x["round"] < 2], "round 2: no client took part in it"),
+        (
+            lambda e: [x for x in e if x["event"] != "client" or x["round"] < 2],
+            "round 2: no client took part in it",
+        ),
         (everybody, "in round 1 clients [0, 1, 2, 3] took part in stage 0, and here"),
     ],
 )
@@ -113,9 +133,14 @@ def test_task_ends_follow_from_right_answers_and_their_rounds(
 
 
 def test_task_ends_that_agree_with_themselves_disagree_in_a_replay(tmp_path: Path) -> None:
-    """On permuted pixels each task has a test set of its own, which no round's accuracy tells of."""
+    """On permuted pixels each task has a test set of its own, which no round's accuracy tells
+    of.
+    """
     entry = shipped_copy("digits-time", "FedAvg", tmp_path / "entry")
-    honest, place = Path(shutil.copytree(entry.folder, tmp_path / "honest")), "10-permuted-tasks/seed0"
+    honest, place = (
+        Path(shutil.copytree(entry.folder, tmp_path / "honest")),
+        "10-permuted-tasks/seed0",
+    )
     forged(entry, right_at_task_ends)
     one = compared(place, entry.folder / place, honest / place)
     assert one.level == "tolerance", "its first rounds are what they were, and it has not the bits"
@@ -140,19 +165,30 @@ def cut(entry: Entered, place: str, done: int) -> None:
     """Say that a run diverged, and leave out what came after a round."""
     path = entry.folder / place / "journal.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = [e for e in events if e.get("round", 0) <= done or (e["event"] == "client" and e["round"] == done + 1)]
+    kept = [
+        e
+        for e in events
+        if e.get("round", 0) <= done or (e["event"] == "client" and e["round"] == done + 1)
+    ]
     path.write_text("".join(json.dumps(e, separators=(",", ":")) + "\n" for e in kept))
     (entry.folder / place / "summary.json").unlink()
-    told(entry, lambda tree: tree.__setitem__("diverged", {place: "its parameters' norm is too large"}))
+    told(
+        entry,
+        lambda tree: tree.__setitem__("diverged", {place: "its parameters' norm is too large"}),
+    )
     sealed(entry)
 
 
-def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(entry: Entered, tmp_path: Path) -> None:
+def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
+    entry: Entered, tmp_path: Path
+) -> None:
     honest = Path(shutil.copytree(entry.folder, tmp_path / "honest"))
     cut(entry, "even/seed0", 1)
     assert refusals(entry.folder) == [], "a run that diverged looks like this"
     (one,) = replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do)
-    assert one == Replayed("even/seed0", "disagrees", "after round 1 it goes on otherwise, with the same bits before")
+    assert one == Replayed(
+        "even/seed0", "disagrees", "after round 1 it goes on otherwise, with the same bits before"
+    )
     path = entry.folder / "even/seed0/journal.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"event":"client","round":2,' not in line))
@@ -162,11 +198,16 @@ def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(entry: Entere
     shutil.copytree(honest / "even", entry.folder / "even", dirs_exist_ok=True)
     (entry.folder / "even/seed1/summary.json").unlink()
     sealed(entry)
-    assert "even/seed1/journal.jsonl does not end in a round that diverged" in refusals(entry.folder)[0]
+    assert (
+        "even/seed1/journal.jsonl does not end in a round that diverged"
+        in refusals(entry.folder)[0]
+    )
 
 
 def test_seeds_that_are_forged_alike_are_not_within_what_seeds_differ_by(entry: Entered) -> None:
-    """All rounds of all seeds are right everywhere; one loss is strange, as single clients' may be elsewhere."""
+    """All rounds of all seeds are right everywhere; one loss is strange, as single clients' may be
+    elsewhere.
+    """
 
     def right(events: Events) -> None:
         for event in rounds(events):
@@ -184,7 +225,9 @@ def test_half_the_bytes_disagree_in_a_replay(entry: Entered) -> None:
 
     def half(events: Events) -> None:
         for event in events:
-            event.update({key: event[key] // 2 for key in ("bytes_up", "bytes_down") if key in event})
+            event.update(
+                {key: event[key] // 2 for key in ("bytes_up", "bytes_down") if key in event}
+            )
 
     forged(entry, half)
     assert refusals(entry.folder) == []
@@ -197,7 +240,9 @@ def test_a_reference_sets_no_fields(made: Path, tmp_path: Path) -> None:
     entry = read_entry(Path(shutil.copytree(made / "joint", tmp_path / "joint")))
     assert refusals(entry.folder) == []
     told(entry, lambda tree: tree.__setitem__("fields", {"plan.lr": 0.0001}))
-    assert refusals(entry.folder) == ["settings are the suite's: joint is a reference, and sets plan.lr"]
+    assert refusals(entry.folder) == [
+        "settings are the suite's: joint is a reference, and sets plan.lr"
+    ]
 
 
 def mine(entry: Entered, of: Callable[[int], str], **values: Any) -> None:
@@ -208,7 +253,13 @@ def mine(entry: Entered, of: Callable[[int], str], **values: Any) -> None:
         path.write_text(f"{before}[method]\n{of(number)}\n\n[{rest.partition(chr(10) + '[')[2]}")
     fields = {"method.beta": 1.0, "plan.lr": 0.1}
     choice = {"tries": [fields, {}], "scores": [[0.9] * 3, [0.1] * 3], "sent": [1, 1]}
-    new = {"row": "Mine", "method": "mine.py", "file": "mine.py", "fields": fields, "choice": choice}
+    new = {
+        "row": "Mine",
+        "method": "mine.py",
+        "file": "mine.py",
+        "fields": fields,
+        "choice": choice,
+    }
     told(entry, lambda tree: tree.update(new | values))
     sealed(entry)
 
@@ -216,9 +267,18 @@ def mine(entry: Entered, of: Callable[[int], str], **values: Any) -> None:
 @pytest.mark.parametrize(
     ("of", "said"),
     [
-        (lambda n: 'name = "other.py"\nbeta = 1.0', "has the method 'other.py', and the entry's file is mine.py"),
-        (lambda n: 'name = "mine.py"\nbeta = 2.0', "has method.beta = 2.0, and not what was chosen"),
-        (lambda n: f'name = "mine.py"\nbeta = 1.0\nmore = {n}', "uneven/seed1/config.toml has another table [method]"),
+        (
+            lambda n: 'name = "other.py"\nbeta = 1.0',
+            "has the method 'other.py', and the entry's file is mine.py",
+        ),
+        (
+            lambda n: 'name = "mine.py"\nbeta = 2.0',
+            "has method.beta = 2.0, and not what was chosen",
+        ),
+        (
+            lambda n: f'name = "mine.py"\nbeta = 1.0\nmore = {n}',
+            "uneven/seed1/config.toml has another table [method]",
+        ),
         (
             lambda n: 'name = "mine.py"\nbeta = 1.0' + "\nmore = 1" * (n > 4),
             "has another table [method] than the first run",
@@ -241,17 +301,24 @@ def test_all_runs_of_a_file_of_its_own_have_what_was_chosen(
         ({"sent": [-1, 1]}, "has a negative number of bytes"),
     ],
 )
-def test_scores_of_choosing_are_shares_of_three_seeds(choice: dict[str, Any], said: str, entry: Entered) -> None:
+def test_scores_of_choosing_are_shares_of_three_seeds(
+    choice: dict[str, Any], said: str, entry: Entered
+) -> None:
     mine(entry, lambda n: 'name = "mine.py"\nbeta = 1.0')
     told(entry, lambda tree: tree["choice"].update(choice))
     assert [said in wrong for wrong in refusals(entry.folder)] == [True]
 
 
-def test_an_entry_with_a_file_of_its_own_passes_and_what_it_answers_follows_too(entry: Entered) -> None:
+def test_an_entry_with_a_file_of_its_own_passes_and_what_it_answers_follows_too(
+    entry: Entered,
+) -> None:
     mine(entry, lambda n: 'name = "mine.py"\nbeta = 1.0')
     assert refusals(entry.folder) == []
     forged(entry, lambda e: every(e, "round", **NO_ANSWER, personal_class_accuracy=[1.0] * 10))
-    assert any("personal_class_accuracy, which does not follow" in wrong for wrong in refusals(entry.folder))
+    assert any(
+        "personal_class_accuracy, which does not follow" in wrong
+        for wrong in refusals(entry.folder)
+    )
 
 
 def test_more_rounds_than_memory_holds_are_refused_first(entry: Entered) -> None:
@@ -262,7 +329,9 @@ def test_more_rounds_than_memory_holds_are_refused_first(entry: Entered) -> None
     assert "has rounds = 1000000000000, and the suite 2" in wrong
 
 
-@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a | b", "a\nb", "`a`", "\\input{a}"])
+@pytest.mark.parametrize(
+    "name", ["<script>alert(1)</script>", "a | b", "a\nb", "`a`", "\\input{a}"]
+)
 def test_names_that_mean_something_in_a_table_are_refused(name: str, entry: Entered) -> None:
     told(entry, lambda tree: tree["made"].__setitem__("processor", name))
     assert "contains a character that tables cannot show" in refusals(entry.folder)[0]

@@ -11,7 +11,11 @@ from fedstill.experiment.ranking.nearest import APART, away, nearest_cell, told_
 from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.where import Grid, MapCell
 
-PLACES = {(0.1, 1): Setting(0.4, 0.05, 0.25), (0.1, 10): Setting(0.4, 0.5, 0.25), (0.5, 1): Setting(0.2, 0.05, 0.25)}
+PLACES = {
+    (0.1, 1): Setting(0.4, 0.05, 0.25),
+    (0.1, 10): Setting(0.4, 0.5, 0.25),
+    (0.5, 1): Setting(0.2, 0.05, 0.25),
+}
 
 
 def score(accuracy: float) -> Score:
@@ -53,7 +57,9 @@ MAPS = {"fedntd": FEDNTD, "fedlc": FEDLC}
         (Setting(0.4, 0.0, 0.25), None),
     ],
 )
-def test_the_nearest_cell_and_none_that_is_too_far(here: Setting, values: tuple[float, int] | None) -> None:
+def test_the_nearest_cell_and_none_that_is_too_far(
+    here: Setting, values: tuple[float, int] | None
+) -> None:
     cell = nearest_cell(FEDNTD, here)
     assert (cell and tuple(cell.values.values())) == values
 
@@ -66,11 +72,16 @@ def test_units_are_a_label_distance_and_factors_of_two() -> None:
 def test_a_method_with_a_map_is_said_of_itself() -> None:
     near, own = told_of_maps(MAPS, "fedntd", Setting(0.38, 0.06, 0.2))
     assert near == (
-        "map: the nearest cell of the ranking's maps (digits) is alpha 0.1, epochs 1: labels 0.40 from the whole (here "
-        "0.38), 0.05 local steps an example (here 0.06), 25 % of clients a round (here 20 %). FedAvg reached 50.0 % "
+        "map: the nearest cell of the ranking's maps (digits) is alpha 0.1, epochs 1: labels 0.40 "
+        "from the whole (here "
+        "0.38), 0.05 local steps an example (here 0.06), 25 % of clients a round (here 20 %). "
+        "FedAvg reached 50.0 % "
         "there."
     )
-    assert own == "map: FedNTD was +20.0 points from FedAvg there (+10.0 to +30.0): it helped on all seeds."
+    assert (
+        own == "map: FedNTD was +20.0 points from FedAvg there (+10.0 to +30.0): it helped on all "
+        "seeds."
+    )
     assert "it hurt on all seeds" in list(told_of_maps(MAPS, "fedntd", Setting(0.4, 0.5, 0.25)))[1]
     assert list(told_of_maps(MAPS, "fedntd", Setting(0.2, 0.05, 0.25)))[1].endswith(
         "(-10.0 to +30.0): not all seeds say the same."
@@ -80,7 +91,8 @@ def test_a_method_with_a_map_is_said_of_itself() -> None:
 def test_of_another_method_the_best_are_said() -> None:
     said = [list(told_of_maps(MAPS, "fedavg", where))[1] for where in PLACES.values()]
     assert said == [
-        "map: most helped there, in points over FedAvg and on all seeds: FedLC +30.0, FedNTD +20.0.",
+        "map: most helped there, in points over FedAvg and on all seeds: FedLC +30.0, FedNTD "
+        "+20.0.",
         "map: none of FedNTD, FedLC was above FedAvg there on all seeds.",
         "map: none of FedNTD, FedLC was above FedAvg there on all seeds.",
     ]

@@ -1,4 +1,6 @@
-"""What the ranking takes from a journal, by hand; choosing, entering and resuming on a tiny suite."""
+"""What the ranking takes from a journal, by hand; choosing, entering and resuming on a tiny
+suite.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,27 @@ import numpy as np
 import pytest
 
 import tiny_ranking
-from fedstill.errors import ConfigError, CorruptFile, Diverged, FedstillError, Interrupted, RunsFailed
+from fedstill.errors import (
+    ConfigError,
+    CorruptFile,
+    Diverged,
+    FedstillError,
+    Interrupted,
+    RunsFailed,
+)
 from fedstill.experiment.comparing.compare import Outcome, carry_out_runs
 from fedstill.experiment.comparing.variants import Variant, variants
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.ranking.carried_out import ended
 from fedstill.experiment.ranking.checking import checked_entry
 from fedstill.experiment.ranking.choosing import choice_of
-from fedstill.experiment.ranking.competing import choose_fields, compete, newcomer, rehearse, suite_at
+from fedstill.experiment.ranking.competing import (
+    choose_fields,
+    compete,
+    newcomer,
+    rehearse,
+    suite_at,
+)
 from fedstill.experiment.ranking.entries import Entered, read_entry
 from fedstill.experiment.ranking.replaying import replayed
 from fedstill.experiment.ranking.scoring import matrix_of, score_of
@@ -37,8 +52,17 @@ def journal(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
 
 def rounds(accuracies: Sequence[Sequence[float]], **more: Any) -> list[dict[str, Any]]:
     """A journal of so many rounds with these class accuracies."""
-    start: list[dict[str, Any]] = [{"event": "start"}, {"event": "initial", "class_accuracy": [0.0, 0.0]}]
-    shared = {"event": "round", "forgetting": 0.25, "bytes_up": 10, "bytes_down": 20, "seconds_cpu": 0.5}
+    start: list[dict[str, Any]] = [
+        {"event": "start"},
+        {"event": "initial", "class_accuracy": [0.0, 0.0]},
+    ]
+    shared = {
+        "event": "round",
+        "forgetting": 0.25,
+        "bytes_up": 10,
+        "bytes_down": 20,
+        "seconds_cpu": 0.5,
+    }
     return start + [
         {**shared, "round": i + 1, "accuracy": float(np.mean(a)), "class_accuracy": list(a), **more}
         for i, a in enumerate(accuracies)
@@ -46,13 +70,21 @@ def rounds(accuracies: Sequence[Sequence[float]], **more: Any) -> list[dict[str,
 
 
 def test_learned_times_kept_is_the_accuracy(tmp_path: Path) -> None:
-    """Ten rounds, two rows: class 0 goes from .8 to .4, class 1 from .2 to .6; best .8 and .6, last .4 and .6."""
+    """Ten rounds, two rows: class 0 goes from .8 to .4, class 1 from .2 to .6; best .8 and .6, last
+    .4 and .6.
+    """
     own = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)] * 5)), 10)
     assert own.learned == pytest.approx(0.7, abs=1e-12)
     assert own.accuracy == pytest.approx(0.5, abs=1e-12)
     assert own.kept == pytest.approx(0.5 / 0.7, abs=1e-12)
     assert own.learned * own.kept == pytest.approx(own.accuracy, abs=1e-12)
-    assert (own.bytes_up, own.bytes_down, own.sent, own.seconds_cpu, own.rounds) == (100, 200, 300, 5.0, 10)
+    assert (own.bytes_up, own.bytes_down, own.sent, own.seconds_cpu, own.rounds) == (
+        100,
+        200,
+        300,
+        5.0,
+        10,
+    )
     assert math.isnan(own.average_forgetting)
 
 
@@ -61,13 +93,19 @@ def test_rows_are_means_of_five_successive_rounds_the_last_of_the_last_five(tmp_
     rows = matrix_of(rounds(steps), 7)
     assert rows[:, 0] == pytest.approx([np.mean([0.2, 0.3, 0.4, 0.5, 0.6])], abs=1e-12)
     rows = matrix_of(rounds([(i / 20, 0.0) for i in range(12)]), 12)
-    assert rows[:, 0] == pytest.approx([np.mean(np.arange(2, 7)) / 20, np.mean(np.arange(7, 12)) / 20], abs=1e-12)
+    assert rows[:, 0] == pytest.approx(
+        [np.mean(np.arange(2, 7)) / 20, np.mean(np.arange(7, 12)) / 20], abs=1e-12
+    )
     assert len(matrix_of(rounds(steps[:3]), 3)) == 1
 
 
 @pytest.mark.parametrize(("asked", "known"), [(1, True), (2, False), (9, False), (10, True)])
-def test_what_was_kept_of_one_row_is_not_known_but_of_one_round(asked: int, known: bool, tmp_path: Path) -> None:
-    """Half is lost in the second round; means of five successive rounds show it from ten rounds on."""
+def test_what_was_kept_of_one_row_is_not_known_but_of_one_round(
+    asked: int, known: bool, tmp_path: Path
+) -> None:
+    """Half is lost in the second round; means of five successive rounds show it from ten rounds
+    on.
+    """
     own = score_of(journal(tmp_path, rounds([(0.8, 0.8), *[(0.4, 0.4)] * 9][:asked])), asked)
     assert math.isnan(own.kept) is not known
     assert asked == 1 or not known or own.kept < 1
@@ -84,14 +122,38 @@ def test_tasks_are_scored_by_class_at_their_ends(tmp_path: Path) -> None:
     """Two tasks of one class: class 0 has 8 of 10 right, then 2; class 1 none, then 6."""
     stream = {"stream": {"classes": [[0], [1]]}}
     ends = [
-        {"event": "task", "task": 0, "round": 0, "correct": [[0, 0]], "totals": [[10, 10]], "row": [0, 0]},
-        {"event": "task", "task": 1, "round": 1, "correct": [[8, 0]], "totals": [[10, 10]], "row": [0.8, 0]},
-        {"event": "task", "task": 2, "round": 2, "correct": [[2, 6]], "totals": [[10, 10]], "row": [0.2, 0.6]},
+        {
+            "event": "task",
+            "task": 0,
+            "round": 0,
+            "correct": [[0, 0]],
+            "totals": [[10, 10]],
+            "row": [0, 0],
+        },
+        {
+            "event": "task",
+            "task": 1,
+            "round": 1,
+            "correct": [[8, 0]],
+            "totals": [[10, 10]],
+            "row": [0.8, 0],
+        },
+        {
+            "event": "task",
+            "task": 2,
+            "round": 2,
+            "correct": [[2, 6]],
+            "totals": [[10, 10]],
+            "row": [0.2, 0.6],
+        },
     ]
     events = rounds([(0.8, 0.0), (0.2, 0.6)])
     own = score_of(journal(tmp_path, [{**events[0], **stream}, *events[1:], *ends]), 2)
     assert (own.learned, own.accuracy) == (pytest.approx(0.7), pytest.approx(0.4))
-    assert (own.average_forgetting, own.backward_transfer) == (pytest.approx(0.6), pytest.approx(-0.6))
+    assert (own.average_forgetting, own.backward_transfer) == (
+        pytest.approx(0.6),
+        pytest.approx(-0.6),
+    )
 
 
 def test_peers_are_scored_by_client_before_and_after(tmp_path: Path) -> None:
@@ -103,7 +165,9 @@ def test_peers_are_scored_by_client_before_and_after(tmp_path: Path) -> None:
     assert (own.learned, own.accuracy) == (pytest.approx(0.65), pytest.approx(0.55))
     answers = [{"client": 0, "average_accuracy_before": None, "average_accuracy": 0.7}]
     assert score_of(journal(tmp_path, asked(rounds([(0.1, 0.1)], answers=answers))), 1).kept == 1
-    assert score_of(journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1).accuracy == pytest.approx(0.1)
+    assert score_of(
+        journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1
+    ).accuracy == pytest.approx(0.1)
 
 
 def asked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,18 +180,25 @@ def test_a_journal_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
         score_of(journal(tmp_path, [{"event": "start"}, {"event": "round", "round": 1}]), 1)
 
 
-def test_the_suites_fedavg_is_that_of_compare_to_the_bit(suite: Suite, made: Path, tmp_path: Path) -> None:
+def test_the_suites_fedavg_is_that_of_compare_to_the_bit(
+    suite: Suite, made: Path, tmp_path: Path
+) -> None:
     recipe = suite.recipe
     tree = {**recipe.common, **recipe.columns["uneven"], "method": "fedavg"}
     tree["plan"] = {**tree["plan"], "lr": 0.1}
     (ours,) = variants(from_tree(tree, {}, None), tmp_path, seeds=(2,))
     tiny_ranking.do([ours])
     here = [without_times(e) for e in read_journal(ours.folder / "journal.jsonl")]
-    entered = [without_times(e) for e in read_journal(made / "fedavg" / "uneven" / "seed2" / "journal.jsonl")]
+    entered = [
+        without_times(e)
+        for e in read_journal(made / "fedavg" / "uneven" / "seed2" / "journal.jsonl")
+    ]
     assert here == entered
 
 
-def test_fields_are_chosen_and_the_same_call_does_nothing_anew(suite: Suite, tmp_path: Path) -> None:
+def test_fields_are_chosen_and_the_same_call_does_nothing_anew(
+    suite: Suite, tmp_path: Path
+) -> None:
     done: list[Path] = []
 
     def counting(runs: Sequence[Variant]) -> list[Outcome]:
@@ -154,7 +225,10 @@ def test_the_row_whose_learning_rate_all_have_is_chosen_first(suite: Suite, tmp_
     assert list(chosen.chosen) == ["FedAvg", "FedNTD"]
     rate = chosen.settings_chosen("FedAvg").get("plan.lr", 0.05)
     tried = {
-        own.lr for runs in chosen.trials("FedNTD", tmp_path) for run in runs for own in run.settings.plans.values()
+        own.lr
+        for runs in chosen.trials("FedNTD", tmp_path)
+        for run in runs
+        for own in run.settings.plans.values()
     }
     assert tried == {rate}
 
@@ -220,7 +294,11 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
     wrong = [line.wrong for line in checked_entry(read_entry(entry.folder)) if not line.good]
     assert wrong == ["mine.py is not the file that was entered: its SHA-256 is another"]
     executed = "raise SystemExit('executed')\n" + NEWCOMER
-    told = (entry.folder / "entry.toml").read_text().replace(entry.digests["mine.py"], digest(executed.encode()))
+    told = (
+        (entry.folder / "entry.toml")
+        .read_text()
+        .replace(entry.digests["mine.py"], digest(executed.encode()))
+    )
     (entry.folder / "entry.toml").write_text(told)
     assert [line.wrong for line in checked_entry(read_entry(entry.folder)) if not line.good] == []
     assert not list(entry.folder.rglob("__pycache__"))
@@ -228,7 +306,9 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
         list(replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do))
 
 
-def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(suite: Suite, tmp_path: Path) -> None:
+def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
+    suite: Suite, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(NEWCOMER.replace("    tries:", "    other:"))
     with_it, row = newcomer(suite, file, "Mine again")

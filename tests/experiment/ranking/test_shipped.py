@@ -1,4 +1,6 @@
-"""Entries that ship, replayed: three rounds on every push, of one with tasks a run; more by hand, with -m slow."""
+"""Entries that ship, replayed: three rounds on every push, of one with tasks a run; more by hand,
+with -m slow.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ def shipped(row: str, suite: str) -> Entered:
 
 
 def entries_of(suites: str) -> list[Entered]:
-    return [read_entry(place) for pack in sorted(ENTRIES.glob(f"{suites}.*")) for place in entries_below(pack)]
+    return [
+        read_entry(place)
+        for pack in sorted(ENTRIES.glob(f"{suites}.*"))
+        for place in entries_below(pack)
+    ]
 
 
 REPLAYED = [("digits-space", "FedAvg"), ("digits-space", "FedNTD"), ("digits-time", "replay")]
@@ -29,7 +35,9 @@ SHIPPING = {path.name.removesuffix(".runs.tar.xz") for path in ENTRIES.glob("*.r
 
 
 @pytest.mark.parametrize(("suite", "row"), [one for one in REPLAYED if one[0] in SHIPPING])
-def test_the_first_rounds_of_an_entry_come_as_near_as_rounding_lets_them(suite: str, row: str) -> None:
+def test_the_first_rounds_of_an_entry_come_as_near_as_rounding_lets_them(
+    suite: str, row: str
+) -> None:
     """Three rounds; where tasks share the rounds, all of them: a few seconds on the digits."""
     entry = shipped(row, suite)
     column = suite_of(entry).columns(row)[0]

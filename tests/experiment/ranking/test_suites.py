@@ -1,4 +1,6 @@
-"""The suites that ship: they are whole, every run of them can be settled, and their draws are frozen."""
+"""The suites that ship: they are whole, every run of them can be settled, and their draws are
+frozen.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from fedstill.experiment.run_directory.split_file import split_told
 from fedstill.experiment.running.measuring import Measuring
 
 DRAWN = Path(__file__).parent / "drawn.json"
-"""What seeds 0 and 4 of the digits tier draw in each column: a change of it means a new version of the suite."""
+"""What seeds 0 and 4 of the digits tier draw in each column: a change of it means a new version of
+the suite.
+"""
 
 
 @pytest.mark.parametrize("name", suite_names())
@@ -34,7 +38,9 @@ def test_every_row_of_a_suite_can_be_run_and_tried(name: str) -> None:
     for row in suite.recipe.rows:
         cells = [(row, column) for column in suite.columns(row)]
         runs = suite.recipe.variants(cells, (0,), {}, Path("runs"))
-        assert all(run.settings.threads == (1, 1) and run.settings.precision == "fp32" for run in runs)
+        assert all(
+            run.settings.threads == (1, 1) and run.settings.precision == "fp32" for run in runs
+        )
         for one in suite.tries.get(row, ()):
             suite.recipe.variants(cells, (0,), one, Path("runs"))
 
@@ -51,10 +57,14 @@ def test_every_method_has_as_many_tries_and_the_first_is_the_suites_own(name: st
 @pytest.mark.parametrize("name", suite_names())
 def test_a_try_is_tested_on_training_images_and_nothing_else_of_it_differs(name: str) -> None:
     suite = load_suite(name)
-    first = {suite.rate_of: Choice(((0.5,),) * MOST_TRIES, (1,) * MOST_TRIES)} if suite.rate_of else {}
+    first = (
+        {suite.rate_of: Choice(((0.5,),) * MOST_TRIES, (1,) * MOST_TRIES)} if suite.rate_of else {}
+    )
     suite = replace(suite, chosen={**first, **suite.chosen})
     row, there = suite.competing[-1], suite.chooses_in
-    for number, (one, runs) in enumerate(zip(suite.tries_of(row), suite.trials(row, Path("runs")), strict=True)):
+    for number, (one, runs) in enumerate(
+        zip(suite.tries_of(row), suite.trials(row, Path("runs")), strict=True)
+    ):
         assert [run.seed for run in runs] == [100, 101, 102]
         assert {run.settings.data.test_from for run in runs} == {"held_out"}
         (plain,) = there.recipe.variants([(row, there.column)], (100,), one, Path("runs"))
@@ -69,13 +79,16 @@ def test_a_try_has_the_learning_rate_that_the_reference_chose_unless_it_sets_one
         suite.tries_of("B")
     assert suite.tries_of("A") == tries["A"]
     slow, fast = (
-        replace(suite, chosen={"A": Choice(scores, (1, 1))}) for scores in (((2.0,), (1.0,)), ((1.0,), (2.0,)))
+        replace(suite, chosen={"A": Choice(scores, (1, 1))})
+        for scores in (((2.0,), (1.0,)), ((1.0,), (2.0,)))
     )
     assert slow.tries_of("B") == tries["B"], "the suite's own"
     wanted = [{"plan.lr": 0.1}, {"plan.lr": 0.1, "method.beta": 3.0}, {"plan.lr": 0.2}]
     assert fast.tries_of("B") == wanted
     assert (
-        replace(fast, chosen={**fast.chosen, "B": Choice(((1.0,), (2.0,), (1.0,)), (1, 1, 1))}).settings_chosen("B")
+        replace(
+            fast, chosen={**fast.chosen, "B": Choice(((1.0,), (2.0,), (1.0,)), (1, 1, 1))}
+        ).settings_chosen("B")
         == wanted[1]
     )
     assert replace(fast, rate_of="").tries_of("B") == tries["B"]
@@ -89,14 +102,21 @@ def test_both_takes_what_time_chose() -> None:
 @pytest.mark.parametrize("tier", suites.TIERS)
 def test_a_newcomer_in_both_is_tried_in_time_as_the_rows_that_ship_were(tier: str) -> None:
     """Its runs are in both, where clients differ; its trials in time, where they are alike."""
-    both, time = (load_suite(f"{tier}-{t}").with_row("mine", "fedprox", [{}, {"mu": 0.5}]) for t in ("both", "time"))
-    tried, there = ([run.settings.toml for runs in s.trials("mine", Path()) for run in runs] for s in (both, time))
+    both, time = (
+        load_suite(f"{tier}-{t}").with_row("mine", "fedprox", [{}, {"mu": 0.5}])
+        for t in ("both", "time")
+    )
+    tried, there = (
+        [run.settings.toml for runs in s.trials("mine", Path()) for run in runs]
+        for s in (both, time)
+    )
     assert tried == there
     assert len(tried) == 2 * 3
     assert all('kind = "iid"' in text for text in tried)
     chosen = replace(both, chosen={**both.chosen, "mine": Choice(((0.1,), (0.2,)), (1, 1))})
     assert all(
-        "alpha = 0.5" in run.settings.toml and "mu = 0.5" in run.settings.toml for run in chosen.runs("mine", Path())
+        "alpha = 0.5" in run.settings.toml and "mu = 0.5" in run.settings.toml
+        for run in chosen.runs("mine", Path())
     )
     assert both.choosing == time.choosing == f"fedstill rank choose {tier} --track time"
 
@@ -109,22 +129,33 @@ def test_fields_of_a_suite_that_another_chooses_are_tried_and_kept_in_the_others
     chosen = choose_fields(both, ["FedAvg"], tmp_path, tiny_ranking.do)
     configs = [path.read_text() for path in tmp_path.rglob("config.toml")]
     assert len(configs) == 2 * 3
-    assert all("alpha = 1.0" in text for text in configs), "the column on which the other suite chooses"
+    assert all("alpha = 1.0" in text for text in configs), (
+        "the column on which the other suite chooses"
+    )
     assert [path.name for path in tmp_path.iterdir()] == [suite.name]
     for one in (both, replace(suite, chosen={})):
         assert suite_at(one, tmp_path).chosen == chosen.chosen
 
 
-def test_a_suite_whose_tries_are_not_those_of_the_one_that_chooses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_whose_tries_are_not_those_of_the_one_that_chooses_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = suites.recipe_text
     text = whole("rank/digits-both").replace("{ mu = 1.0 }", "{ mu = 9.0 }")
-    monkeypatch.setattr(suites, "recipe_text", lambda name: text if name == "rank/digits-both" else whole(name))
-    with pytest.raises(ConfigError, match="FedProx has not the tries of digits-time, in which its fields are chosen"):
+    monkeypatch.setattr(
+        suites, "recipe_text", lambda name: text if name == "rank/digits-both" else whole(name)
+    )
+    with pytest.raises(
+        ConfigError,
+        match="FedProx has not the tries of digits-time, in which its fields are chosen",
+    ):
         load_suite("digits-both")
 
 
 def drawn_here() -> dict[str, object]:
-    """The split, the tasks and the clients of three rounds of each column of the digits tier, seeds 0 and 4."""
+    """The split, the tasks and the clients of three rounds of each column of the digits tier, seeds
+    0 and 4.
+    """
     out: dict[str, object] = {}
     for name in suite_names("digits"):
         suite = load_suite(name)
@@ -134,7 +165,9 @@ def drawn_here() -> dict[str, object]:
                 measuring = Measuring(ready)
                 assert measuring.dealt_out is not None
                 rounds = range(1, min(3, run.settings.rounds) + 1)
-                stages = [[list(s.clients) for s in run.settings.topology(r, ready.world)] for r in rounds]
+                stages = [
+                    [list(s.clients) for s in run.settings.topology(r, ready.world)] for r in rounds
+                ]
                 out[f"{name}, {column}, seed {run.seed}"] = {
                     "split": split_told(measuring.dealt_out)["sha256"],
                     "tasks": [list(own) for own in ready.world.stream.by_task],
@@ -164,7 +197,9 @@ def test_names_that_are_none_are_refused() -> None:
     assert suite.row_named("fedntd") == suite.row_named("FEDNTD") == "FedNTD"
     assert suite.row_named("fedavg_asd") == "ASD"
     time = load_suite("digits-time")
-    assert time.rows_named(["replay", "20", "FedNTD"]) == ["replay, 20", "FedNTD"], "a name may hold a comma"
+    assert time.rows_named(["replay", "20", "FedNTD"]) == ["replay, 20", "FedNTD"], (
+        "a name may hold a comma"
+    )
     assert time.rows_named(["fedavg", "replay"]) == ["FedAvg", "replay"]
     with pytest.raises(UnknownName, match="FedNTD"):
         suite.row_named("fedntdd")
@@ -190,7 +225,9 @@ def test_a_newcomer_may_try_its_own_fields_and_the_two_free_keys_only(
     assert suite.with_row("mine", "fedprox", [{"mu": 0.5}]).tries["mine"] == [{"method.mu": 0.5}]
 
 
-def test_a_suite_that_says_something_of_a_row_it_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_says_something_of_a_row_it_has_not_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = suites.recipe_text("rank/digits-space")
     for key, wrong, said in (
         ('against = "FedAvg"', 'against = "FedAvgg"', "a row 'FedAvgg', which it does not have"),
@@ -222,7 +259,9 @@ def test_a_suite_that_says_something_of_a_row_it_has_not_is_refused(monkeypatch:
 def test_two_rows_or_columns_that_would_have_one_folder_are_refused(
     line: str, more: str, said: str, tmp_path: Path
 ) -> None:
-    """An entry keeps the runs of a column in the folder of its name, in small letters and without blanks."""
+    """An entry keeps the runs of a column in the folder of its name, in small letters and without
+    blanks.
+    """
     (tmp_path / "clinics.toml").write_text(tiny_ranking.TINY.replace(line, more), encoding="utf-8")
     with pytest.raises(ConfigError, match=said):
         suites.own_suite(tmp_path / "clinics.toml")

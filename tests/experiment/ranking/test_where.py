@@ -32,7 +32,8 @@ def test_it_helps_where_all_seeds_say_so() -> None:
     assert [c.sign for c in cells] == [1, -1, 0]
     one = Grid("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
     assert one.summary == (
-        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 they do not all say the same; most at "
+        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 they do not all say the "
+        "same; most at "
         "alpha 0.1, epochs 1: +20.0 points over FedAvg at 50.0 %"
     )
     assert cell_table(one)[1][0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
@@ -61,7 +62,9 @@ def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
     runs = list(csv.DictReader(io.StringIO(paths[1].read_text())))
     assert len(runs) == len(configs)
     assert paths[0].read_text().count('class="chart"') == 2
-    assert all("say the same in one cell of four." in path.read_text() for path in (paths[0], paths[2]))
+    assert all(
+        "say the same in one cell of four." in path.read_text() for path in (paths[0], paths[2])
+    )
     again = grid_of(suite, "FedNTD", axes, tmp_path / "runs", lambda runs: tiny_ranking.do(runs))
     assert [c.gains for c in again.cells] == [c.gains for c in one.cells]
 
@@ -75,9 +78,16 @@ def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "row", "method"),
-    [("fedntd", "FedNTD", "fedntd"), ("fedlc", "FedLC", "fedlc"), ("FedSOL", "FedSOL", "fedsol"), ("kd", "kd", "kd")],
+    [
+        ("fedntd", "FedNTD", "fedntd"),
+        ("fedlc", "FedLC", "fedlc"),
+        ("FedSOL", "FedSOL", "fedsol"),
+        ("kd", "kd", "kd"),
+    ],
 )
-def test_a_method_without_a_row_has_its_documented_defaults(suite: Suite, name: str, row: str, method: str) -> None:
+def test_a_method_without_a_row_has_its_documented_defaults(
+    suite: Suite, name: str, row: str, method: str
+) -> None:
     wider, called = row_to_map(suite, name)
     assert called == row
     assert wider.method(row)["name"] == method
@@ -89,7 +99,9 @@ def test_a_method_without_a_row_has_its_documented_defaults(suite: Suite, name: 
 
 def test_a_method_of_a_file_is_mapped(suite: Suite, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
-    file.write_text('from fedstill.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    """Own."""\n')
+    file.write_text(
+        'from fedstill.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    """Own."""\n'
+    )
     wider, row = row_to_map(suite, f"{file}:Mine")
     assert (row, wider.method(row)) == ("Mine", {"name": f"{file}:Mine"})
     with pytest.raises(UnknownName, match="unknown method 'fedlcc'; did you mean 'fedlc'"):

@@ -23,7 +23,9 @@ from run_bits import StopAfter
 
 
 class Kept:
-    """A tracker that keeps what it is told in the lists of its class, so that a resumed run finds them."""
+    """A tracker that keeps what it is told in the lists of its class, so that a resumed run finds
+    them.
+    """
 
     begun: list[tuple[AboutRun, dict[str, str], int]]
     steps: list[tuple[int, dict[str, float]]]
@@ -62,7 +64,11 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tracker_is_told_all_of_a_run(tmp_path: Path) -> None:
     result = run(toys.toy(measure=["divergence"]), tmp_path / "seed7", toys.blobs(), track=Kept())
     ((about, memo, last),) = Kept.begun
-    assert (about.name, about.shared_name, about.seed) == (f"{tmp_path.name}, seed 7", tmp_path.name, 7)
+    assert (about.name, about.shared_name, about.seed) == (
+        f"{tmp_path.name}, seed 7",
+        tmp_path.name,
+        7,
+    )
     assert about.settings["plan.train.lr"] == 0.2
     assert about.folder == result.directory
     assert set(about.versions) == {"fedstill", "torch", "numpy", "python"}
@@ -78,22 +84,34 @@ def test_a_tracker_is_told_all_of_a_run(tmp_path: Path) -> None:
     assert (how, summary["accuracy"]) == ("finished", result.accuracy)
 
 
-def test_the_loss_of_a_round_is_the_mean_over_clients_weighted_by_their_examples(tmp_path: Path) -> None:
+def test_the_loss_of_a_round_is_the_mean_over_clients_weighted_by_their_examples(
+    tmp_path: Path,
+) -> None:
     result = run(toys.toy("fedntd"), tmp_path / "run", toys.blobs(), track=Kept())
     every = [e for e in read_journal(result.directory / "journal.jsonl") if e["event"] == "client"]
     for number in (1, 2, 3):
         here = [e for e in every if e["round"] == number]
         for term in ("ce", "not_true"):
-            mean = sum(e["examples"] * e["loss"][term] for e in here) / sum(e["examples"] for e in here)
+            mean = sum(e["examples"] * e["loss"][term] for e in here) / sum(
+                e["examples"] for e in here
+            )
             assert dict(Kept.steps)[number][f"loss/{term}"] == pytest.approx(mean, rel=1e-12)
 
 
 def test_refused_clients_and_absent_losses_do_not_count() -> None:
     gather = RoundNumbers()
     sent = {"event": "client", "examples": 3, "loss": {"ce": 2.0}}
-    for event in (sent, {**sent, "refused": "late"}, {**sent, "loss": {"ce": None}}, {"event": "client", "idle": True}):
+    for event in (
+        sent,
+        {**sent, "refused": "late"},
+        {**sent, "loss": {"ce": None}},
+        {"event": "client", "idle": True},
+    ):
         assert gather.take(event) is None
-    looks = [{"event": "measure", "measure": "m", "round": 1, "stage": s, "a": {"b": v}} for s, v in ((0, 1), (1, 4))]
+    looks = [
+        {"event": "measure", "measure": "m", "round": 1, "stage": s, "a": {"b": v}}
+        for s, v in ((0, 1), (1, 4))
+    ]
     assert [gather.take(look) for look in looks] == [None, None]
     assert gather.take({"event": "round", "round": 1, "accuracy": None, "refused": 1}) == (
         1,
@@ -102,10 +120,14 @@ def test_refused_clients_and_absent_losses_do_not_count() -> None:
     assert gather.take({"event": "round", "round": 2}) == (2, {})
 
 
-def test_a_stopped_run_goes_on_in_the_same_trackers_and_tells_no_round_twice(tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_in_the_same_trackers_and_tells_no_round_twice(
+    tmp_path: Path,
+) -> None:
     for stages in (1, 2):
         with pytest.raises(Interrupted):
-            run(toys.toy(), tmp_path / f"run{stages}", toys.blobs(), StopAfter(stages), track="kept")
+            run(
+                toys.toy(), tmp_path / f"run{stages}", toys.blobs(), StopAfter(stages), track="kept"
+            )
         assert Kept.ends[-1] == ("stopped", {})
         resume(tmp_path / f"run{stages}", toys.blobs())
         assert [n for n, _ in Kept.steps] == [0, 1, 2, 3]
@@ -119,7 +141,9 @@ def test_a_stopped_run_goes_on_in_the_same_trackers_and_tells_no_round_twice(tmp
 def test_trackers_are_no_part_of_what_a_run_is(tmp_path: Path) -> None:
     run(toys.toy(), tmp_path / "with", toys.blobs(), track=[Kept()])
     run(toys.toy(), tmp_path / "without", toys.blobs())
-    assert (tmp_path / "with/config.toml").read_bytes() == (tmp_path / "without/config.toml").read_bytes()
+    assert (tmp_path / "with/config.toml").read_bytes() == (
+        tmp_path / "without/config.toml"
+    ).read_bytes()
     journals = [read_journal(tmp_path / name / "journal.jsonl") for name in ("with", "without")]
     assert without_times(journals[0]) == without_times(journals[1])
     assert not (tmp_path / "without/trackers.json").exists()
@@ -136,14 +160,20 @@ def test_a_tracker_that_fails_is_one_warning_and_gets_the_rest_on_resume(
     assert len(result.history) == 3
     (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.track")
     assert line.startswith("kept did not take ")
-    assert f"(OSError: no network in {where}): the run goes on without it; `fedstill resume " in line
+    assert (
+        f"(OSError: no network in {where}): the run goes on without it; `fedstill resume " in line
+    )
     Kept.fails = ""
     resume(tmp_path / "run", toys.blobs())
     assert [n for n, _ in Kept.steps] == [0, 1, 2, 3]
-    assert Kept.ends == [("finished", {k: v for k, v in result.summary.items() if isinstance(v, (int, float, str))})]
+    assert Kept.ends == [
+        ("finished", {k: v for k, v in result.summary.items() if isinstance(v, (int, float, str))})
+    ]
 
 
-def test_a_damaged_note_of_trackers_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_note_of_trackers_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run(toys.toy(), tmp_path / "run", toys.blobs(), track="kept")
     (tmp_path / "run/trackers.json").write_text('{"kept": 3}')
     resume(tmp_path / "run", toys.blobs(), track="kept")
@@ -175,12 +205,18 @@ def test_tensorboard_reads_a_run_that_was_stopped(tmp_path: Path) -> None:
     result = resume(tmp_path / "run", toys.blobs())
     seen = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert [e.step for e in seen.Scalars("forgetting")] == [1, 2, 3]
-    assert [e.value for e in seen.Scalars("accuracy")][1:] == pytest.approx([e["accuracy"] for e in result.history])
-    assert "plan.train.lr: 0.2" in str(seen.Tensors("settings/text_summary")[0].tensor_proto.string_val)
+    assert [e.value for e in seen.Scalars("accuracy")][1:] == pytest.approx(
+        [e["accuracy"] for e in result.history]
+    )
+    assert "plan.train.lr: 0.2" in str(
+        seen.Tensors("settings/text_summary")[0].tensor_proto.string_val
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_has_one_run_of_its_own_with_every_round_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_one_run_of_its_own_with_every_round_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path / 'mlflow.db'}")
     with pytest.raises(Interrupted):
@@ -189,7 +225,8 @@ def test_mlflow_has_one_run_of_its_own_with_every_round_once(tmp_path: Path, mon
     experiment = client.get_experiment_by_name("fedstill").experiment_id
     assert [r.info.status for r in client.search_runs([experiment])] == ["KILLED"]
     memo = tmp_path / "run/trackers.json"
-    memo.write_text(memo.read_text().replace('"round": 1', '"round": 0'))  # killed before it noted the last round
+    # killed before it noted the last round
+    memo.write_text(memo.read_text().replace('"round": 1', '"round": 0'))
     result = resume(tmp_path / "run", toys.blobs())
     (there,) = client.search_runs([experiment])
     assert (there.info.status, there.info.run_name) == ("FINISHED", "run")
@@ -202,7 +239,9 @@ def test_mlflow_has_one_run_of_its_own_with_every_round_once(tmp_path: Path, mon
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_keeps_offline_what_a_sync_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_keeps_offline_what_a_sync_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -218,7 +257,9 @@ def test_wandb_keeps_offline_what_a_sync_sends(tmp_path: Path, monkeypatch: pyte
     assert second["summary"]["summary/forgetting"] == result.forgetting
 
 
-def test_every_run_of_a_comparison_is_tracked_and_finished_ones_are_sent_later(tmp_path: Path) -> None:
+def test_every_run_of_a_comparison_is_tracked_and_finished_ones_are_sent_later(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     (tmp_path / "small.toml").write_text(toys.SMALL)
     from fedstill.experiment.config.experiment import load
@@ -226,5 +267,7 @@ def test_every_run_of_a_comparison_is_tracked_and_finished_ones_are_sent_later(t
     runs = variants(load(tmp_path / "small.toml"), tmp_path / "both", seeds=(1, 2))
     carry_out_runs(runs[:1], 1, lambda outcomes: None)
     assert not (runs[0].folder / "tensorboard").exists()
-    assert [o.state for o in carry_out_runs(runs, 2, lambda outcomes: None, track=("tensorboard",))] == ["finished"] * 2
+    assert [
+        o.state for o in carry_out_runs(runs, 2, lambda outcomes: None, track=("tensorboard",))
+    ] == ["finished"] * 2
     assert all(len(list((v.folder / "tensorboard").iterdir())) == 1 for v in runs)

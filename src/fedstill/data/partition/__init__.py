@@ -1,4 +1,6 @@
-"""Splits of a labelled data set over clients: pure functions of (labels, parameters, seed) to index arrays."""
+"""Splits of a labelled data set over clients: pure functions of (labels, parameters, seed) to index
+arrays.
+"""
 
 from fedstill.data.partition.column import column
 from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw

@@ -1,4 +1,6 @@
-"""The split that the data name: a column says whose each example is, and each of its values is a client."""
+"""The split that the data name: a column says whose each example is, and each of its values is a
+client.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,31 @@ def column(
 ) -> Parts:
     """Each value of a column is a client: a hospital, a writer, a person.
 
-    column: Its name. Its values in order, numbers by size and texts by letter, are clients 0, 1 and so on.
-    own_test: A test set for each client: "column", the test split's rows of its own value, or a share of its rows.
-    own_test_take: Which rows that share is: drawn, or the last (where neighbours overlap, as windows of a signal do).
-    pool: Whether the training and the test split are put together first; the common test is then all own tests.
+    column: Its name. Its values in order, numbers by size and texts by letter, are clients 0, 1 and
+    so on.
+    own_test: A test set for each client: "column", the test split's rows of its own value, or a
+    share of its rows.
+    own_test_take: Which rows that share is: drawn, or the last (where neighbours overlap, as
+    windows of a signal do).
+    pool: Whether the training and the test split are put together first; the common test is then
+    all own tests.
     least: Values with fewer training examples are left out.
-    alpha: How even the mix of classes is that each client keeps of its own rows, drawn by Dirichlet; unset, all rows.
+    alpha: How even the mix of classes is that each client keeps of its own rows, drawn by
+    Dirichlet; unset, all rows.
     seed: What that mix is drawn from; unset in a config, it is the run's.
 
-    labels: (n,); groups: (n,) the number of each example's value. Raises DataError for data without owners.
+    labels: (n,); groups: (n,) the number of each example's value. Raises DataError for data without
+    owners.
     """
     if groups is None:
-        raise DataError("partition.kind = 'column' needs data with such a column; set partition.column to its name")
+        raise DataError(
+            "partition.kind = 'column' needs data with such a column; set partition.column to its "
+            "name"
+        )
     codes = np.asarray(groups)
     counts = np.bincount(codes) if len(codes) else np.zeros(0, dtype=np.int64)
-    del clients, own_test, own_test_take, pool  # what preparing does with them, it reads from the config
+    # what preparing does with them, it reads from the config
+    del clients, own_test, own_test_take, pool
     client = np.cumsum(counts >= least) - 1
     theirs = np.flatnonzero(counts[codes] >= least)
     parts = FlatParts.dealt(theirs, client[codes[theirs]], int(np.count_nonzero(counts >= least)))
@@ -58,7 +70,9 @@ def column(
 def _mixed(
     labels: NDArray[np.int64], part: NDArray[np.int64], alpha: float, draw: np.random.Generator
 ) -> NDArray[np.int64]:
-    """The most of a client's examples whose mix of classes is a draw of Dir(alpha) over those that it has."""
+    """The most of a client's examples whose mix of classes is a draw of Dir(alpha) over those that
+    it has.
+    """
     classes, counts = np.unique(labels[part], return_counts=True)
     shares = draw.dirichlet(np.repeat(alpha, len(classes)))
     wanted = shares * (counts / np.maximum(shares, np.finfo(float).tiny)).min()

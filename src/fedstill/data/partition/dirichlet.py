@@ -1,4 +1,6 @@
-"""Dirichlet: every class is shared among the clients by a Dirichlet draw, and full clients stop receiving."""
+"""Dirichlet: every class is shared among the clients by a Dirichlet draw, and full clients stop
+receiving.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,23 @@ def dirichlet(
     max_tries: Count = 20_000,
     stream: Stream = "official",
 ) -> Parts:
-    """Share every class over the clients by p ~ Dir(alpha), redrawn until all hold ``min_size`` examples.
-
-    Every example is used. Raises InfeasiblePartition after ``max_tries`` draws, or at once where there are too few
+    """Share every class over the clients by p ~ Dir(alpha), redrawn until all hold ``min_size``
     examples.
+
+    Every example is used. Raises InfeasiblePartition after ``max_tries`` draws, or at once where
+    there are too few examples.
 
     labels: Class ids (n,).
     alpha: How even the shares are; small is skewed.
     seed: What the split is drawn from; unset in a config, it is the run's.
     min_size: Examples that each client gets at least.
     max_tries: Draws after which it gives up.
-    stream: The draws of FedNTD's code ("official"), or sizes first and one shuffle, which is quicker ("fast").
+    stream: The draws of FedNTD's code ("official"), or sizes first and one shuffle, which is
+    quicker ("fast").
 
     Source: FedNTD, "LDA"; the same routine is in FedSeq, MOON, NIID-Bench and PFNM.
-    Reading: not a pure Dirichlet: a client that holds n / clients examples gets no more (the codes' balance rule).
+    Reading: not a pure Dirichlet: a client that holds n / clients examples gets no more (the codes'
+    balance rule).
     """
     return dirichlet_draw(labels, clients, alpha, seed, min_size, max_tries, stream).parts
 
@@ -64,14 +69,17 @@ def dirichlet_draw(
     max_tries: int = 20_000,
     stream: Stream = "official",
 ) -> Draw:
-    """The split of ``dirichlet`` with the number of draws it took. Raises InfeasiblePartition where no draw fits."""
+    """The split of ``dirichlet`` with the number of draws it took. Raises InfeasiblePartition where
+    no draw fits.
+    """
     refuse_too_many("dirichlet", len(labels), clients, min_size)
     owned = class_indices(labels)
     draw = _official if stream == "official" else _fast
     drawn = draw(owned, clients, alpha, seed, min_size, max_tries)
     if drawn is None:
         raise InfeasiblePartition(
-            f"dirichlet: none of {max_tries:,} draws gave each of {clients} clients {min_size} examples "
+            f"dirichlet: none of {max_tries:,} draws gave each of {clients} clients {min_size} "
+            "examples "
             f"(alpha {alpha:g}, {len(owned)} classes, {len(labels):,} examples); "
             "raise alpha or max_tries, lower min_size or clients, or try another seed"
         )
@@ -79,16 +87,22 @@ def dirichlet_draw(
 
 
 def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
-    """Where a class of ``size`` examples is cut for shares (..., clients): clients - 1 ascending positions."""
+    """Where a class of ``size`` examples is cut for shares (..., clients): clients - 1 ascending
+    positions.
+    """
     return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
 
 
 def pieces_of(ends: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """How many of a class's ``size`` examples each client gets (clients,), given where it is cut (clients - 1,)."""
+    """How many of a class's ``size`` examples each client gets (clients,), given where it is cut
+    (clients - 1,).
+    """
     return np.diff(np.minimum(ends, size), prepend=0, append=size)
 
 
-def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
+def _official(
+    owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int
+) -> Draw | None:
     stream = legacy_stream(seed)
     full = sum(map(len, owned)) / clients
     for tried in range(1, max_tries + 1):
@@ -99,7 +113,8 @@ def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int
             stream.shuffle(shuffled)
             shares = stream.dirichlet(np.repeat(alpha, clients)) * (sizes < full)
             total = shares.sum()
-            if not total > 0:  # every open client drew a share that underflowed to 0: no split, draw again
+            # every open client drew a share that underflowed to 0: no split, draw again
+            if not total > 0:
                 sizes[:] = 0
                 break
             drawn.append((shuffled, pieces_of(cuts(shares / total, len(indices)), len(indices))))
@@ -110,9 +125,12 @@ def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int
 
 
 def shuffled_parts(
-    drawn: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], stream: np.random.RandomState | np.random.Generator
+    drawn: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    stream: np.random.RandomState | np.random.Generator,
 ) -> FlatParts[NDArray[np.int64]]:
-    """Each client's pieces of all classes, shuffled; drawn: of a class, its examples and the sizes of all pieces."""
+    """Each client's pieces of all classes, shuffled; drawn: of a class, its examples and the sizes
+    of all pieces.
+    """
     clients = len(drawn[0][1])
     owners = np.concatenate([np.repeat(np.arange(clients), sizes) for _, sizes in drawn])
     parts = FlatParts.dealt(np.concatenate([examples for examples, _ in drawn]), owners, clients)
@@ -121,14 +139,24 @@ def shuffled_parts(
     return parts
 
 
-def _fast(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
+def _fast(
+    owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int
+) -> Draw | None:
     rng = numpy_generator(seed)
     for start in range(0, max_tries, DRAWS_AT_ONCE):
-        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(DRAWS_AT_ONCE, max_tries - start))
+        counts = _sizes(
+            rng,
+            [len(indices) for indices in owned],
+            clients,
+            alpha,
+            min(DRAWS_AT_ONCE, max_tries - start),
+        )
         accepted = np.flatnonzero(counts.sum(1).min(1) >= min_size)
         if len(accepted):
             first = int(accepted[0])
-            drawn = [(rng.permutation(i), sizes) for i, sizes in zip(owned, counts[first], strict=True)]
+            drawn = [
+                (rng.permutation(i), sizes) for i, sizes in zip(owned, counts[first], strict=True)
+            ]
             return Draw(shuffled_parts(drawn, rng), start + first + 1, min_size)
     return None
 

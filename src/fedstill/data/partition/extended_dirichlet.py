@@ -1,4 +1,6 @@
-"""Extended Dirichlet: every client holds a fixed number of classes; Dirichlet draws share a class among its clients."""
+"""Extended Dirichlet: every client holds a fixed number of classes; Dirichlet draws share a class
+among its clients.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ def extended_dirichlet(
     allocations: Count = 5,
     lower_min_size: bool = False,
 ) -> Parts:
-    """Give every client ``classes_per_client`` classes, then share each class among its clients by Dir(alpha).
+    """Give every client ``classes_per_client`` classes, then share each class among its clients by
+    Dir(alpha).
 
-    Every example is used. A class allocation that ``max_tries`` draws of shares could not fill is drawn again,
-    ``allocations`` times in all; then InfeasiblePartition, or with ``lower_min_size`` the same again with a
-    ``min_size`` one smaller (``extended_dirichlet_draw`` says which was reached).
+    Every example is used. A class allocation that ``max_tries`` draws of shares could not fill is
+    drawn again, ``allocations`` times in all; then InfeasiblePartition, or with ``lower_min_size``
+    the same again with a ``min_size`` one smaller (``extended_dirichlet_draw`` says which was
+    reached).
 
     labels: Class ids (n,).
     classes_per_client: Classes that each client holds.
@@ -47,13 +51,23 @@ def extended_dirichlet(
     min_size: Examples that each client gets at least.
     max_tries: Draws of shares for one allocation of classes.
     allocations: Allocations of classes that are tried.
-    lower_min_size: Whether ``min_size`` is lowered where no draw reaches it, or the split is refused.
+    lower_min_size: Whether ``min_size`` is lowered where no draw reaches it, or the split is
+    refused.
 
     Source: FedSeq and SFedKD, "ExDir(C, alpha)"; the stream is the official code's (NumPy, legacy).
-    Reading: the official code never redraws the allocation, and so never ends where that one is infeasible.
+    Reading: the official code never redraws the allocation, and so never ends where that one is
+    infeasible.
     """
     return extended_dirichlet_draw(
-        labels, clients, classes_per_client, alpha, seed, min_size, max_tries, allocations, lower_min_size
+        labels,
+        clients,
+        classes_per_client,
+        alpha,
+        seed,
+        min_size,
+        max_tries,
+        allocations,
+        lower_min_size,
     ).parts
 
 
@@ -87,25 +101,35 @@ def extended_dirichlet_draw(
                 if sizes.min() > best:
                     best, why = int(sizes.min()), _smallest(labels, owned, holders, sizes)
     raise InfeasiblePartition(
-        f"extended_dirichlet: none of {tries:,} draws gave each of {clients} clients {min_size} examples; "
-        f"the best gave {why}; lower min_size, set lower_min_size = true, raise alpha, or take fewer clients"
+        f"extended_dirichlet: none of {tries:,} draws gave each of {clients} clients {min_size} "
+        "examples; "
+        f"the best gave {why}; lower min_size, set lower_min_size = true, raise alpha, or take "
+        "fewer clients"
     )
 
 
 def allocate_classes(
-    clients: int, classes: int, classes_per_client: int, stream: np.random.RandomState, max_tries: int = 10_000
+    clients: int,
+    classes: int,
+    classes_per_client: int,
+    stream: np.random.RandomState,
+    max_tries: int = 10_000,
 ) -> list[Labels]:
-    """The clients of every class, ascending: each draws its classes uniformly, until no class has too few clients.
+    """The clients of every class, ascending: each draws its classes uniformly, until no class has
+    too few clients.
 
-    Too few: less than a fifth of an even deal (at least 1). Raises InfeasiblePartition if no assignment is possible.
+    Too few: less than a fifth of an even deal (at least 1). Raises InfeasiblePartition if no
+    assignment is possible.
     """
     if classes_per_client > classes:
         raise InfeasiblePartition(
-            f"extended_dirichlet: classes_per_client = {classes_per_client}, the data have {classes} classes"
+            f"extended_dirichlet: classes_per_client = {classes_per_client}, the data have "
+            f"{classes} classes"
         )
     if clients * classes_per_client < classes:
         raise InfeasiblePartition(
-            f"extended_dirichlet: {clients} clients × {classes_per_client} classes cannot hold {classes} classes; "
+            f"extended_dirichlet: {clients} clients × {classes_per_client} classes cannot hold "
+            f"{classes} classes; "
             "take more clients or more classes per client"
         )
     needed = max(classes_per_client * clients // classes // 5, 1)
@@ -115,14 +139,20 @@ def allocate_classes(
             return holders
     raise InfeasiblePartition(
         f"extended_dirichlet: none of {max_tries:,} deals gave every class {needed} client(s) "
-        f"({clients} clients × {classes_per_client} of {classes} classes); take more classes per client or clients"
+        f"({clients} clients × {classes_per_client} of {classes} classes); take more classes per "
+        "client or clients"
     )
 
 
 def _share(
-    owned: Parts, holders: Sequence[Labels], clients: int, alpha: float, stream: np.random.RandomState
+    owned: Parts,
+    holders: Sequence[Labels],
+    clients: int,
+    alpha: float,
+    stream: np.random.RandomState,
 ) -> tuple[list[tuple[Labels, Labels]], NDArray[np.int64]]:
-    """One draw of shares: of each class its examples and how many each client gets; and the clients' sizes.
+    """One draw of shares: of each class its examples and how many each client gets; and the
+    clients' sizes.
 
     The sizes are all 0 where the draw is no split.
     """
@@ -139,14 +169,17 @@ def _share(
         if not total > 0:  # all clients of this class are full already
             return [], np.zeros(clients, dtype=np.int64)
         ends = cuts(shares / total, len(indices))
-        if len(ends) and ends[-1] != len(indices):  # rounding left some over: the class's last client takes them
+        # rounding left some over: the class's last client takes them
+        if len(ends) and ends[-1] != len(indices):
             ends[held_by[-1] :] = len(indices)
         drawn.append((shuffled, pieces_of(ends, len(indices))))
         sizes += drawn[-1][1]
     return drawn, sizes
 
 
-def _smallest(labels: Labels, owned: Parts, holders: Sequence[Labels], sizes: NDArray[np.int64]) -> str:
+def _smallest(
+    labels: Labels, owned: Parts, holders: Sequence[Labels], sizes: NDArray[np.int64]
+) -> str:
     """The reason in words: the smallest client, and the scarcest of its classes."""
     client = int(sizes.argmin())
     mine = [c for c, held_by in enumerate(holders) if client in held_by]

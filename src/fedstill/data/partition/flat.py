@@ -1,4 +1,6 @@
-"""The parts of all clients in one array with offsets: nothing is made for a client before it is asked for."""
+"""The parts of all clients in one array with offsets: nothing is made for a client before it is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ Array = TypeVar("Array", NDArray[np.int64], Tensor)
 class FlatParts(Sequence[Array], Generic[Array]):
     """A sequence of each client's positions, each a view of one array.
 
-    order: the positions (n,), client after client. ends: where each client's stop in it (clients,), int64, ascending.
+    order: the positions (n,), client after client. ends: where each client's stop in it (clients,),
+    int64, ascending.
 
     >>> [part.tolist() for part in FlatParts(np.array([7, 5, 6]), np.array([1, 3]))]
     [[7], [5, 6]]
@@ -34,11 +37,17 @@ class FlatParts(Sequence[Array], Generic[Array]):
         if isinstance(parts, FlatParts):
             return parts
         empty = [np.zeros(0, dtype=np.int64)]
-        return FlatParts(np.concatenate([*parts] or empty).astype(np.int64), ends_of([len(part) for part in parts]))
+        return FlatParts(
+            np.concatenate([*parts] or empty).astype(np.int64),
+            ends_of([len(part) for part in parts]),
+        )
 
     @staticmethod
-    def dealt(examples: NDArray[np.int64], owners: NDArray[np.int64], clients: int) -> FlatParts[NDArray[np.int64]]:
-        """Examples (n,) given to their owners (n,); each client has its own in the order in which they stand.
+    def dealt(
+        examples: NDArray[np.int64], owners: NDArray[np.int64], clients: int
+    ) -> FlatParts[NDArray[np.int64]]:
+        """Examples (n,) given to their owners (n,); each client has its own in the order in which
+        they stand.
 
         >>> [part.tolist() for part in FlatParts.dealt(np.array([7, 5, 6]), np.array([1, 0, 1]), 2)]
         [[5], [7, 6]]

@@ -22,9 +22,11 @@ def flower_datasets(
     partitioner: str = "IidPartitioner",
     options: dict[str, bool | int | float | str] | None = None,
 ) -> Parts:
-    """A partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it sees only the labels.
+    """A partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it sees
+    only the labels.
 
-    Raises UnknownName for an unknown class, ConfigError for what it refuses, or if it is not installed.
+    Raises UnknownName for an unknown class, ConfigError for what it refuses, or if it is not
+    installed.
 
     labels: Class ids (n,).
     seed: What the split is drawn from; unset in a config, it is the run's.
@@ -46,13 +48,19 @@ def flower_datasets(
         split.dataset = data
         count = int(split.num_partitions)
         if count != clients:
-            raise ConfigError(f"partition {partitioner} makes {count} parts, not one for each of {clients} clients")
+            raise ConfigError(
+                f"partition {partitioner} makes {count} parts, not one for each of {clients} "
+                "clients"
+            )
         return [np.asarray(split.load_partition(i)[PLACE], dtype=np.int64) for i in range(count)]
     except ConfigError:
         raise
-    # what their partitioners raise for options or labels that don't fit, at construction and at the first load
+    # what their partitioners raise for options or labels that don't fit, at construction and at the
+    # first load
     except (TypeError, ValueError, KeyError, NotImplementedError) as error:
-        raise ConfigError(f"partition {partitioner} refuses: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"partition {partitioner} refuses: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _class(name: str) -> Any:
@@ -60,7 +68,8 @@ def _class(name: str) -> Any:
         from flwr_datasets import partitioner as known
     except ImportError as error:
         raise ConfigError(
-            f"partition flower_datasets needs Flower Datasets: pip install 'fedstill[flower-datasets]' ({error})"
+            "partition flower_datasets needs Flower Datasets: pip install "
+            f"'fedstill[flower-datasets]' ({error})"
         ) from error
     names = [n for n in dir(known) if n.endswith("Partitioner") and n != "Partitioner"]
     if name not in names:

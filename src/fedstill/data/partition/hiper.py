@@ -1,4 +1,6 @@
-"""HiPer-FedKD's split: a public set apart, the rest by one Dirichlet matrix, a validation set for each client."""
+"""HiPer-FedKD's split: a public set apart, the rest by one Dirichlet matrix, a validation set for
+each client.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,36 @@ from fedstill.fields import Count, Positive, Seed
 from fedstill.keys import generator
 
 
-def public_split(examples: int, public: int, seed: int = 42) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def public_split(
+    examples: int, public: int, seed: int = 42
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(pool, public): the positions that the clients share, and the public ones that all see.
 
-    Both keep the order of the draw. Raises InfeasiblePartition where nothing would be left for the clients.
-    Source: HiPer-FedKD's notebooks: torch's random_split with seed 42; 45,000 and 5,000 of CIFAR-10.
+    Both keep the order of the draw. Raises InfeasiblePartition where nothing would be left for the
+    clients.
+    Source: HiPer-FedKD's notebooks: torch's random_split with seed 42; 45,000 and 5,000 of
+    CIFAR-10.
     """
     if not 0 <= public < examples:
-        raise InfeasiblePartition(f"public set of {public:,} from {examples:,} examples: choose 0 to {examples - 1:,}")
+        raise InfeasiblePartition(
+            f"public set of {public:,} from {examples:,} examples: choose 0 to {examples - 1:,}"
+        )
     order = torch.randperm(examples, generator=generator(seed)).numpy()
     return order[: examples - public], order[examples - public :]
 
 
 @partition("hiper")
 def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> Parts:
-    """Share the pool by one matrix of Dir(alpha) rows, a row a class; the last client takes what rounding leaves.
+    """Share the pool by one matrix of Dir(alpha) rows, a row a class; the last client takes what
+    rounding leaves.
 
-    No minimum size, no balance rule; classes are cut in order, then each client's examples are shuffled with seed +
-    client. The notebooks hold out the last 20 % of each part: ``data.held_out = "last"``, ``plan.validation = 0.2``.
-    Raises InfeasiblePartition for a client without examples.
+    No minimum size, no balance rule; classes are cut in order, then each client's examples are
+    shuffled with seed + client. The notebooks hold out the last 20 % of each part:
+    ``data.held_out = "last"``, ``plan.validation = 0.2``. Raises InfeasiblePartition for a client
+    without examples.
 
-    labels: Class ids (n,) of the pool alone (``labels[pool]`` of ``public_split``); indices point into it.
+    labels: Class ids (n,) of the pool alone (``labels[pool]`` of ``public_split``); indices point
+    into it.
     alpha: How even the shares are; small is skewed.
     seed: What the split is drawn from; unset in a config, it is the run's.
 

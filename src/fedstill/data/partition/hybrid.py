@@ -8,7 +8,14 @@ import numpy as np
 
 from fedstill.data.partition.dirichlet import dirichlet_draw
 from fedstill.data.partition.flat import FlatParts
-from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition, refuse_too_many
+from fedstill.data.partition.rules import (
+    Labels,
+    Parts,
+    class_indices,
+    legacy_stream,
+    partition,
+    refuse_too_many,
+)
 from fedstill.errors import InfeasiblePartition
 from fedstill.fields import Count, Positive, Seed, Share
 
@@ -24,7 +31,8 @@ def hybrid(
     max_tries: Count = 20_000,
     hybrid_share: Literal["proportional", "equal_per_client"] = "proportional",
 ) -> Parts:
-    """The first ``iid_share`` of the clients get stratified equal parts, the others split the rest by Dir(alpha).
+    """The first ``iid_share`` of the clients get stratified equal parts, the others split the rest
+    by Dir(alpha).
 
     Every example is used.
 
@@ -32,13 +40,15 @@ def hybrid(
     iid_share: Share of the clients, rounded to whole ones, and of the data, that is split evenly.
     seed: What the split is drawn from; unset in a config, it is the run's.
     alpha: How even the other clients' shares are; small is skewed.
-    min_size: Examples that each skewed client gets at least, where the rest is split by ``dirichlet``.
+    min_size: Examples that each skewed client gets at least, where the rest is split by
+    ``dirichlet``.
     max_tries: Draws after which that gives up.
-    hybrid_share: Skewed clients' sizes: as ``dirichlet`` draws them, or n / clients each, with classes by Dir(alpha).
+    hybrid_share: Skewed clients' sizes: as ``dirichlet`` draws them, or n / clients each, with
+    classes by Dir(alpha).
 
     Source: FedADKD, IID / non-IID ratios 1:9, 3:7, 5:5 with alpha 0.05.
-    Reading: the paper does not say how the data divide between the groups. Dirichlet 0.05 with a minimum of 10 almost
-    never succeeds for 90 or 50 clients, hence min_size 1.
+    Reading: the paper does not say how the data divide between the groups. Dirichlet 0.05 with a
+    minimum of 10 almost never succeeds for 90 or 50 clients, hence min_size 1.
     """
     refuse_too_many("hybrid", len(labels), clients, min_size)
     even = round(iid_share * clients)
@@ -49,7 +59,9 @@ def hybrid(
     if hybrid_share == "equal_per_client":
         others = FlatParts.of(_equal_sizes(labels, rest, clients - even, alpha, stream))
     else:
-        drawn = FlatParts.of(dirichlet_draw(labels[rest], clients - even, alpha, seed, min_size, max_tries).parts)
+        drawn = FlatParts.of(
+            dirichlet_draw(labels[rest], clients - even, alpha, seed, min_size, max_tries).parts
+        )
         others = FlatParts(rest[drawn.order], drawn.ends)
     order, ends = np.concatenate([first.order, others.order]), others.ends + len(first.order)
     return FlatParts(order, np.concatenate([first.ends, ends]))
@@ -58,9 +70,12 @@ def hybrid(
 def _stratified(
     labels: Labels, even: int, clients: int, stream: np.random.RandomState
 ) -> tuple[FlatParts[Labels], Labels]:
-    """``even`` parts that each hold a ``clients``-th of every class, and the examples left, in data-set order."""
+    """``even`` parts that each hold a ``clients``-th of every class, and the examples left, in
+    data-set order.
+    """
     given, owners, rest = [], [], []
-    spare = 0  # the odd examples of a class go to the next clients in turn, so that sizes stay equal
+    # the odd examples of a class go to the next clients in turn, so that sizes stay equal
+    spare = 0
     for indices in class_indices(labels):
         shuffled = stream.permutation(indices)
         size, odd = divmod(round(len(indices) * even / clients), even) if even else (0, 0)
@@ -73,11 +88,16 @@ def _stratified(
     return first, np.sort(np.concatenate(rest))
 
 
-def _equal_sizes(labels: Labels, rest: Labels, clients: int, alpha: float, stream: np.random.RandomState) -> Parts:
-    """Parts of equal size whose class mixes are Dir(alpha) as long as examples of the classes remain."""
+def _equal_sizes(
+    labels: Labels, rest: Labels, clients: int, alpha: float, stream: np.random.RandomState
+) -> Parts:
+    """Parts of equal size whose class mixes are Dir(alpha) as long as examples of the classes
+    remain.
+    """
     if len(rest) < clients:
         raise InfeasiblePartition(
-            f"hybrid: {len(rest)} examples are left for {clients} skewed clients; take fewer clients"
+            f"hybrid: {len(rest)} examples are left for {clients} skewed clients; take fewer "
+            "clients"
         )
     stock = [list(stream.permutation(rest[i])) for i in class_indices(labels[rest])]
     parts = []

@@ -22,4 +22,6 @@ def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
     """
     refuse_too_many("iid", len(labels), clients)
     size, more = divmod(len(labels), clients)
-    return FlatParts(legacy_stream(seed).permutation(len(labels)), ends_of(size + (np.arange(clients) < more)))
+    return FlatParts(
+        legacy_stream(seed).permutation(len(labels)), ends_of(size + (np.arange(clients) < more))
+    )

@@ -1,4 +1,6 @@
-"""A disk cache of slow splits: a Dirichlet 0.05 split takes minutes to draw and an instant to read."""
+"""A disk cache of slow splits: a Dirichlet 0.05 split takes minutes to draw and an instant to
+read.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import Labels, Parts
 
 
-def cached(split: Callable[..., Parts], labels: Labels, slow_seconds: float = 1.0, **fields: Any) -> Parts:
-    """``split(labels=labels, **fields)``, read from the cache folder if an earlier call took over ``slow_seconds``.
+def cached(
+    split: Callable[..., Parts], labels: Labels, slow_seconds: float = 1.0, **fields: Any
+) -> Parts:
+    """``split(labels=labels, **fields)``, read from the cache folder if an earlier call took over
+    ``slow_seconds``.
 
-    The key covers the labels, the fields and the source of the split's module, so that an edited split is drawn again;
-    a split without readable source is never kept. A damaged or unwritable cache counts as none.
+    The key covers the labels, the fields and the source of the split's module, so that an edited
+    split is drawn again; a split without readable source is never kept. A damaged or unwritable
+    cache counts as none.
     """
     path = _path(split, labels, fields)
     if path is not None and (parts := _read(path, len(labels))) is not None:
@@ -41,10 +47,14 @@ def cached(split: Callable[..., Parts], labels: Labels, slow_seconds: float = 1.
 
 
 def _are_positions(parts: Any) -> bool:
-    """Whether these are arrays of whole numbers; all else of a user's is checked, and refused, each time anew."""
+    """Whether these are arrays of whole numbers; all else of a user's is checked, and refused, each
+    time anew.
+    """
     if isinstance(parts, FlatParts):
         return True
-    return isinstance(parts, (Sequence, np.ndarray)) and all(np.asarray(part).dtype.kind in "iu" for part in parts)
+    return isinstance(parts, (Sequence, np.ndarray)) and all(
+        np.asarray(part).dtype.kind in "iu" for part in parts
+    )
 
 
 def _path(split: Callable[..., Parts], labels: Labels, fields: dict[str, Any]) -> Path | None:
@@ -66,7 +76,9 @@ def _read(path: Path, examples: int) -> Parts | None:
         order, ends = arrays["order"], arrays["ends"]
     except (OSError, SafetensorError, KeyError):
         return None
-    inside = len(order) == ends[-1] and (len(order) == 0 or (order.min() >= 0 and order.max() < examples))
+    inside = len(order) == ends[-1] and (
+        len(order) == 0 or (order.min() >= 0 and order.max() < examples)
+    )
     return FlatParts(order, ends) if inside else None
 
 

@@ -30,21 +30,25 @@ def pathological(
     path_rule: Literal["random", "pfllib"] = "random",
     max_tries: Count = 10_000,
 ) -> Parts:
-    """Give every client ``classes_per_client`` classes and cut each class among its owners at random sizes.
+    """Give every client ``classes_per_client`` classes and cut each class among its owners at
+    random sizes.
 
-    Every example is used. With a = examples of a class / its owners, all owners but the last get a uniform whole number
-    in [a/10, a), at least 1, the last the rest. Raises InfeasiblePartition where classes cannot all be owned or have
-    fewer examples than owners.
+    Every example is used. With a = examples of a class / its owners, all owners but the last get a
+    uniform whole number in [a/10, a), at least 1, the last the rest. Raises InfeasiblePartition
+    where classes cannot all be owned or have fewer examples than owners.
 
     labels: Class ids (n,).
     classes_per_client: Classes that each client holds.
     seed: What the split is drawn from; unset in a config, it is the run's.
-    path_rule: Whether each client draws its classes at random, or every class has about as many owners ("pfllib").
-    max_tries: Draws of classes after which it gives up; a draw must leave no class without an owner.
+    path_rule: Whether each client draws its classes at random, or every class has about as many
+    owners ("pfllib").
+    max_tries: Draws of classes after which it gives up; a draw must leave no class without an
+    owner.
 
     Source: QKT, "Path"; sizes by PFLlib's rule.
-    Reading: "exclusive classes" cannot mean disjoint (10 clients × 3 of 10 classes): a client holds only these classes.
-    The published constant-predictor rows show that class sets are drawn per client, not dealt out evenly.
+    Reading: "exclusive classes" cannot mean disjoint (10 clients × 3 of 10 classes): a client holds
+    only these classes. The published constant-predictor rows show that class sets are drawn per
+    client, not dealt out evenly.
     """
     owned = class_indices(labels)
     stream = legacy_stream(seed)
@@ -57,16 +61,21 @@ def pathological(
     for c, indices, mine in zip(np.unique(labels), owned, owners, strict=True):
         if len(indices) < len(mine):
             raise InfeasiblePartition(
-                f"pathological: class {c} has {len(indices)} examples for {len(mine)} clients; take fewer clients"
+                f"pathological: class {c} has {len(indices)} examples for {len(mine)} clients; "
+                "take fewer clients"
             )
         examples.append(stream.permutation(indices))
-        takers.append(np.repeat(mine, pieces_of(_random_cuts(len(indices), len(mine), stream), len(indices))))
+        takers.append(
+            np.repeat(mine, pieces_of(_random_cuts(len(indices), len(mine), stream), len(indices)))
+        )
     return FlatParts.dealt(np.concatenate(examples), np.concatenate(takers), clients)
 
 
 def _refuse_impossible(clients: int, per_client: int, classes: int) -> None:
     if per_client > classes:
-        raise InfeasiblePartition(f"pathological: classes_per_client = {per_client}, the data have {classes} classes")
+        raise InfeasiblePartition(
+            f"pathological: classes_per_client = {per_client}, the data have {classes} classes"
+        )
     if clients * per_client < classes:
         raise InfeasiblePartition(
             f"pathological: {clients} clients × {per_client} classes cannot own {classes} classes; "
@@ -82,13 +91,18 @@ def _random_owners(
         if all(map(len, owners)):
             return owners
     raise InfeasiblePartition(
-        f"pathological: none of {max_tries:,} draws gave each of {classes} classes an owner ({clients} clients × "
+        f"pathological: none of {max_tries:,} draws gave each of {classes} classes an owner "
+        f"({clients} clients × "
         f"{per_client} classes); take more clients, more classes per client or path_rule = 'pfllib'"
     )
 
 
-def _even_owners(clients: int, per_client: int, classes: int, stream: np.random.RandomState) -> list[Labels]:
-    """Owners of every class: those that still need most classes, in random order among equals, so that none is left."""
+def _even_owners(
+    clients: int, per_client: int, classes: int, stream: np.random.RandomState
+) -> list[Labels]:
+    """Owners of every class: those that still need most classes, in random order among equals, so
+    that none is left.
+    """
     needs = np.full(clients, per_client)
     owners = []
     for left in range(classes, 0, -1):
@@ -104,7 +118,9 @@ def _even_owners(clients: int, per_client: int, classes: int, stream: np.random.
 
 
 def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> Labels:
-    """Where a class is cut: all pieces but the last are uniform in [a/10, a), a the even size, and at least 1."""
+    """Where a class is cut: all pieces but the last are uniform in [a/10, a), a the even size, and
+    at least 1.
+    """
     even = size / owners
     low = max(1, math.ceil(even / 10))
     high = max(low + 1, math.ceil(even))

@@ -1,4 +1,6 @@
-"""Rules for every split: labels and parameters are checked first, no client is empty, no example is given twice."""
+"""Rules for every split: labels and parameters are checked first, no client is empty, no example is
+given twice.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ Arguments = ParamSpec("Arguments")
 class Draw:
     """An accepted split and what it took.
 
-    parts: one int64 index array a client, all of them views of one; tries: draws made, the accepted one included;
-    min_size: the smallest client asked for in the end (lower than the caller's only where the caller allowed that).
+    parts: one int64 index array a client, all of them views of one; tries: draws made, the accepted
+    one included;
+    min_size: the smallest client asked for in the end (lower than the caller's only where the
+    caller allowed that).
     """
 
     parts: Parts
@@ -37,8 +41,8 @@ class Draw:
 def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Arguments, Parts]]:
     """Register a split under a name, and check its labels, its ranges and its outcome.
 
-    Raises DataError for labels that are no class ids, ConfigError for a parameter outside its annotated range,
-    InfeasiblePartition for a client without examples.
+    Raises DataError for labels that are no class ids, ConfigError for a parameter outside its
+    annotated range, InfeasiblePartition for a client without examples.
     """
 
     def decorate(split: Callable[Arguments, Parts]) -> Callable[Arguments, Parts]:
@@ -66,10 +70,13 @@ def checked_labels(labels: Any) -> Labels:
     array = np.asarray(labels)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise DataError(
-            f"labels to be split must be a non-empty list of whole numbers, not {array.dtype} of shape {array.shape}"
+            f"labels to be split must be a non-empty list of whole numbers, not {array.dtype} of "
+            f"shape {array.shape}"
         )
     if array.min() < 0:
-        raise DataError(f"label {array.min()} at example {int(array.argmin())}: class ids start at 0")
+        raise DataError(
+            f"label {array.min()} at example {int(array.argmin())}: class ids start at 0"
+        )
     return array.astype(np.int64)
 
 
@@ -91,20 +98,28 @@ def refuse_too_many(name: str, examples: int, clients: int, min_size: int = 1) -
     """Raise InfeasiblePartition where the examples cannot give every client ``min_size``."""
     if clients * min_size > examples:
         raise InfeasiblePartition(
-            f"partition {name!r}: {clients} clients × {min_size} example(s) need {clients * min_size:,}, "
-            f"the data have {examples:,}; take fewer clients{' or a smaller min_size' if min_size > 1 else ''}"
+            f"partition {name!r}: {clients} clients × {min_size} example(s) need "
+            f"{clients * min_size:,}, "
+            f"the data have {examples:,}; take fewer "
+            f"clients{' or a smaller min_size' if min_size > 1 else ''}"
         )
 
 
 def legacy_stream(seed: int) -> np.random.RandomState:
-    """NumPy's frozen legacy stream, which the official codes draw from; ``seed`` may be any in [0, 2**63)."""
+    """NumPy's frozen legacy stream, which the official codes draw from; ``seed`` may be any in [0,
+    2**63).
+    """
     if seed < 2**32:
         return np.random.RandomState(seed)
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
 
 
-def random_classes(clients: int, per_client: int, classes: int, stream: np.random.RandomState) -> list[Labels]:
-    """Each client draws ``per_client`` distinct classes uniformly: the clients of every class, ascending."""
+def random_classes(
+    clients: int, per_client: int, classes: int, stream: np.random.RandomState
+) -> list[Labels]:
+    """Each client draws ``per_client`` distinct classes uniformly: the clients of every class,
+    ascending.
+    """
     everyone = np.arange(classes)
     taken = np.zeros((clients, classes), dtype=bool)
     order = everyone.copy()

@@ -14,18 +14,21 @@ from fedstill.fields import Count, Seed
 
 @partition("sharding")
 def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts:
-    """Cut every class into the same number of blocks and give each client ``shards`` of them at random.
+    """Cut every class into the same number of blocks and give each client ``shards`` of them at
+    random.
 
-    Every example is used; with balanced classes all clients are equally large. Raises InfeasiblePartition where shards
-    × clients is no multiple of the classes, or a class has fewer examples than blocks.
+    Every example is used; with balanced classes all clients are equally large. Raises
+    InfeasiblePartition where shards × clients is no multiple of the classes, or a class has fewer
+    examples than blocks.
 
     labels: Class ids (n,), in data-set order, which the blocks keep.
     shards: Blocks that each client gets.
     seed: What the split is drawn from; unset in a config, it is the run's.
 
-    Source: FedNTD, "Sharding"; the stream is its official code's (labels by Python's generator, blocks by NumPy's).
-    Reading: a client may draw one class twice, so it holds *at most* ``shards`` classes; sizes are equal in blocks, not
-    in examples, where classes are unbalanced.
+    Source: FedNTD, "Sharding"; the stream is its official code's (labels by Python's generator,
+    blocks by NumPy's).
+    Reading: a client may draw one class twice, so it holds *at most* ``shards`` classes; sizes are
+    equal in blocks, not in examples, where classes are unbalanced.
     """
     owned = class_indices(labels)
     per_class = _blocks_per_class(len(owned), clients, shards)
@@ -59,14 +62,17 @@ def shard_rows(clients: int, classes: int, shards: int, seed: int) -> NDArray[np
 def _blocks_per_class(classes: int, clients: int, shards: int) -> int:
     if clients * shards % classes:
         raise InfeasiblePartition(
-            f"sharding: {clients} clients × {shards} shards = {clients * shards} shards cannot be dealt evenly from "
+            f"sharding: {clients} clients × {shards} shards = {clients * shards} shards cannot be "
+            "dealt evenly from "
             f"{classes} classes; choose clients × shards as a multiple of {classes}"
         )
     return clients * shards // classes
 
 
 def _blocks(indices: NDArray[np.int64], count: int) -> Parts:
-    """``count`` equal runs of a class; what is left over at its end goes to the first runs, one each."""
+    """``count`` equal runs of a class; what is left over at its end goes to the first runs, one
+    each.
+    """
     size, left = divmod(len(indices), count)
     runs = list(indices[: size * count].reshape(count, size))
     for k, extra in enumerate(indices[len(indices) - left :]):

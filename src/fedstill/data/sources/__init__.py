@@ -1,4 +1,6 @@
-"""Data sets by name through one loader: local folders, what the system has, the Hugging Face hub, tensors."""
+"""Data sets by name through one loader: local folders, what the system has, the Hugging Face hub,
+tensors.
+"""
 
 from fedstill.data.sources.loader import load_dataset
 from fedstill.data.sources.tensors import from_clients, from_tensors

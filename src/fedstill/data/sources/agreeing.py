@@ -1,4 +1,6 @@
-"""Whether the splits of a data set hold the same in the same columns, and call their classes alike."""
+"""Whether the splits of a data set hold the same in the same columns, and call their classes
+alike.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from fedstill.data.sources.stray import stray_of
 from fedstill.errors import DataError
 
 
-def refuse_other_types(where: str, table: pa.Table, first: str, other: pa.Table, inputs: InputColumns) -> None:
+def refuse_other_types(
+    where: str, table: pa.Table, first: str, other: pa.Table, inputs: InputColumns
+) -> None:
     """Raise DataError for a column of values that holds something else than in the first split.
 
     Columns whose values are names may be written as numbers in one and as texts in the other.
@@ -22,17 +26,22 @@ def refuse_other_types(where: str, table: pa.Table, first: str, other: pa.Table,
         kind, theirs = table.schema.field(name).type, other.schema.field(name).type
         if not any(map(pa.types.is_null, (kind, theirs))) and said_kind(kind) != said_kind(theirs):
             stray = stray_of(table.schema.field(name)) or stray_of(other.schema.field(name))
-            raise DataError(unlike(where, name, kind, first, theirs) + (f" ({stray})" if stray else ""))
+            raise DataError(
+                unlike(where, name, kind, first, theirs) + (f" ({stray})" if stray else "")
+            )
 
 
 def refuse_other_labels(what: str, labels: Mapping[str, Sequence[int | str]]) -> None:
-    """Raise DataError where a split has names for labels and train numbers, or the other way, and none is in both."""
+    """Raise DataError where a split has names for labels and train numbers, or the other way, and
+    none is in both.
+    """
     train = labels.get("train", ())
     for split, own in labels.items():
         texts = [any(isinstance(label, str) for label in each) for each in (own, train)]
         if train and texts[0] != texts[1] and not {*map(str, own)} & {*map(str, train)}:
             raise DataError(
-                f"{what}: the labels of {split} are {_some(own)}, those of train {_some(train)}; make them alike"
+                f"{what}: the labels of {split} are {_some(own)}, those of train {_some(train)}; "
+                "make them alike"
             )
 
 

@@ -1,4 +1,6 @@
-"""What is known of each data set by name: where it comes from, its sizes, shape, classes, and what normalises it."""
+"""What is known of each data set by name: where it comes from, its sizes, shape, classes, and what
+normalises it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ HALF = (0.5,)
 class Known:
     """A data set of the catalogue.
 
-    sizes: examples a split; total: examples of all splits, where there is no official split; shape: of an example;
+    sizes: examples a split; total: examples of all splits, where there is no official split; shape:
+    of an example;
     form: what examples are made of, if they are no images, unless a config says otherwise;
-    remedy: how to get it, in words that follow "it is not here"; hub: its name on the Hugging Face hub;
+    remedy: how to get it, in words that follow "it is not here"; hub: its name on the Hugging Face
+    hub;
     system: the folder of IDX files in which Debian installs it.
     Source of mean and std: FedNTD's and FedSeq's codes; 0.5 where they have none.
     """
@@ -39,13 +43,17 @@ class Known:
 
 
 def _from_hub(name: str, hub: str) -> str:
-    return f"get it with: hf download {hub} --repo-type dataset --local-dir DATA/{name}, then set FEDSTILL_DATA=DATA"
+    return (
+        f"get it with: hf download {hub} --repo-type dataset --local-dir DATA/{name}, then set "
+        "FEDSTILL_DATA=DATA"
+    )
 
 
 def _from_zenodo(name: str) -> str:
     return (
         f"get it with: curl -L --create-dirs -o DATA/{name}/{name}.npz "
-        f"https://zenodo.org/records/10519652/files/{name}.npz?download=1, then set FEDSTILL_DATA=DATA"
+        f"https://zenodo.org/records/10519652/files/{name}.npz?download=1, then set "
+        "FEDSTILL_DATA=DATA"
     )
 
 
@@ -54,7 +62,16 @@ _THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 _ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 _LESIONS = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 
-DIGITS = Known("digits", _TEN, (1, 8, 8), "it ships with scikit-learn", HALF, HALF, total=1797, sums=checksums.DIGITS)
+DIGITS = Known(
+    "digits",
+    _TEN,
+    (1, 8, 8),
+    "it ships with scikit-learn",
+    HALF,
+    HALF,
+    total=1797,
+    sums=checksums.DIGITS,
+)
 MNIST = Known(
     "mnist",
     _TEN,
@@ -124,7 +141,8 @@ HAM10000 = Known(
     "ham10000",
     _LESIONS,
     (3, 32, 32),
-    "get the images and their diagnoses from https://doi.org/10.7910/DVN/DBW86T, put each image in the folder "
+    "get the images and their diagnoses from https://doi.org/10.7910/DVN/DBW86T, put each image in "
+    "the folder "
     "DATA/ham10000/DIAGNOSIS (akiec, bcc, bkl, df, mel, nv or vasc), then set FEDSTILL_DATA=DATA",
     HALF * 3,
     HALF * 3,
@@ -181,7 +199,16 @@ FOLDERS = {
     ),
     "pbc_blood28": Known(
         "pbc_blood28",
-        ("basophil", "eosinophil", "erythroblast", "ig", "lymphocyte", "monocyte", "neutrophil", "platelet"),
+        (
+            "basophil",
+            "eosinophil",
+            "erythroblast",
+            "ig",
+            "lymphocyte",
+            "monocyte",
+            "neutrophil",
+            "platelet",
+        ),
         (3, 28, 28),
         "",
         HALF * 3,
@@ -208,13 +235,33 @@ FOLDERS = {
         (),
         form=Form(
             "table",
-            ("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang", "oldpeak"),
+            (
+                "age",
+                "sex",
+                "cp",
+                "trestbps",
+                "chol",
+                "fbs",
+                "restecg",
+                "thalach",
+                "exang",
+                "oldpeak",
+            ),
             (("cp", (1, 2, 3, 4)), ("restecg", (0, 1, 2))),
             missing="drop",
         ),
         sums=checksums.HEART_DISEASE,
     ),
-    "har": Known("har", _ACTIVITIES, (561,), "", (), (), form=Form("vector", input="features"), sums=checksums.HAR),
+    "har": Known(
+        "har",
+        _ACTIVITIES,
+        (561,),
+        "",
+        (),
+        (),
+        form=Form("vector", input="features"),
+        sums=checksums.HAR,
+    ),
     "har_signals": Known(
         "har_signals",
         _ACTIVITIES,
@@ -236,7 +283,13 @@ FOLDERS = {
         sums=checksums.AG_NEWS_SMALL,
     ),
 }
-"""Folders that are no published data set but have been read: they are verified where their name is found."""
+"""Folders that are no published data set but have been read: they are verified where their name is
+found.
+"""
 
-KNOWN = {known.name: known for known in [*list(globals().values()), *FOLDERS.values()] if isinstance(known, Known)}
+KNOWN = {
+    known.name: known
+    for known in [*list(globals().values()), *FOLDERS.values()]
+    if isinstance(known, Known)
+}
 """Every data set of the catalogue by its name."""

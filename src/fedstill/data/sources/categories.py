@@ -14,7 +14,9 @@ from fedstill.data.form import Value
 from fedstill.errors import DataError
 
 MOST = 1000
-"""Categories of a column that are read from data; more are no categories but numbers, or names of rows."""
+"""Categories of a column that are read from data; more are no categories but numbers, or names of
+rows.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,16 @@ class Categories:
             return Categories(column, tuple(category_name(value) for value in declared))
         every = names_in_order(train.unique().to_pylist())
         if not 0 < len(every) <= MOST:
-            raise DataError(f"{what}: column {column!r} has {len(every):,} categories, not 1 to {MOST:,}; leave it out")
+            raise DataError(
+                f"{what}: column {column!r} has {len(every):,} categories, not 1 to {MOST:,}; "
+                "leave it out"
+            )
         return Categories(column, every)
 
     def encoded(self, what: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
-        """(n, categories) of 0 and 1, NaN in rows without a value; DataError for one that is none of them."""
+        """(n, categories) of 0 and 1, NaN in rows without a value; DataError for one that is none
+        of them.
+        """
         place = {value: k for k, value in enumerate(self.values)}
         out = np.zeros((len(column), len(place)), dtype=np.float32)
         for row, value in enumerate(column.to_pylist()):
@@ -45,7 +52,8 @@ class Categories:
                 out[row, place[said]] = 1
             else:
                 raise DataError(
-                    f"{what}: example {row} has {said[:60]!r} in column {self.column!r}, which is none of "
+                    f"{what}: example {row} has {said[:60]!r} in column {self.column!r}, which is "
+                    "none of "
                     f"{', '.join(self.values)[:200]}; correct it, or add it to data.categorical"
                 )
         return out
@@ -57,8 +65,12 @@ def lacks(value: Any) -> bool:
 
 
 def names_in_order(values: Iterable[Any]) -> tuple[str, ...]:
-    """The names of values, each once: numbers by size, then texts by letter; without those that are missing."""
-    there = sorted((value for value in values if not lacks(value)), key=lambda v: (isinstance(v, str), v))
+    """The names of values, each once: numbers by size, then texts by letter; without those that are
+    missing.
+    """
+    there = sorted(
+        (value for value in values if not lacks(value)), key=lambda v: (isinstance(v, str), v)
+    )
     return tuple(dict.fromkeys(map(category_name, there)))
 
 

@@ -1,4 +1,6 @@
-"""SHA-256 of the pixels and labels of data whose real files have been read; see ``verify.sums`` for the layout."""
+"""SHA-256 of the pixels and labels of data whose real files have been read; see ``verify.sums`` for
+the layout.
+"""
 
 from __future__ import annotations
 

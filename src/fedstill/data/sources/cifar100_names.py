@@ -9,5 +9,5 @@ _NAMES = """
     road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
     sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
     wardrobe whale willow_tree wolf woman worm
-"""
+"""  # noqa: E501
 CIFAR100_NAMES = tuple(_NAMES.split())

@@ -1,4 +1,6 @@
-"""Columns of parquet and CSV files as Arrow tables, after their claims about their size have been looked at."""
+"""Columns of parquet and CSV files as Arrow tables, after their claims about their size have been
+looked at.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class ParquetFrame:
             return pq.read_schema(self.files[0])
 
     def read(self, names: Sequence[str], gaps: bool = False) -> pa.Table:
-        """Some columns of all files; raises DataError for a file that lacks one, or is larger than may be read."""
+        """Some columns of all files; raises DataError for a file that lacks one, or is larger than
+        may be read.
+        """
         return _joined([self._one(path, list(names)) for path in self.files], self.files)
 
     def _one(self, path: Path, names: list[str]) -> pa.Table:
@@ -63,7 +67,8 @@ class ParquetFrame:
             for name in names:
                 if (count := len(schema.get_all_field_indices(name))) != 1:
                     raise DataError(
-                        f"{path} must have exactly one column {name!r}, as {self.files[0].name} has; it has {count}; "
+                        f"{path} must have exactly one column {name!r}, as {self.files[0].name} "
+                        f"has; it has {count}; "
                         "write it again"
                     )
             refuse_claims(path, about, [f"{name}." for name in names] + names)
@@ -75,9 +80,13 @@ class ParquetFrame:
                     unpacked += batch.nbytes
                     refuse_large(path, unpacked)
                     refuse_ratio(path, unpacked, stored)
-            whole = pa.Table.from_batches(batches, pa.schema([schema.field(name) for name in names]))
+            whole = pa.Table.from_batches(
+                batches, pa.schema([schema.field(name) for name in names])
+            )
         if len(whole) != about.num_rows:
-            raise DataError(f"{path} says that it holds {about.num_rows:,} rows, and holds {len(whole):,}")
+            raise DataError(
+                f"{path} says that it holds {about.num_rows:,} rows, and holds {len(whole):,}"
+            )
         return whole.combine_chunks()
 
 
@@ -89,7 +98,9 @@ class CsvFrame:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """The columns, and what their values look like; of files that disagree in a column, the first one's."""
+        """The columns, and what their values look like; of files that disagree in a column, the
+        first one's.
+        """
         fields: dict[str, list[pa.Field]] = {}
         for table in self._each:
             for field in table.schema:
@@ -101,10 +112,14 @@ class CsvFrame:
         for path, table in zip(self.files, self._each, strict=True):
             if not gaps and (lacking := [name for name in names if name not in table.column_names]):
                 raise DataError(
-                    f"{path} has no column {lacking[0]!r}, which others of its split have; write it there, or name the "
+                    f"{path} has no column {lacking[0]!r}, which others of its split have; write "
+                    "it there, or name the "
                     "columns to read in data.columns"
                 )
-        some = [table.select([name for name in names if name in table.column_names]) for table in self._each]
+        some = [
+            table.select([name for name in names if name in table.column_names])
+            for table in self._each
+        ]
         return _joined(some, self.files).select(list(names)).combine_chunks()
 
     @property
@@ -118,16 +133,22 @@ class CsvFrame:
 
 
 def _agreed(fields: Sequence[pa.Field]) -> pa.Field:
-    """A column of several files: a type that all of them have, or else the first one's; a stray value of any."""
+    """A column of several files: a type that all of them have, or else the first one's; a stray
+    value of any.
+    """
     try:
-        one = pa.unify_schemas([pa.schema([field]) for field in fields], promote_options="permissive").field(0)
+        one = pa.unify_schemas(
+            [pa.schema([field]) for field in fields], promote_options="permissive"
+        ).field(0)
     except pa.ArrowTypeError:
         one = fields[0]
     return one.with_metadata(next((field.metadata for field in fields if field.metadata), None))
 
 
 def _joined(tables: Sequence[pa.Table], files: Sequence[Path]) -> pa.Table:
-    """Tables one below another; raises DataError for a column that holds something else in another file."""
+    """Tables one below another; raises DataError for a column that holds something else in another
+    file.
+    """
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowTypeError, pa.ArrowInvalid):
@@ -138,13 +159,17 @@ def _joined(tables: Sequence[pa.Table], files: Sequence[Path]) -> pa.Table:
                 if pa.types.is_null(kind):
                     first[field.name] = (path.name, field.type)
                 elif not _mergeable(kind, field.type):
-                    raise DataError(unlike(str(path), field.name, field.type, where, kind)) from None
+                    raise DataError(
+                        unlike(str(path), field.name, field.type, where, kind)
+                    ) from None
         raise
 
 
 def _mergeable(kind: pa.DataType, other: pa.DataType) -> bool:
     try:
-        pa.unify_schemas([pa.schema([("", kind)]), pa.schema([("", other)])], promote_options="permissive")
+        pa.unify_schemas(
+            [pa.schema([("", kind)]), pa.schema([("", other)])], promote_options="permissive"
+        )
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return False
     return True
@@ -157,12 +182,17 @@ def only_file(files: Mapping[str, Sequence[Path]]) -> Path | None:
 
 
 def claims(path: Path) -> pq.FileMetaData:
-    """What a parquet file says of itself; DataError if its rows, whatever they hold, would be too many."""
+    """What a parquet file says of itself; DataError if its rows, whatever they hold, would be too
+    many.
+    """
     with in_one_line(path):
         about = pq.read_metadata(path)
     groups = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
     if about.num_rows != sum(groups) or min(groups, default=0) < 0:
-        raise DataError(f"{path} says that it holds {about.num_rows:,} rows, and its parts {groups}; write it again")
+        raise DataError(
+            f"{path} says that it holds {about.num_rows:,} rows, and its parts {groups}; write it "
+            "again"
+        )
     refuse_large(path, about.num_rows * EXAMPLE_BYTES)
     return about
 

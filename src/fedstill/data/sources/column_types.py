@@ -1,4 +1,6 @@
-"""What a column holds, told by its Arrow type: numbers, texts, lists of numbers, or what no example is made of."""
+"""What a column holds, told by its Arrow type: numbers, texts, lists of numbers, or what no example
+is made of.
+"""
 
 from __future__ import annotations
 

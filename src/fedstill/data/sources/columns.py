@@ -35,9 +35,11 @@ SPLIT_NAMES = {
 
 @dataclass(frozen=True)
 class Columns:
-    """What to read: the columns by name (None: find them), and the side to resize images to (None: as they are).
+    """What to read: the columns by name (None: find them), and the side to resize images to (None:
+    as they are).
 
-    ``form``: what examples are made of, if they are no images. ``known``: of a data set whose checksums are known.
+    ``form``: what examples are made of, if they are no images. ``known``: of a data set whose
+    checksums are known.
     """
 
     image: str | None = None
@@ -62,12 +64,14 @@ class Table(Protocol):
         """Each row's encoded image and its label."""
 
 
-def decoded_splits(what: str, tables: Mapping[str, Table], columns: Columns, within: Path | str) -> Decoded:
+def decoded_splits(
+    what: str, tables: Mapping[str, Table], columns: Columns, within: Path | str
+) -> Decoded:
     """All rows of {split: table} as arrays; labels that are text become ids in alphabetical order.
 
-    within: the folder, or the data set on the hub, outside of which no file is opened because a row names it.
-    Raises DataError for columns that are not there, an image that differs from the first in size or kind, or a label
-    that is missing or no whole number.
+    within: the folder, or the data set on the hub, outside of which no file is opened because a row
+    names it. Raises DataError for columns that are not there, an image that differs from the first
+    in size or kind, or a label that is missing or no whole number.
     """
     raw, names = {}, None
     for split, table in tables.items():
@@ -79,30 +83,45 @@ def decoded_splits(what: str, tables: Mapping[str, Table], columns: Columns, wit
 
 
 def with_ids(
-    what: str, raw: Mapping[str, tuple[NDArray[Any], list[int | str]]], names: tuple[str, ...] | None
+    what: str,
+    raw: Mapping[str, tuple[NDArray[Any], list[int | str]]],
+    names: tuple[str, ...] | None,
 ) -> Decoded:
-    """Splits with their labels as class ids; labels that are text are numbered in alphabetical order."""
+    """Splits with their labels as class ids; labels that are text are numbered in alphabetical
+    order.
+    """
     every = [value for _, labels in raw.values() for value in labels]
     if not any(isinstance(value, str) for value in every):
         return Decoded({s: (x, class_ids(f"{what}, {s}", y)) for s, (x, y) in raw.items()}, names)
     names = tuple(sorted(set(map(str, every))))
     ids = {name: k for k, name in enumerate(names)}
-    return Decoded({s: (x, np.array([ids[str(v)] for v in y], dtype=np.int64)) for s, (x, y) in raw.items()}, names)
+    return Decoded(
+        {s: (x, np.array([ids[str(v)] for v in y], dtype=np.int64)) for s, (x, y) in raw.items()},
+        names,
+    )
 
 
-def read_rows(pictures: Pictures, cells: Iterator[tuple[Any, Any]]) -> tuple[NDArray[np.uint8], list[int | str]]:
-    """(N, C, H, W) of encoded images, and their labels. Raises DataError without an example, an image or a label."""
+def read_rows(
+    pictures: Pictures, cells: Iterator[tuple[Any, Any]]
+) -> tuple[NDArray[np.uint8], list[int | str]]:
+    """(N, C, H, W) of encoded images, and their labels. Raises DataError without an example, an
+    image or a label.
+    """
     images: list[NDArray[np.uint8]] = []
     labels: list[int | str] = []
     for k, (image, label) in enumerate(cells):
         labels.append(checked_label(pictures.what, k, label))
         images.append(pictures.decoded(image, k))
     if not images:
-        raise DataError(f"{pictures.what} holds no examples; leave the file out or download it again")
+        raise DataError(
+            f"{pictures.what} holds no examples; leave the file out or download it again"
+        )
     return np.stack(images), labels
 
 
-def _find(what: str, features: Mapping[str, Any], columns: Columns) -> tuple[str, str, tuple[str, ...] | None]:
+def _find(
+    what: str, features: Mapping[str, Any], columns: Columns
+) -> tuple[str, str, tuple[str, ...] | None]:
     """The image column, the label column, and the class names written in the file."""
     images = [k for k, f in features.items() if is_image(f)]
     image = columns.image or (images[0] if len(images) == 1 else None)
@@ -112,13 +131,19 @@ def _find(what: str, features: Mapping[str, Any], columns: Columns) -> tuple[str
     return image, label, names
 
 
-def label_column(what: str, features: Mapping[str, Any], columns: Columns) -> tuple[str, tuple[str, ...] | None]:
-    """The label column, and the class names written in the file; DataError where it is not clear which it is."""
+def label_column(
+    what: str, features: Mapping[str, Any], columns: Columns
+) -> tuple[str, tuple[str, ...] | None]:
+    """The label column, and the class names written in the file; DataError where it is not clear
+    which it is.
+    """
     import datasets
 
     labels = [k for k, f in features.items() if isinstance(f, datasets.ClassLabel)]
     usual = [name for name in USUAL_LABELS if name in features]
-    label = columns.label or next(iter([*usual, *labels, *(["labels"] if "labels" in features else [])]), None)
+    label = columns.label or next(
+        iter([*usual, *labels, *(["labels"] if "labels" in features else [])]), None
+    )
     if label is None or label not in features:
         raise DataError(_absent(what, "label", label, features))
     feature = features[label]
@@ -129,9 +154,14 @@ def is_image(feature: Any) -> bool:
     """Whether a column holds encoded images, as ``datasets`` says it."""
     import datasets
 
-    return isinstance(feature, datasets.Image) or (isinstance(feature, Mapping) and {"bytes", "path"} <= set(feature))
+    return isinstance(feature, datasets.Image) or (
+        isinstance(feature, Mapping) and {"bytes", "path"} <= set(feature)
+    )
 
 
 def _absent(what: str, role: str, name: str | None, features: Mapping[str, Any]) -> str:
     asked = f"no column {name!r}" if name else f"not one clear {role} column"
-    return f"{what} has {asked} among {', '.join(map(repr, features)) or 'none'}; set data.{role}_column"
+    return (
+        f"{what} has {asked} among {', '.join(map(repr, features)) or 'none'}; set "
+        f"data.{role}_column"
+    )

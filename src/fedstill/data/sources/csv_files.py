@@ -14,13 +14,20 @@ from fedstill.errors import DataError
 
 
 def read_csv_files(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
-    """The CSV files of a folder, by split; raises DataError for one that cannot be read, or has no clear columns."""
+    """The CSV files of a folder, by split; raises DataError for one that cannot be read, or has no
+    clear columns.
+    """
     frames = {split: CsvFrame(tuple(paths)) for split, paths in files.items()}
     what = str(only_file(files) or folder)
     first = shown_first(frames)
     if not first.rows:
-        raise DataError(f"{only_file({'': first.files}) or what} has a line of column names and no rows below it")
+        raise DataError(
+            f"{only_file({'': first.files}) or what} has a line of column names and no rows below "
+            "it"
+        )
     inputs = input_columns(what, first.schema, columns)
     if inputs is None:
-        raise DataError(f"{what}: a CSV file holds no images; leave data.image_column and data.kind out")
+        raise DataError(
+            f"{what}: a CSV file holds no images; leave data.image_column and data.kind out"
+        )
     return read_frames(what, frames, inputs)

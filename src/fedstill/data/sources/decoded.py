@@ -29,9 +29,10 @@ Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 class Decoded:
     """A data set as arrays: {split: (values, labels (N,) int64)}, and class names if it has them.
 
-    Values are images (N, C, H, W) uint8, numbers (N, …) float32, or token ids (N, L) int64. ``owners``: by split, the
-    number (N,) of each example's owner, where the data say whose it is. ``read``: by split, the SHA-256 of inputs and
-    labels as they were read, before anything was left out or encoded; of known tables, series and texts only.
+    Values are images (N, C, H, W) uint8, numbers (N, …) float32, or token ids (N, L)
+    int64. ``owners``: by split, the number (N,) of each example's owner, where the data say whose
+    it is. ``read``: by split, the SHA-256 of inputs and labels as they were read, before anything
+    was left out or encoded; of known tables, series and texts only.
     """
 
     splits: Mapping[str, Arrays]
@@ -42,12 +43,16 @@ class Decoded:
 
 
 def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) -> Decoded:
-    """The decoded form of what ``origin`` describes, from the cache folder or else from ``decode``, which fills it.
+    """The decoded form of what ``origin`` describes, from the cache folder or else from ``decode``,
+    which fills it.
 
-    origin: JSON-able; all that the outcome depends on. Safe for several processes at once: one decodes, the others
-    wait. A damaged entry is decoded again; where the cache cannot be written, the arrays stay in memory.
+    origin: JSON-able; all that the outcome depends on. Safe for several processes at once: one
+    decodes, the others wait. A damaged entry is decoded again; where the cache cannot be written,
+    the arrays stay in memory.
     """
-    key = hashlib.sha256(json.dumps([LAYOUT, origin], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        json.dumps([LAYOUT, origin], sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
     folder = cache_folder() / "decoded" / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{key}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +87,13 @@ def _fill(folder: Path, fresh: Decoded) -> Decoded:
 def _read(folder: Path) -> Decoded | None:
     try:
         told = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        splits = {split: _read_split(folder, split, shape) for split, shape in told["splits"].items()}
-        owners = {split: _labels(folder, split, "owners", len(splits[split][1])) for split in told["owned"]}
+        splits = {
+            split: _read_split(folder, split, shape) for split, shape in told["splits"].items()
+        }
+        owners = {
+            split: _labels(folder, split, "owners", len(splits[split][1]))
+            for split in told["owned"]
+        }
         classes = told["classes"]
         about = about_of(told["about"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
@@ -114,7 +124,12 @@ def _write(folder: Path, data: Decoded) -> None:
         for split, codes in data.owners.items():
             np.save(aside / f"{split}-owners.npy", codes, allow_pickle=False)
         shapes = {s: list(a[0].shape) for s, a in data.splits.items()}
-        told = {"classes": data.classes, "splits": shapes, "owned": list(data.owners), "about": asdict(data.about)}
+        told = {
+            "classes": data.classes,
+            "splits": shapes,
+            "owned": list(data.owners),
+            "about": asdict(data.about),
+        }
         (aside / "about.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)

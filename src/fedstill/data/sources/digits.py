@@ -11,7 +11,8 @@ from fedstill.data.sources.held_out import hold_out
 def read_digits() -> Decoded:
     """The digits as (1, 8, 8) images, a fifth of every class held out for the test.
 
-    Reading: scikit-learn has no train/test split and values 0 to 16; they are scaled to 0 to 255 and rounded.
+    Reading: scikit-learn has no train/test split and values 0 to 16; they are scaled to 0 to 255
+    and rounded.
     """
     from sklearn.datasets import load_digits
 

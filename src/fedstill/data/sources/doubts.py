@@ -1,4 +1,6 @@
-"""Columns of a table that are read, but perhaps not as they are meant: what a run says of them when it begins."""
+"""Columns of a table that are read, but perhaps not as they are meant: what a run says of them when
+it begins.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,12 @@ STEPS = 1024
 
 
 def names_of_rows(table: pa.Table, columns: Sequence[str]) -> list[str]:
-    """A sentence for each column of whole numbers that is called as a number of rows is, and differs in every row."""
+    """A sentence for each column of whole numbers that is called as a number of rows is, and
+    differs in every row.
+    """
     return [
-        f"{name}: all {len(table):,} values differ; if it only numbers the rows, leave it out with data.columns"
+        f"{name}: all {len(table):,} values differ; if it only numbers the rows, leave it out with "
+        "data.columns"
         for name in columns
         if (NAME_OF_ROWS.fullmatch(name) or CAPITAL_ID.fullmatch(name))
         and pa.types.is_integer(table[name].type)
@@ -29,17 +34,27 @@ def names_of_rows(table: pa.Table, columns: Sequence[str]) -> list[str]:
 
 
 def too_close(table: pa.Table, columns: Sequence[str]) -> list[str]:
-    """A sentence for each column whose numbers are alike once they have 32 bits, such as seconds since 1970."""
+    """A sentence for each column whose numbers are alike once they have 32 bits, such as seconds
+    since 1970.
+    """
     out = []
-    for name in (name for name in columns if pa.types.is_integer(table[name].type) or _exact(table[name].type)):
+    for name in (
+        name
+        for name in columns
+        if pa.types.is_integer(table[name].type) or _exact(table[name].type)
+    ):
         exact = table[name].drop_null().cast(pa.float64()).to_numpy()
         exact = exact[np.isfinite(exact)]
-        if not len(exact) or np.ptp(exact) >= STEPS * np.finfo(np.float32).eps * np.abs(exact).max():
+        if (
+            not len(exact)
+            or np.ptp(exact) >= STEPS * np.finfo(np.float32).eps * np.abs(exact).max()
+        ):
             continue
         before, after = (len(np.unique(values)) for values in (exact, exact.astype(np.float32)))
         if after < before:
             out.append(
-                f"{name}: its {before:,} different numbers, from {exact.min():.12g} to {exact.max():.12g}, are "
+                f"{name}: its {before:,} different numbers, from {exact.min():.12g} to "
+                f"{exact.max():.12g}, are "
                 f"{after:,} in 32 bits; subtract the smallest from all"
             )
     return out

@@ -37,11 +37,15 @@ def data_root(folder: str | Path | None) -> Path | None:
 
 
 def at_home(given: str | Path) -> Path:
-    """A path with ``~`` as the home folder, if there is one. Raises DataError if there is no such home folder."""
+    """A path with ``~`` as the home folder, if there is one. Raises DataError if there is no such
+    home folder.
+    """
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
-        raise DataError(f"{given} names a home folder that is not there; give the whole path") from error
+        raise DataError(
+            f"{given} names a home folder that is not there; give the whole path"
+        ) from error
 
 
 def local_folder(name: str, folder: str | Path | None) -> Path | None:
@@ -52,21 +56,30 @@ def local_folder(name: str, folder: str | Path | None) -> Path | None:
 
 
 def read_folder(name: str, place: Path, columns: Columns, known: Known | None = None) -> Decoded:
-    """What a folder holds, verified, and decoded once: the cache's key covers its files' names, sizes and times.
+    """What a folder holds, verified, and decoded once: the cache's key covers its files' names,
+    sizes and times.
 
     Raises DataError for an empty folder, and for files that are no data set.
     """
     files = files_below(place)
     stamps = [(str(p.relative_to(place)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    origin = {"folder": str(place.resolve()), "files": stamps, "columns": vars(columns), "known": repr(known)}
+    origin = {
+        "folder": str(place.resolve()),
+        "files": stamps,
+        "columns": vars(columns),
+        "known": repr(known),
+    }
 
     def decode() -> Decoded:
         if not files:
             raise DataError(
-                f"{place} is empty; it needs parquet or CSV files, or images in folders named by their class"
+                f"{place} is empty; it needs parquet or CSV files, or images in folders named by "
+                "their class"
             )
         data = _decode(place, files, columns)
-        data = verified(name, hold_out(data, columns.form) if "train" in data.splits else data, known)
+        data = verified(
+            name, hold_out(data, columns.form) if "train" in data.splits else data, known
+        )
         return data if known else _told_of_files(data, place, files)
 
     return kept(name, origin, decode)
@@ -78,7 +91,9 @@ def is_data_file(path: Path) -> bool:
 
 
 def read_file(name: str, path: Path, columns: Columns) -> Decoded:
-    """What one parquet, CSV or NPZ file holds, verified, and decoded once; a fifth is held out where it has no test."""
+    """What one parquet, CSV or NPZ file holds, verified, and decoded once; a fifth is held out
+    where it has no test.
+    """
     about = path.stat()
     stamp = [about.st_size, about.st_mtime_ns]
     origin = {"file": str(path.resolve()), "stamp": stamp, "columns": vars(columns)}
@@ -107,7 +122,8 @@ def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
 
 
 def _tables(place: Path, files: Sequence[Path]) -> tuple[tuple[str, ...], dict[str, list[Path]]]:
-    """The files of columns in a folder, by split, and how their names end; none where there are CSV files and images.
+    """The files of columns in a folder, by split, and how their names end; none where there are CSV
+    files and images.
 
     Raises DataError where some splits are parquet files and others CSV files.
     """
@@ -115,17 +131,22 @@ def _tables(place: Path, files: Sequence[Path]) -> tuple[tuple[str, ...], dict[s
     if not parquet:
         images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
         return CSV, {} if images else csv
-    if more := [path for paths in csv.values() for path in paths if said_split(path) not in ("", *parquet)]:
+    if more := [
+        path for paths in csv.values() for path in paths if said_split(path) not in ("", *parquet)
+    ]:
         names = ", ".join(path.name for paths in parquet.values() for path in paths[:2])
         raise DataError(
-            f"{place} has parquet files ({names}) and {more[0].name}; the splits are read from files of one kind: "
+            f"{place} has parquet files ({names}) and {more[0].name}; the splits are read from "
+            "files of one kind: "
             "write all of them as parquet or all as CSV"
         )
     return (".parquet",), parquet
 
 
 def _told_of_files(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:
-    """The data with a sentence on the files of columns that they came from, if a split has several."""
+    """The data with a sentence on the files of columns that they came from, if a split has
+    several.
+    """
     _, tables = _tables(place, files)
     every = sorted(path for paths in tables.values() for path in paths)
     if len(every) == len(tables):
@@ -135,7 +156,8 @@ def _told_of_files(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded
     silent = [path for path in every if not said_split(path)]
     if 0 < len(silent) < len(every):
         about = about.warned(
-            f"read as training data, because their names do not begin with train, test or validation: {_named(silent)}"
+            "read as training data, because their names do not begin with train, test or "
+            f"validation: {_named(silent)}"
         )
     return replace(data, about=about)
 

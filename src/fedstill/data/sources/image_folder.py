@@ -17,24 +17,36 @@ TABLES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
 
 
 def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
-    """Images in folders named by their class, with folders named by the split above them or without.
+    """Images in folders named by their class, with folders named by the split above them or
+    without.
 
-    A folder says a split by a word of its name: ``train``, ``test-images``. Where some do, images outside of these are
-    left out. Raises DataError if there are no images, or if a file is none.
+    A folder says a split by a word of its name: ``train``, ``test-images``. Where some do, images
+    outside of these are left out. Raises DataError if there are no images, or if a file is none.
     """
-    images = sorted((f for f in files if f.suffix.lower() in IMAGE_SUFFIXES), key=lambda f: f.as_posix())
+    images = sorted(
+        (f for f in files if f.suffix.lower() in IMAGE_SUFFIXES), key=lambda f: f.as_posix()
+    )
     if not images:
         kinds = Counter(f.suffix.lower() for f in files if f.suffix)
-        there = f" (it holds {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(3))})" if kinds else ""
+        there = (
+            f" (it holds {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(3))})"
+            if kinds
+            else ""
+        )
         raise DataError(
-            f"{place} holds no images{there}; a folder of images holds one folder a class, e.g. train/cat/1.png. "
+            f"{place} holds no images{there}; a folder of images holds one folder a class, e.g. "
+            "train/cat/1.png. "
             "Other files, sounds say, are read by a function of yours: data.name = 'mine.py:data'"
         )
     for table in (f for f in files if f.name in TABLES):
-        raise DataError(f"{table} is not read; put each image into a folder named by its class, or write parquet files")
+        raise DataError(
+            f"{table} is not read; put each image into a folder named by its class, or write "
+            "parquet files"
+        )
     if flat := _without_class([f.relative_to(place) for f in images]):
         raise DataError(
-            f"{place / flat} is in no folder of its class; put each image into a folder named by its class: "
+            f"{place / flat} is in no folder of its class; put each image into a folder named by "
+            "its class: "
             f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
         )
     by_split: dict[str, list[Path]] = {}
@@ -53,7 +65,9 @@ def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> D
 
 
 def _without_class(images: Sequence[Path]) -> Path | None:
-    """An image that lies in no folder, or in a split's own, where no folder at its level names a class."""
+    """An image that lies in no folder, or in a split's own, where no folder at its level names a
+    class.
+    """
     folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
     flat = {1, 2} if folders <= SPLIT_NAMES.keys() else {1}
     return next((path for path in images if len(path.parts) in flat), None)

@@ -1,4 +1,6 @@
-"""Columns that no example is made of though nobody said so: the index of a pandas table, times, what is no number."""
+"""Columns that no example is made of though nobody said so: the index of a pandas table, times,
+what is no number.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ SAID = 12
 
 
 def index_columns(schema: pa.Schema) -> set[str]:
-    """The columns that are a pandas table's index, as the file says it; of a CSV file, the one without a name.
+    """The columns that are a pandas table's index, as the file says it; of a CSV file, the one
+    without a name.
 
     Rows that were sorted or chosen by their labels have an index that tells these.
     """
@@ -27,8 +30,13 @@ def index_columns(schema: pa.Schema) -> set[str]:
 
 
 def left_out(kinds: Mapping[str, pa.DataType], index: Iterable[str]) -> str:
-    """``left out: when (timestamp)``: of columns that were found and not asked for; empty if there are none."""
-    each = [f"{name or 'a column without a name'} ({_why(name, kind, index)})" for name, kind in kinds.items()]
+    """``left out: when (timestamp)``: of columns that were found and not asked for; empty if there
+    are none.
+    """
+    each = [
+        f"{name or 'a column without a name'} ({_why(name, kind, index)})"
+        for name, kind in kinds.items()
+    ]
     more = f" and {len(each) - SAID} more" if len(each) > SAID else ""
     return f"left out: {', '.join(each[:SAID])}{more}" if each else ""
 

@@ -1,4 +1,6 @@
-"""What kind of examples a data set most likely holds, told by its name or its first file's columns."""
+"""What kind of examples a data set most likely holds, told by its name or its first file's
+columns.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ LOOKED_AT = 1000
 def likely_kind(name: str, folder: str, label_column: str, form: Mapping[str, Any]) -> Kind:
     """The kind of a data set's examples; "image" where that cannot be told without reading it.
 
-    name: a registered name, a path, or a folder in ``folder``; form: fields of ``Form`` that are set.
+    name: a registered name, a path, or a folder in ``folder``; form: fields of ``Form`` that are
+    set.
     """
     if "kind" in form:
         return form["kind"]  # type: ignore[no-any-return]
@@ -59,7 +62,9 @@ def _first_file(place: Path) -> Path | None:
 def _kind_in(file: Path, stamp: int, label_column: str, form: Form) -> Kind:
     frame = ParquetFrame((file,)) if file.suffix.lower() == ".parquet" else CsvFrame((file,))
     try:
-        inputs = input_columns(str(file), frame.schema, Columns(None, label_column or None, None, form))
+        inputs = input_columns(
+            str(file), frame.schema, Columns(None, label_column or None, None, form)
+        )
     except (DataError, ValueError, OSError):
         return "image"  # whoever reads it will say what is wrong
     return "image" if inputs is None else inputs.form.kind  # type: ignore[return-value]

@@ -1,4 +1,6 @@
-"""How large data may be, decided by what a file says of itself, before anything of it is decoded."""
+"""How large data may be, decided by what a file says of itself, before anything of it is
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,26 @@ from pathlib import Path
 from fedstill.errors import DataError, on_one_line
 
 PIXELS = 1 << 26
-"""Pixels of one image, 8,192 × 8,192: more than cameras make; decoded, it and its copies take about 800 MB."""
+"""Pixels of one image, 8,192 × 8,192: more than cameras make; decoded, it and its copies take about
+800 MB.
+"""
 
 IMAGE_BYTES = 4 * PIXELS
 """Bytes of one image's file: an image of that many pixels takes no more, even uncompressed."""
 
 SHARE = 3
-"""A data set may come to a third of the memory: reading makes a second copy, and the run needs the rest."""
+"""A data set may come to a third of the memory: reading makes a second copy, and the run needs the
+rest.
+"""
 
 UNKNOWN_MEMORY = 12 << 30
 """The memory of a machine that does not say how much it has."""
 
 RATIO, FREE = 200, 1 << 28
-"""An archive may be unpacked to so many times its size; up to 256 MB (``FREE``) nobody asks. Pictures shrink to a half
-or a twentieth, masks to a hundredth; what shrinks further is one value, over and over."""
+"""An archive may be unpacked to so many times its size; up to 256 MB (``FREE``) nobody asks.
+Pictures shrink to a half or a twentieth, masks to a hundredth; what shrinks further is one value,
+over and over.
+"""
 
 EXAMPLE_BYTES = 100
 """What an example takes beside its pixels while it is read."""
@@ -33,7 +41,9 @@ _GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use: the machine's, its container's or its own limit, whichever is least."""
+    """The memory that this process may use: the machine's, its container's or its own limit,
+    whichever is least.
+    """
     limits = []
     with contextlib.suppress(AttributeError, ValueError, OSError):  # a system without sysconf
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -59,7 +69,8 @@ def refuse_large(what: str | Path, claimed: int, stored: int | None = None) -> N
     """
     if claimed > (most := most_bytes()):
         raise DataError(
-            f"{what} says that it holds {size_text(claimed)}, and this machine reads at most {size_text(most)}, "
+            f"{what} says that it holds {size_text(claimed)}, and this machine reads at most "
+            f"{size_text(most)}, "
             f"1/{SHARE} of its memory; take a part of it, or a machine with more"
         )
     if stored is not None:
@@ -70,7 +81,8 @@ def refuse_ratio(what: str | Path, claimed: int, stored: int) -> None:
     """Raise DataError for a file that says that it unpacks to far more than data do."""
     if claimed > max(FREE, RATIO * stored):
         raise DataError(
-            f"{what} has {size_text(stored)} and says that it holds {size_text(claimed)}, over {RATIO} times as much; "
+            f"{what} has {size_text(stored)} and says that it holds {size_text(claimed)}, over "
+            f"{RATIO} times as much; "
             "if that is right, write it uncompressed"
         )
 
@@ -84,23 +96,29 @@ def size_text(count: int) -> str:
     value, unit = float(count), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
-    return f"{value:,.1f} {_UNITS[unit]}" if unit and value < 9.95 else f"{value:,.0f} {_UNITS[unit]}"
+    return (
+        f"{value:,.1f} {_UNITS[unit]}" if unit and value < 9.95 else f"{value:,.0f} {_UNITS[unit]}"
+    )
 
 
 @contextlib.contextmanager
 def in_one_line(what: str | Path) -> Iterator[None]:
-    """Turn an error of the system, or memory that ran out, into a DataError that names the file and its size."""
+    """Turn an error of the system, or memory that ran out, into a DataError that names the file and
+    its size.
+    """
     try:
         yield
     except MemoryError as error:
         raise DataError(
-            f"{what}{_size(what)} does not fit into memory ({on_one_line(error)}); take a part of it, or a machine "
+            f"{what}{_size(what)} does not fit into memory ({on_one_line(error)}); take a part of "
+            "it, or a machine "
             "with more"
         ) from error
     except OSError as error:
         where = what if error.filename is None else error.filename
         raise DataError(
-            f"{where} cannot be read ({error.strerror or on_one_line(error)}); make it readable, or name other data"
+            f"{where} cannot be read ({error.strerror or on_one_line(error)}); make it readable, "
+            "or name other data"
         ) from error
 
 

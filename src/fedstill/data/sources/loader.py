@@ -52,30 +52,34 @@ FOLDER = "a folder of parquet or CSV files, or of images by class"
 def load_dataset(
     name: str | Path, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any
 ) -> Dataset:
-    """A data set by name, verified, decoded once into the cache folder and memory-mapped from there.
+    """A data set by name, verified, decoded once into the cache folder and memory-mapped from
+    there.
 
-    name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to one parquet,
-    CSV or NPZ file or to a folder of parquet or CSV files or of images by class, ``"owner/name"`` on the Hugging Face
-    hub, or one's own function ``"mine.py:data"``, which returns a Dataset (it is given ``folder``, if it has that
-    parameter; all others need a default).
+    name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to
+    ``base``) to one parquet, CSV or NPZ file or to a folder of parquet or CSV files or of images by
+    class, ``"owner/name"`` on the Hugging Face hub, or one's own function ``"mine.py:data"``, which
+    returns a Dataset (it is given ``folder``, if it has that parameter; all others need a default).
     folder: the folder of local data; default: the environment's ``FEDSTILL_DATA``.
-    fields: for files, folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size),
-    ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
-    Data without a test split have a stratified fifth held out.
-    Raises DataError for data that are damaged or not what their name promises, DataAbsent for those that are not here,
-    UnknownName for no such name, ConfigError for a name that is neither a text nor a path, and for fields of data that
-    are read in one way alone.
+    fields: for files, folders and the hub ``image_column``, ``label_column``, ``size`` (resize to
+    size × size), ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``. Data without a
+    test split have a stratified fifth held out. Raises DataError for data that are damaged or not
+    what their name promises, DataAbsent for those that are not here, UnknownName for no such name,
+    ConfigError for a name that is neither a text nor a path, and for fields of data that are read
+    in one way alone.
     """
     name, fields = plain_value(name), plain_value(fields)
     if not isinstance(name, str):
         raise ConfigError(f"a data set is named by a text or a path, not {of_kind(name)}")
-    if not name.partition(":")[0].endswith(".py"):  # of one's own function the line is said that raised
+    # of one's own function the line is said that raised
+    if not name.partition(":")[0].endswith(".py"):
         with in_one_line(name):
             return _loaded(name, folder, base, fields)
     return _loaded(name, folder, base, fields)
 
 
-def _loaded(name: str, folder: str | Path | None, base: Path | None, fields: dict[str, Any]) -> Dataset:
+def _loaded(
+    name: str, folder: str | Path | None, base: Path | None, fields: dict[str, Any]
+) -> Dataset:
     path, _, attribute = name.partition(":")
     if name not in names("dataset") and not path.endswith(".py") and not attribute:
         return _load_other(name, folder, base, fields)
@@ -95,7 +99,8 @@ def _loaded(name: str, folder: str | Path | None, base: Path | None, fields: dic
         raise DataError(f"dataset {short_name(name)!r}: {reason(error, entry.target)}") from error
     if column and not data.about.owners:
         raise DataError(
-            f"dataset {short_name(name)!r} says of no example whose it is, so there is no column {column!r}; let it "
+            f"dataset {short_name(name)!r} says of no example whose it is, so there is no column "
+            f"{column!r}; let it "
             "return what fedstill.from_clients makes"
         )
     return data
@@ -104,7 +109,8 @@ def _loaded(name: str, folder: str | Path | None, base: Path | None, fields: dic
 def _a_dataset(name: str, data: object) -> Dataset:
     if not isinstance(data, Dataset):
         raise ConfigError(
-            f"dataset {short_name(name)!r} gave {of_kind(data)}; it must return a Dataset, as fedstill.from_tensors "
+            f"dataset {short_name(name)!r} gave {of_kind(data)}; it must return a Dataset, as "
+            "fedstill.from_tensors "
             "makes one"
         )
     return data
@@ -113,15 +119,21 @@ def _a_dataset(name: str, data: object) -> Dataset:
 def _refuse_required(name: str, target: Callable[..., Any], given: Collection[str]) -> None:
     plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for parameter in inspect.signature(target).parameters.values():
-        if parameter.default is parameter.empty and parameter.kind not in plain and parameter.name not in given:
+        if (
+            parameter.default is parameter.empty
+            and parameter.kind not in plain
+            and parameter.name not in given
+        ):
             raise ConfigError(
-                f"dataset {short_name(name)!r} has a parameter {parameter.name!r} without a default; it is given the "
+                f"dataset {short_name(name)!r} has a parameter {parameter.name!r} without a "
+                "default; it is given the "
                 "parameter folder only, so give the others a default"
             )
 
 
 def load_known(known: Known, folder: str | Path | None, size: int | None = None) -> Dataset:
-    """A data set of the catalogue: from its folder in ``folder``, from the system, from the hub, in this order.
+    """A data set of the catalogue: from its folder in ``folder``, from the system, from the hub, in
+    this order.
 
     Raises DataAbsent if it is at none of these.
     """
@@ -130,7 +142,9 @@ def load_known(known: Known, folder: str | Path | None, size: int | None = None)
     if place is None and known.system is not None and Path(known.system).is_dir():
         place = Path(known.system)
     if place is not None:
-        return as_dataset(known.name, read_folder(known.name, place, columns, known), known.mean, known.std)
+        return as_dataset(
+            known.name, read_folder(known.name, place, columns, known), known.mean, known.std
+        )
     where = f"there is no folder {root / known.name}" if root else "FEDSTILL_DATA is not set"
     if known.hub is None:
         raise DataAbsent(f"dataset {known.name!r} is not here: {where}; {known.remedy}")
@@ -140,7 +154,9 @@ def load_known(known: Known, folder: str | Path | None, size: int | None = None)
     return as_dataset(known.name, data, known.mean, known.std)
 
 
-def _load_other(name: str, folder: str | Path | None, base: Path | None, fields: dict[str, Any]) -> Dataset:
+def _load_other(
+    name: str, folder: str | Path | None, base: Path | None, fields: dict[str, Any]
+) -> Dataset:
     _refuse_unknown(name, fields, FIELDS)
     columns = _columns(name, FOLDERS.get(name), **fields)
     mean: Sequence[float] | None = fields.get("mean")
@@ -156,7 +172,11 @@ def _load_other(name: str, folder: str | Path | None, base: Path | None, fields:
         data = read_file(name, path, columns)
     elif path.is_file():
         unpack = PACKED.get(path.suffix.lower(), "")
-        todo = f"unpack it first: {unpack} {path.name}" if unpack else f"give one of these, or {FOLDER}"
+        todo = (
+            f"unpack it first: {unpack} {path.name}"
+            if unpack
+            else f"give one of these, or {FOLDER}"
+        )
         raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; {todo}")
     elif path.suffix.lower() in DATA_FILES:
         raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
@@ -183,9 +203,12 @@ def _columns(
 ) -> Columns:
     if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
         raise ConfigError(
-            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out or give one"
+            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out "
+            "or give one"
         )
-    form = replace(known.form if known else Form(), **{k: v for k, v in others.items() if k in FORM})
+    form = replace(
+        known.form if known else Form(), **{k: v for k, v in others.items() if k in FORM}
+    )
     return Columns(image_column, label_column, size, form, known is not None and bool(known.sums))
 
 
@@ -193,6 +216,10 @@ def _refuse_unknown(name: str, fields: dict[str, Any], legal: Any) -> None:
     for unknown in sorted(set(fields) - set(legal)):
         if unknown not in FIELDS:
             raise UnknownName("field", unknown, legal, where=f"dataset {name!r}")
-        why = f"its function has no parameter {unknown!r}" if ".py" in name else "it is read in one way alone"
+        why = (
+            f"its function has no parameter {unknown!r}"
+            if ".py" in name
+            else "it is read in one way alone"
+        )
         key = f"data.{CONFIG_KEYS.get(unknown, unknown)}"
         raise ConfigError(f"{key} is not for dataset {short_name(name)!r}: {why}; leave it out")

@@ -20,7 +20,9 @@ Folder = str | Path | None
 
 @register("dataset", "digits")
 def digits(folder: Folder = None) -> Dataset:
-    """1,797 handwritten digits, 8×8 grey, that ship with scikit-learn; a fifth is held out for the test."""
+    """1,797 handwritten digits, 8×8 grey, that ship with scikit-learn; a fifth is held out for the
+    test.
+    """
     known = catalog.DIGITS
     data = kept("digits", {"sums": known.sums}, lambda: verified("digits", read_digits(), known))
     return as_dataset("digits", data, known.mean, known.std)
@@ -52,13 +54,16 @@ def cifar100(folder: Folder = None) -> Dataset:
 
 @register("dataset", "cinic10")
 def cinic10(folder: Folder = None) -> Dataset:
-    """CINIC-10: 270,000 photographs, 32×32 RGB, CIFAR-10's classes, a third each for train, validation and test."""
+    """CINIC-10: 270,000 photographs, 32×32 RGB, CIFAR-10's classes, a third each for train,
+    validation and test.
+    """
     return load_known(catalog.CINIC10, folder)
 
 
 @register("dataset", "ham10000")
 def ham10000(folder: Folder = None, size: Count = 32) -> Dataset:
-    """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 very uneven classes; a fifth held out for the test.
+    """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 very uneven classes; a fifth held
+    out for the test.
 
     size: Height and width of an image.
 

@@ -1,4 +1,6 @@
-"""A column of lists as an array: vectors, or the channels of a series; and which examples lack a value."""
+"""A column of lists as an array: vectors, or the channels of a series; and which examples lack a
+value.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ Floats = NDArray[np.float32]
 
 
 def nested(what: str, column: pa.ChunkedArray, depth: int, length: int) -> Floats:
-    """Lists of numbers as (n, D), lists of lists as (n, channels, L); cut to ``length``, or filled up with NaN.
+    """Lists of numbers as (n, D), lists of lists as (n, channels, L); cut to ``length``, or filled
+    up with NaN.
 
-    An example that is null, or has a list that is, is NaN. Raises DataError where all are, or lengths differ.
+    An example that is null, or has a list that is, is NaN. Raises DataError where all are, or
+    lengths differ.
     """
     array = _whole(column)
     rows = np.flatnonzero(~_lacks_lists(array, depth))
     if not len(rows):
-        raise DataError(f"{what}: no example has all its values; write them, or leave the column out")
+        raise DataError(
+            f"{what}: no example has all its values; write them, or leave the column out"
+        )
     known = _stacked(what, array.take(pa.array(rows)), depth, length, rows)
     if len(rows) == len(array):
         return known
@@ -69,11 +75,14 @@ def _stacked(what: str, array: Any, depth: int, length: int, rows: NDArray[np.in
             return _padded(_numbers(flat), sizes, length).reshape(*shape, length)
         wrong = np.flatnonzero((sizes != sizes[0]) | (sizes < 1))
         if len(wrong):
-            parts, todo = ("values", "correct it, or leave it out") if last else ("channels", "leave it out")
+            parts, todo = (
+                ("values", "correct it, or leave it out") if last else ("channels", "leave it out")
+            )
             if last and depth > 1:
                 todo = "set data.length to cut and fill up all to one length"
             raise DataError(
-                f"{what}: example {rows[wrong[0] // max(1, int(np.prod(shape[1:])))]} has {sizes[wrong[0]]} {parts}, "
+                f"{what}: example {rows[wrong[0] // max(1, int(np.prod(shape[1:])))]} has "
+                f"{sizes[wrong[0]]} {parts}, "
                 f"the first {sizes[0]}; {todo}"
             )
         shape.append(int(sizes[0]))

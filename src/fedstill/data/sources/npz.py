@@ -1,4 +1,6 @@
-"""NPZ: the archive of arrays that MedMNIST is published in. Its headers are read first, its arrays if they may be."""
+"""NPZ: the archive of arrays that MedMNIST is published in. Its headers are read first, its arrays
+if they may be.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,12 @@ class _Header:
 
 
 def read_npz(path: Path) -> Decoded:
-    """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``; no pickles are read.
+    """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``;
+    no pickles are read.
 
-    Images are (N, H, W) or (N, H, W, C) uint8; also (N, C, H, W), where C is 1, 3 or 4 and the last axis is not. Labels
-    are (N,) or (N, 1) whole numbers. Raises DataError if it is anything else, or says that it is too large.
+    Images are (N, H, W) or (N, H, W, C) uint8; also (N, C, H, W), where C is 1, 3 or 4 and the last
+    axis is not. Labels are (N,) or (N, 1) whole numbers. Raises DataError if it is anything else,
+    or says that it is too large.
     """
     try:
         with in_one_line(path), zipfile.ZipFile(path) as archive:
@@ -55,13 +59,29 @@ def read_npz(path: Path) -> Decoded:
             infos = {name: archive.getinfo(name) for name in members}
             refuse_large(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
             headers = {name: _header(archive, info) for name, info in infos.items()}
-            counts = [_count(path, headers[f"{k}_images.npy"], headers[f"{k}_labels.npy"]) for k in splits.values()]
-            refuse_large(path, sum(h.nbytes for h in headers.values()) + EXAMPLE_BYTES * sum(counts))
-            return Decoded({split: _split(path, archive, key) for split, key in splits.items()}, None)
+            counts = [
+                _count(path, headers[f"{k}_images.npy"], headers[f"{k}_labels.npy"])
+                for k in splits.values()
+            ]
+            refuse_large(
+                path, sum(h.nbytes for h in headers.values()) + EXAMPLE_BYTES * sum(counts)
+            )
+            return Decoded(
+                {split: _split(path, archive, key) for split, key in splits.items()}, None
+            )
     except DataError:
         raise
-    except (EOFError, ValueError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        # zipfile: NotImplementedError of a version or packing that it does not know, RuntimeError of a password
+    except (
+        EOFError,
+        ValueError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        # zipfile: NotImplementedError of a version or packing that it does not know, RuntimeError
+        # of a password
         said = " ".join(str(error).split())[:300]
         raise DataError(
             f"{path} is damaged or not an archive of images and labels ({said}); download it again"
@@ -74,13 +94,16 @@ def _refuse_other_names(path: Path, names: Collection[str], members: Sequence[st
     wanted = members if "train_images.npy" in members else ["train_images.npy"]
     if arrays and (lacking := [name.removesuffix(".npy") for name in wanted if name not in names]):
         raise DataError(
-            f"{path} has no array {lacking[0]!r} among {', '.join(map(repr, arrays))[:200]}; it needs train_images and "
+            f"{path} has no array {lacking[0]!r} among {', '.join(map(repr, arrays))[:200]}; it "
+            "needs train_images and "
             "train_labels, and test_images and test_labels if there is a test split"
         )
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
-    """The header of a member; ValueError if it is no array of numbers, or if it says another size than the archive."""
+    """The header of a member; ValueError if it is no array of numbers, or if it says another size
+    than the archive.
+    """
     if info.compress_type not in PACKED:
         raise ValueError(f"{info.filename} is not packed as NumPy does it")
     with archive.open(info) as file:
@@ -94,34 +117,46 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
         start = file.tell()
     if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
         raise DataError(
-            f"{info.filename} holds {'texts' if dtype.kind == 'U' else 'bytes'}, not class ids; names, ids = "
+            f"{info.filename} holds {'texts' if dtype.kind == 'U' else 'bytes'}, not class ids; "
+            "names, ids = "
             "np.unique(labels, return_inverse=True), and save ids"
         )
     if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
         raise ValueError(f"{info.filename} holds {dtype}, not numbers")
     header = _Header(info.filename, shape, dtype)
-    if any(isinstance(side, bool) or side < 1 for side in shape) or header.nbytes != info.file_size - start:
+    if (
+        any(isinstance(side, bool) or side < 1 for side in shape)
+        or header.nbytes != info.file_size - start
+    ):
         raise ValueError(
-            f"{header.name} says that it has shape {_short(shape)}, and holds {info.file_size - start:,} bytes"
+            f"{header.name} says that it has shape {_short(shape)}, and holds "
+            f"{info.file_size - start:,} bytes"
         )
     return header
 
 
 def _count(path: Path, images: _Header, labels: _Header) -> int:
-    """The number of examples; ValueError for headers that are not those of images and their labels."""
+    """The number of examples; ValueError for headers that are not those of images and their
+    labels.
+    """
     count = math.prod(labels.shape)
     if images.dtype != np.uint8:
         raise DataError(
-            f"{path}: {images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for other numbers write "
-            "a function of yours with fedstill.from_tensors, and name it as data.name = 'mine.py:data'"
+            f"{path}: {images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for "
+            "other numbers write "
+            "a function of yours with fedstill.from_tensors, and name it as data.name = "
+            "'mine.py:data'"
         )
     if len(labels.shape) == 2 and labels.shape[0] == images.shape[0] and labels.shape[1] > 1:
         raise DataError(
-            f"{path}: {labels.name} has shape {_short(labels.shape)}, and needs one class id an image; of one-hot "
+            f"{path}: {labels.name} has shape {_short(labels.shape)}, and needs one class id an "
+            "image; of one-hot "
             "labels save labels.argmax(1)"
         )
     if len(images.shape) not in (3, 4) or count != images.shape[0]:
-        raise ValueError(f"{images.name} has shape {_short(images.shape)} and {images.dtype}, and {count} labels")
+        raise ValueError(
+            f"{images.name} has shape {_short(images.shape)} and {images.dtype}, and {count} labels"
+        )
     return count
 
 

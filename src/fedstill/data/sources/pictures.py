@@ -26,11 +26,22 @@ from fedstill.data.sources.limits import (
 )
 from fedstill.errors import DataError, on_one_line
 
-MODES = {"1": "L", "L": "L", "LA": "L", "P": "RGB", "RGB": "RGB", "RGBA": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}
+MODES = {
+    "1": "L",
+    "L": "L",
+    "LA": "L",
+    "P": "RGB",
+    "RGB": "RGB",
+    "RGBA": "RGB",
+    "CMYK": "RGB",
+    "YCbCr": "RGB",
+}
 """What a kind of image is decoded to; a kind that is not listed has no 8-bit form to be read in."""
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""What is read: formats whose header states the size that decoding gives. Others start programs (EPS) or lie (ICO)."""
+"""What is read: formats whose header states the size that decoding gives. Others start programs
+(EPS) or lie (ICO).
+"""
 
 IMAGE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".avif", ".jp2"}
@@ -46,9 +57,10 @@ Pixels = NDArray[np.uint8]
 class Pictures:
     """Decodes the images of one split, each of them as large as the first.
 
-    what: the split, for messages; side: resize to side × side (None: as they are); rows: how many there are to be, if
-    that is known; within: the folder (a path), or the data set on the hub (a name), outside of which no file is opened
-    because a table names it; remedy: what to do about images of several sizes.
+    what: the split, for messages; side: resize to side × side (None: as they are); rows: how many
+    there are to be, if that is known; within: the folder (a path), or the data set on the hub (a
+    name), outside of which no file is opened because a table names it; remedy: what to do about
+    images of several sizes.
     """
 
     what: str
@@ -59,7 +71,8 @@ class Pictures:
     _first: Shape | None = field(default=None, repr=False)
 
     def decoded(self, cell: Any, k: int) -> Pixels:
-        """Image ``k`` as (C, H, W) uint8; DataError naming it if it cannot be decoded, or is too large to be.
+        """Image ``k`` as (C, H, W) uint8; DataError naming it if it cannot be decoded, or is too
+        large to be.
 
         cell: the path of a file that we found, or a table's {"bytes": …, "path": …}.
         """
@@ -72,11 +85,17 @@ class Pictures:
             return self._pixels(picture)
 
     def _check(self, name: str, shape: Shape, k: int) -> None:
-        """Raise DataError for an image that differs from the first, or if all of them are too many."""
+        """Raise DataError for an image that differs from the first, or if all of them are too
+        many.
+        """
         if self._first is None:
             self._first = shape
         if shape != self._first:
-            size = self.remedy.replace("SIDE", str(self._first[1])) if shape[1:] != self._first[1:] else ""
+            size = (
+                self.remedy.replace("SIDE", str(self._first[1]))
+                if shape[1:] != self._first[1:]
+                else ""
+            )
             kind = "save all in one kind (grey or RGB)" if shape[0] != self._first[0] else ""
             todo = ", and ".join(filter(None, [size, kind]))
             raise DataError(f"{name} is {_said(shape)}, the first {_said(self._first)}; {todo}")
@@ -88,14 +107,21 @@ class Pictures:
     def _opened(self, name: str, file: IO[bytes]) -> Iterator[Image.Image]:
         """An image whose header has been read, and is of a kind and size that we decode."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a decoder thinks of the file; Pillow's own limit of pixels
-            with _decoding(name), contextlib.closing(Image.open(file, formats=_formats())) as picture:
+            # what a decoder thinks of the file; Pillow's own limit of pixels
+            warnings.simplefilter("ignore")
+            with (
+                _decoding(name),
+                contextlib.closing(Image.open(file, formats=_formats())) as picture,
+            ):
                 if picture.mode not in MODES:
-                    raise DataError(f"{name} is an image of kind {picture.mode}; save it as 8-bit grey or RGB")
+                    raise DataError(
+                        f"{name} is an image of kind {picture.mode}; save it as 8-bit grey or RGB"
+                    )
                 width, height = picture.size
                 if width * height > PIXELS:
                     raise DataError(
-                        f"{name} is an image of {width} × {height} pixels, and at most {PIXELS:,} are read; "
+                        f"{name} is an image of {width} × {height} pixels, and at most {PIXELS:,} "
+                        "are read; "
                         "make it smaller"
                     )
                 yield picture
@@ -107,7 +133,9 @@ class Pictures:
         array = np.asarray(plain)
         return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
-    def _file(self, name: str, cell: Path | Mapping[str, Any]) -> contextlib.AbstractContextManager[IO[bytes]]:
+    def _file(
+        self, name: str, cell: Path | Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[IO[bytes]]:
         if isinstance(cell, Path):
             return _plain_file(name, cell)
         data = cell.get("bytes")
@@ -131,7 +159,9 @@ def _inside(name: str, path: str, within: Path | str) -> Path:
         real = Path(os.path.realpath(within / path))
         if real.is_relative_to(os.path.realpath(within)):
             return real
-    raise DataError(f"{name} names the file {said!r}, not in {within}; put it there, or its bytes in the table")
+    raise DataError(
+        f"{name} names the file {said!r}, not in {within}; put it there, or its bytes in the table"
+    )
 
 
 def _on_hub(path: str, dataset: str) -> bool:
@@ -150,7 +180,8 @@ def _plain_file(name: str, path: Path) -> IO[bytes]:
 def _refuse_heavy(name: str, size: int) -> None:
     if size > IMAGE_BYTES:
         raise DataError(
-            f"{name} is {size_text(size)}; an image may have at most {size_text(IMAGE_BYTES)}; make it smaller"
+            f"{name} is {size_text(size)}; an image may have at most {size_text(IMAGE_BYTES)}; "
+            "make it smaller"
         )
 
 
@@ -169,13 +200,17 @@ def _decoding(name: str) -> Iterator[None]:
     except (DataError, MemoryError):
         raise
     except Image.DecompressionBombError as error:
-        raise DataError(f"{name} is a larger image than any that is read ({error}); make it smaller") from error
+        raise DataError(
+            f"{name} is a larger image than any that is read ({error}); make it smaller"
+        ) from error
     except UnidentifiedImageError as error:
         raise DataError(
             f"{name} cannot be decoded as an image: it is none of {', '.join(FORMATS)}; replace it"
         ) from error
     except Exception as error:  # many kinds, by format and version; all mean that there is no image
-        raise DataError(f"{name} cannot be decoded as an image ({on_one_line(error)}); replace it") from error
+        raise DataError(
+            f"{name} cannot be decoded as an image ({on_one_line(error)}); replace it"
+        ) from error
 
 
 def _shape(picture: Image.Image, side: int | None) -> Shape:

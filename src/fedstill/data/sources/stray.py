@@ -1,4 +1,6 @@
-"""Columns of a CSV file that are texts only because a few of their values are no numbers: which one is the first."""
+"""Columns of a CSV file that are texts only because a few of their values are no numbers: which one
+is the first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ LOOKED_AT = 1000
 """Values of a column by which it is told what the others are meant to be."""
 
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
-LIKE = rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|^\s*[-+]?\d{{1,3}}([.,' ]\d{{3}})+([.,]\d+)?\s*$"
+LIKE = (
+    rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|^\s*[-+]?\d{{1,3}}([.,' "
+    rf"]\d{{3}})+([.,]\d+)?\s*$"
+)
 """What is meant as a number: one, or such as 12 %, < 0.5, 0,5 and 1,234."""
 
 KEY = b"stray"
@@ -21,7 +26,9 @@ KEY = b"stray"
 
 
 def with_strays(path: Path, table: pa.Table) -> pa.Table:
-    """The table; a column of texts most of which are numbers says in its field which is the first that is not."""
+    """The table; a column of texts most of which are numbers says in its field which is the first
+    that is not.
+    """
     fields = []
     for field, column in zip(table.schema, table.columns, strict=True):
         said = _first_stray(column) if holds_text(field.type) else ""
@@ -30,7 +37,9 @@ def with_strays(path: Path, table: pa.Table) -> pa.Table:
 
 
 def stray_of(field: pa.Field) -> str:
-    """``FILE: example 3 has 'k.A.'``: the first value that is no number in a column of such; empty if there is none."""
+    """``FILE: example 3 has 'k.A.'``: the first value that is no number in a column of such; empty
+    if there is none.
+    """
     said: bytes = (field.metadata or {}).get(KEY, b"")
     return said.decode()
 

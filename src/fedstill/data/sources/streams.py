@@ -23,14 +23,20 @@ ROWS_A_BATCH = 1000
 
 
 def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
-    """A data set of the Hugging Face hub; DataAbsent with ``remedy`` if it does not answer or has no such thing."""
+    """A data set of the Hugging Face hub; DataAbsent with ``remedy`` if it does not answer or has
+    no such thing.
+    """
     _reach(name, remedy)
     with _reading(f"hub dataset {name!r}", remedy):
         import datasets
 
         streams = datasets.load_dataset(name, streaming=True)
-        named = {SPLIT_NAMES.get(split, split): _Stream(stream) for split, stream in streams.items()}
-        tables = {split: named[split] for split in ("train", "validation", "test") if split in named}
+        named = {
+            SPLIT_NAMES.get(split, split): _Stream(stream) for split, stream in streams.items()
+        }
+        tables = {
+            split: named[split] for split in ("train", "validation", "test") if split in named
+        }
         frames = {split: HubFrame(name, table.stream) for split, table in tables.items()}
         if frames and (inputs := input_columns(name, next(iter(frames.values())).schema, columns)):
             return read_frames(name, frames, inputs)
@@ -81,25 +87,37 @@ class _Stream:
         """Each row's encoded image and its label."""
         import datasets
 
-        stream = self.stream.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
+        stream = self.stream.select_columns([image, label]).cast_column(
+            image, datasets.Image(decode=False)
+        )
         for batch in stream.iter(batch_size=ROWS_A_BATCH):
             yield from zip(batch[image], batch[label], strict=True)
 
 
 def _reach(name: str, remedy: str) -> None:
-    """Ask the hub for a data set with one short request, because the library's own retries hang without a network."""
+    """Ask the hub for a data set with one short request, because the library's own retries hang
+    without a network.
+    """
     from huggingface_hub import HfApi
 
     try:
-        HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).dataset_info(name, timeout=HUB_SECONDS)
-    except Exception as error:  # many kinds, by version and transport; all mean that there is nothing to read
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).dataset_info(
+            name, timeout=HUB_SECONDS
+        )
+    except (
+        Exception
+    ) as error:  # many kinds, by version and transport; all mean that there is nothing to read
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise DataAbsent(f"the Hugging Face hub does not give {name!r} ({reason}); {remedy}") from error
+        raise DataAbsent(
+            f"the Hugging Face hub does not give {name!r} ({reason}); {remedy}"
+        ) from error
 
 
 @contextlib.contextmanager
 def _reading(what: str, remedy: str) -> Iterator[None]:
-    """Turn what the libraries raise on bad files into one DataError that says where and what to do."""
+    """Turn what the libraries raise on bad files into one DataError that says where and what to
+    do.
+    """
     import datasets
     import pyarrow
 

@@ -1,4 +1,6 @@
-"""Rows of a table as inputs of a network: numbers, names as columns of 0 and 1, and marks of what is missing."""
+"""Rows of a table as inputs of a network: numbers, names as columns of 0 and 1, and marks of what
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Floats = NDArray[np.float32]
 
 
 def table_rows(what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: About) -> Floats:
-    """Columns as the inputs (n, features) of ``about``, NaN where a value is missing; without marks.
+    """Columns as the inputs (n, features) of ``about``, NaN where a value is missing; without
+    marks.
 
     Raises DataError for a value that is no number, or none of the names of its column.
     """
@@ -51,7 +54,9 @@ def with_features(about: About, missing: Collection[str] = ()) -> About:
 
 
 def with_marks(rows: Floats, about: About, missing: Collection[str]) -> Floats:
-    """Rows, and a column of 0 and 1 beside them for each of some columns: 1 where its value is missing."""
+    """Rows, and a column of 0 and 1 beside them for each of some columns: 1 where its value is
+    missing.
+    """
     starts = begins(about)
     marks = np.isnan(rows[:, [starts[name] for name in missing]])
     return np.concatenate([rows, marks.astype(np.float32)], axis=1)
@@ -65,12 +70,18 @@ def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
     except pa.ArrowException as error:
         if pa.types.is_integer(column.type):
             raise DataError(
-                f"{what} holds whole numbers beyond 2^53, which no float holds; if it is an id, leave it out with "
+                f"{what} holds whole numbers beyond 2^53, which no float holds; if it is an id, "
+                "leave it out with "
                 "data.columns"
             ) from error
-        raise DataError(f"{what} holds something that is no number: {on_one_line(error)}; correct it") from error
+        raise DataError(
+            f"{what} holds something that is no number: {on_one_line(error)}; correct it"
+        ) from error
     large = np.flatnonzero(np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).max))
     if len(large):
-        raise DataError(f"{what} holds {exact[large[0]]:g}, too large for a number of 32 bits; correct or rescale it")
+        raise DataError(
+            f"{what} holds {exact[large[0]]:g}, too large for a number of 32 bits; correct or "
+            "rescale it"
+        )
     as_floats: Floats = exact.astype(np.float32)
     return as_floats

@@ -1,4 +1,6 @@
-"""Rows of columns as the arrays of a data set: a table's numbers and categories, vectors, series, texts."""
+"""Rows of columns as the arrays of a data set: a table's numbers and categories, vectors, series,
+texts.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ Tables = Mapping[str, pa.Table]
 
 
 def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) -> Decoded:
-    """All rows of {split: frame} as arrays; numbers as float32, with NaN where ``missing = "mean"`` will fill them in.
+    """All rows of {split: frame} as arrays; numbers as float32, with NaN where ``missing = "mean"``
+    will fill them in.
 
-    Labels that are text become ids in alphabetical order. Raises DataError for a row that misses a value (unless the
-    form says what to do about it), holds one that is not finite, or is of another length than the first.
+    Labels that are text become ids in alphabetical order. Raises DataError for a row that misses a
+    value (unless the form says what to do about it), holds one that is not finite, or is of another
+    length than the first.
     """
     form = inputs.form
     tables = _tables(what, frames, inputs)
@@ -45,7 +49,10 @@ def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) ->
     about = About(form.kind, owners=names)  # type: ignore[arg-type]
     values, about = MAKERS[form.kind](what, tables, inputs, about)
     keep, notes = _whole(what, values, tables, form, codes, about)
-    raw = {s: (v[keep[s]], _labels(f"{what}, {s}", tables[s][inputs.label], keep[s])) for s, v in values.items()}
+    raw = {
+        s: (v[keep[s]], _labels(f"{what}, {s}", tables[s][inputs.label], keep[s]))
+        for s, v in values.items()
+    }
     refuse_other_labels(what, {split: labels for split, (_, labels) in raw.items()})
     data = with_ids(what, raw, inputs.classes)
     first, named = next(iter(tables.values())), dict(form.categorical)
@@ -53,7 +60,9 @@ def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) ->
     doubts += names_of_rows(first, form.columns) if inputs.unasked else []
     return replace(
         data,
-        read={s: _sums(t, inputs) for s, t in tables.items()} if inputs.known and not form.length else {},
+        read={s: _sums(t, inputs) for s, t in tables.items()}
+        if inputs.known and not form.length
+        else {},
         owners={split: own[keep[split]] for split, own in codes.items()},
         about=replace(about, notes=(*about.notes, *notes)).warned(inputs.left, *doubts),
     )
@@ -75,7 +84,8 @@ def _tables(what: str, frames: Mapping[str, Frame], inputs: InputColumns) -> dic
         first = first or where
         if lacking := [name for name in inputs.names if name not in names]:
             raise DataError(
-                f"{where} has no column {lacking[0]!r} among {', '.join(map(repr, names))[:300] or 'none'}, and "
+                f"{where} has no column {lacking[0]!r} among "
+                f"{', '.join(map(repr, names))[:300] or 'none'}, and "
                 f"{first} has it; write it there, or name the columns to read in data.columns"
             )
         tables[split] = frame.read(inputs.names, gaps)
@@ -86,7 +96,8 @@ def _tables(what: str, frames: Mapping[str, Frame], inputs: InputColumns) -> dic
 
 
 def _sums(table: pa.Table, inputs: InputColumns) -> tuple[str, str]:
-    """SHA-256 of the inputs: numbers as float32, row by row, texts as UTF-8 with a zero byte after each; and of labels.
+    """SHA-256 of the inputs: numbers as float32, row by row, texts as UTF-8 with a zero byte after
+    each; and of labels.
 
     Labels are a byte each, as for images; those that are names, as texts.
     """
@@ -95,20 +106,34 @@ def _sums(table: pa.Table, inputs: InputColumns) -> tuple[str, str]:
         own = b"".join(str(text).encode() + b"\0" for text in table[form.input].to_pylist())
     elif form.kind == "table":
         numeric = [name for name in form.columns if _numeric(table[name].type)]
-        own = np.stack([numbers(table[name]) for name in numeric], 1).astype("<f4").tobytes() if numeric else b""
+        own = (
+            np.stack([numbers(table[name]) for name in numeric], 1).astype("<f4").tobytes()
+            if numeric
+            else b""
+        )
     else:
-        own = nested("", table[form.input], 1 if form.kind == "vector" else 2, form.length).astype("<f4").tobytes()
+        own = (
+            nested("", table[form.input], 1 if form.kind == "vector" else 2, form.length)
+            .astype("<f4")
+            .tobytes()
+        )
     small = all(isinstance(label, int) and 0 <= label < 256 for label in labels)
     marks = bytes(labels) if small else b"".join(str(label).encode() + b"\0" for label in labels)
     return hashlib.sha256(own).hexdigest(), hashlib.sha256(marks).hexdigest()
 
 
-def _table(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:
+def _table(
+    what: str, tables: Tables, inputs: InputColumns, about: About
+) -> tuple[dict[str, Floats], About]:
     form, named = inputs.form, dict(inputs.form.categorical)
     train = tables.get("train", next(iter(tables.values())))
-    each = tuple((n, Categories.of(what, n, named[n], train[n]).values) for n in form.columns if n in named)
+    each = tuple(
+        (n, Categories.of(what, n, named[n], train[n]).values) for n in form.columns if n in named
+    )
     about = with_features(replace(about, columns=form.columns, categories=each))
-    values = {split: table_rows(f"{what}, {split}", table, about) for split, table in tables.items()}
+    values = {
+        split: table_rows(f"{what}, {split}", table, about) for split, table in tables.items()
+    }
     if form.marks:
         gaps = np.logical_or.reduce([np.isnan(rows).any(0) for rows in values.values()])
         gappy = tuple(name for name, at in begins(about).items() if gaps[at])
@@ -118,15 +143,21 @@ def _table(what: str, tables: Tables, inputs: InputColumns, about: About) -> tup
     return values, about
 
 
-def _lists(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:
+def _lists(
+    what: str, tables: Tables, inputs: InputColumns, about: About
+) -> tuple[dict[str, Floats], About]:
     """Vectors (n, D) and series (n, channels, L)."""
     form = inputs.form
     depth = 1 if form.kind == "vector" else 2
-    values = {s: nested(f"{what}, {s}", t[form.input], depth, form.length) for s, t in tables.items()}
+    values = {
+        s: nested(f"{what}, {s}", t[form.input], depth, form.length) for s, t in tables.items()
+    }
     return values, about
 
 
-def _texts(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Any], About]:
+def _texts(
+    what: str, tables: Tables, inputs: InputColumns, about: About
+) -> tuple[dict[str, Any], About]:
     form, out = inputs.form, {}
     notes: list[str] = []
     vocabulary, sha = 0, ""
@@ -134,10 +165,15 @@ def _texts(what: str, tables: Tables, inputs: InputColumns, about: About) -> tup
         column = table[form.input]
         if column.null_count:
             at = int(np.flatnonzero(column.is_null().to_numpy())[0])
-            raise DataError(f"{what}, {split}: example {at} has no text; leave it out, or write a word")
+            raise DataError(
+                f"{what}, {split}: example {at} has no text; leave it out, or write a word"
+            )
         ids = encoded(column.to_pylist(), form.tokenizer, form.vocabulary, form.length or LENGTH)
         out[split], vocabulary, sha = ids.ids, ids.vocabulary, ids.sha
-        notes.append(f"{split}: {100 * ids.cut:.1f} % of the texts are longer than {form.length or LENGTH} tokens: cut")
+        notes.append(
+            f"{split}: {100 * ids.cut:.1f} % of the texts are longer than {form.length or LENGTH} "
+            "tokens: cut"
+        )
     own = {"vocabulary": vocabulary, "tokenizer": form.tokenizer, "tokenizer_sha": sha}
     return out, replace(about, **own, notes=(*about.notes, *notes))  # type: ignore[arg-type]
 
@@ -151,25 +187,39 @@ MAKERS: Mapping[str, Callable[..., tuple[dict[str, Any], About]]] = {
 
 
 def _numeric(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
-def owned(what: str, tables: Tables, column: str) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
-    """The names of the owners, in order: numbers by size, texts by letter; and the number of each row's, by split."""
+def owned(
+    what: str, tables: Tables, column: str
+) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
+    """The names of the owners, in order: numbers by size, texts by letter; and the number of each
+    row's, by split.
+    """
     names = _owners(tables, column)
-    return names, {split: _codes(what, split, table, column, names) for split, table in tables.items()}
+    return names, {
+        split: _codes(what, split, table, column, names) for split, table in tables.items()
+    }
 
 
 def _owners(tables: Tables, column: str) -> tuple[str, ...]:
-    return names_in_order({value for table in tables.values() for value in table[column].unique().to_pylist()})
+    return names_in_order(
+        {value for table in tables.values() for value in table[column].unique().to_pylist()}
+    )
 
 
-def _codes(what: str, split: str, table: pa.Table, column: str, owners: tuple[str, ...]) -> NDArray[np.int64]:
+def _codes(
+    what: str, split: str, table: pa.Table, column: str, owners: tuple[str, ...]
+) -> NDArray[np.int64]:
     number = {name: k for k, name in enumerate(owners)}
     values = table[column].to_pylist()
     for at, value in enumerate(values):
         if lacks(value):
-            raise DataError(f"{what}, {split}: example {at} has no {column!r}, its owner; correct it")
+            raise DataError(
+                f"{what}, {split}: example {at} has no {column!r}, its owner; correct it"
+            )
     return np.array([number[category_name(value)] for value in values], dtype=np.int64)
 
 
@@ -185,7 +235,9 @@ def _whole(
     codes: Mapping[str, NDArray[np.int64]],
     about: About,
 ) -> tuple[dict[str, NDArray[np.bool_]], list[str]]:
-    """Which rows to keep, by split, and what was left out. Raises DataError for what is missing, or not finite."""
+    """Which rows to keep, by split, and what was left out. Raises DataError for what is missing, or
+    not finite.
+    """
     keep, notes = {}, []
     for split, own in values.items():
         keep[split] = np.ones(len(own), dtype=bool)
@@ -202,14 +254,18 @@ def _whole(
             keep[split] = ~gaps
             notes.append(_dropped(split, gaps, codes.get(split), about.owners))
             if not keep[split].any():
-                raise DataError(f"{what}, {split}: every row misses a value; set data.columns to those that are known")
+                raise DataError(
+                    f"{what}, {split}: every row misses a value; set data.columns to those that "
+                    "are known"
+                )
             continue
         at = int(np.flatnonzero(gaps)[0])
         place = int(np.flatnonzero(np.isnan(own[at].reshape(-1)))[0])
         column = f" in column {about.features[place].partition('=')[0]!r}" if about.features else ""
         todo = "'drop' to leave such rows out" + (", or 'mean'" if form.kind == "table" else "")
         raise DataError(
-            f"{what}, {split}: example {at} has no value{column} ({gaps.sum():,} of {len(own):,} rows miss one); set "
+            f"{what}, {split}: example {at} has no value{column} ({gaps.sum():,} of {len(own):,} "
+            "rows miss one); set "
             f"data.missing = {todo}"
         )
     return keep, notes
@@ -220,10 +276,14 @@ def _refuse_infinite(what: str, values: Floats, about: About) -> None:
     if len(wrong):
         place = int(np.flatnonzero(np.isinf(values[wrong[0]].reshape(-1)))[0])
         column = f" in column {about.features[place]!r}" if about.features else ""
-        raise DataError(f"{what}: example {wrong[0]} has a value that is not finite{column}; correct it")
+        raise DataError(
+            f"{what}: example {wrong[0]} has a value that is not finite{column}; correct it"
+        )
 
 
-def _dropped(split: str, gaps: NDArray[np.bool_], codes: NDArray[np.int64] | None, owners: tuple[str, ...]) -> str:
+def _dropped(
+    split: str, gaps: NDArray[np.bool_], codes: NDArray[np.int64] | None, owners: tuple[str, ...]
+) -> str:
     said = f"{split}: {gaps.sum():,} of {len(gaps):,} rows were left out, as they miss a value"
     if codes is None:
         return said

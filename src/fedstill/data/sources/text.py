@@ -1,6 +1,8 @@
-"""Texts as token ids: words by a hash, bytes, or as a tokenizer's file says. No id is learned from anybody's texts.
+"""Texts as token ids: words by a hash, bytes, or as a tokenizer's file says. No id is learned from
+anybody's texts.
 
-Id 0 is padding: after a text that is shorter than others, never inside one that words or bytes were made of.
+Id 0 is padding: after a text that is shorter than others, never inside one that words or bytes were
+made of.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ PADDING = {"[PAD]", "<pad>", "<|pad|>", "[pad]", "<PAD>"}
 class TokenIds:
     """Texts as ids (n, length) int64 in [0, ``vocabulary``), where 0 is padding.
 
-    ``cut``: the share of texts that had more tokens than that. ``sha``: the SHA-256 of the tokenizer's file, if one
-    was read.
+    ``cut``: the share of texts that had more tokens than that. ``sha``: the SHA-256 of the
+    tokenizer's file, if one was read.
     """
 
     ids: NDArray[np.int64]
@@ -45,14 +47,15 @@ class TokenIds:
 def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) -> TokenIds:
     """Texts as token ids.
 
-    tokenizer: "words": lower case in Unicode's form NFC, each run of letters, their marks and digits is a word, and its
-    id is 1 + the CRC-32 of its UTF-8 bytes modulo (``vocabulary`` - 1), so that two words may share one. "bytes": the
-    UTF-8 bytes, each plus 1. Otherwise a file ``*.json`` of Hugging Face's ``tokenizers``, with the vocabulary that it
-    has; its ids are shifted by 1 where its padding is not 0, so that 0 is padding for every network.
+    tokenizer: "words": lower case in Unicode's form NFC, each run of letters, their marks and
+    digits is a word, and its id is 1 + the CRC-32 of its UTF-8 bytes modulo (``vocabulary`` - 1),
+    so that two words may share one. "bytes": the UTF-8 bytes, each plus 1. Otherwise a file
+    ``*.json`` of Hugging Face's ``tokenizers``, with the vocabulary that it has; its ids are
+    shifted by 1 where its padding is not 0, so that 0 is padding for every network.
     vocabulary: of words, >= 2. length: tokens of a text that are kept, >= 1.
 
-    Raises ConfigError for another tokenizer, a file that is none, or numbers out of range; DataError for a text that is
-    none.
+    Raises ConfigError for another tokenizer, a file that is none, or numbers out of range;
+    DataError for a text that is none.
 
     >>> encoded(["A cat, a cat", ""], "words", 100, 3).ids.tolist()
     [[46, 92, 46], [0, 0, 0]]
@@ -63,16 +66,23 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
         raise ConfigError(f"data.length = {length} must be at least 1 for texts")
     for at, text in enumerate(texts):
         if not isinstance(text, str):
-            raise DataError(f"text {at} is a {type(text).__name__}, not a text; leave it out, or write an empty one")
+            raise DataError(
+                f"text {at} is a {type(text).__name__}, not a text; leave it out, or write an "
+                "empty one"
+            )
     if tokenizer == "words":
         if vocabulary < 2:
-            raise ConfigError(f"data.vocabulary = {vocabulary} must be at least 2: one id is padding")
+            raise ConfigError(
+                f"data.vocabulary = {vocabulary} must be at least 2: one id is padding"
+            )
         return _padded(_words(texts, vocabulary), len(texts), vocabulary, length)
     if tokenizer == "bytes":
         return _padded(_bytes(texts), len(texts), BYTES, length)
     if tokenizer.endswith(".json"):
         return _by_file(texts, Path(tokenizer), length)
-    raise ConfigError(f"data.tokenizer = {tokenizer!r:.80} must be 'words', 'bytes' or a file tokenizer.json")
+    raise ConfigError(
+        f"data.tokenizer = {tokenizer!r:.80} must be 'words', 'bytes' or a file tokenizer.json"
+    )
 
 
 def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
@@ -87,8 +97,12 @@ def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
 
 @functools.cache
 def _word() -> re.Pattern[str]:
-    """A letter, digit or underscore, and what follows of these and of marks, as vowel signs are in Hindi and Thai."""
-    marks = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M"))
+    """A letter, digit or underscore, and what follows of these and of marks, as vowel signs are in
+    Hindi and Thai.
+    """
+    marks = "".join(
+        c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M")
+    )
     return re.compile(rf"\w[\w{re.escape(marks)}]*")
 
 
@@ -129,7 +143,9 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
             ids[at, : len(one.ids)] = np.asarray(one.ids, dtype=np.int64) + shift
             cut += bool(one.overflowing)
     except Exception as error:  # the class of its errors is Exception itself
-        raise ConfigError(f"data.tokenizer = {str(path)!r} cannot read these texts: {on_one_line(error)}") from error
+        raise ConfigError(
+            f"data.tokenizer = {str(path)!r} cannot read these texts: {on_one_line(error)}"
+        ) from error
     return TokenIds(ids, size + shift, cut / max(len(texts), 1), sha)
 
 
@@ -139,17 +155,23 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"data.tokenizer = {str(path)!r} needs Hugging Face's tokenizers: pip install 'fedstill[text]'"
+            f"data.tokenizer = {str(path)!r} needs Hugging Face's tokenizers: pip install "
+            "'fedstill[text]'"
         ) from error
     try:
         content = path.read_bytes()
         tokenizer = Tokenizer.from_str(content.decode())
     except OSError as error:
-        raise ConfigError(f"data.tokenizer = {str(path)!r} cannot be read: {on_one_line(error)}") from error
+        raise ConfigError(
+            f"data.tokenizer = {str(path)!r} cannot be read: {on_one_line(error)}"
+        ) from error
     except Exception as error:
         raise ConfigError(
-            f"data.tokenizer = {str(path)!r} is no file of Hugging Face's tokenizers: {on_one_line(error)}"
+            f"data.tokenizer = {str(path)!r} is no file of Hugging Face's tokenizers: "
+            f"{on_one_line(error)}"
         ) from error
     if getattr(tokenizer.model, "dropout", None):
-        raise ConfigError(f"data.tokenizer = {str(path)!r} has dropout, which draws random tokens; set it to null")
+        raise ConfigError(
+            f"data.tokenizer = {str(path)!r} has dropout, which draws random tokens; set it to null"
+        )
     return tokenizer, digest(content)

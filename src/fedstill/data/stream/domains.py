@@ -34,13 +34,16 @@ def domain_stream(
     transform: Change | None = None,
     share: Literal["own", "all"] = "own",
 ) -> Cut:
-    """The same classes in every task, from another place or in another form: a column's values, or changed images.
+    """The same classes in every task, from another place or in another form: a column's values, or
+    changed images.
 
-    Task 1 shows images as they are. Changes use whole numbers only, so that every machine makes the same bytes.
+    Task 1 shows images as they are. Changes use whole numbers only, so that every machine makes the
+    same bytes.
 
     column: The data's column whose values are the domains, one a task, in their order.
     transform: How images change from task to task, where there is no such column.
-    share: Whether each example belongs to one task, or every task shows all of them; without a column.
+    share: Whether each example belongs to one task, or every task shows all of them; without a
+    column.
     """
     every = tuple(tuple(range(classes)) for _ in range(tasks))
     if bool(column) == bool(transform):
@@ -50,13 +53,20 @@ def domain_stream(
             raise ConfigError(f"stream.column = {column!r}: these data have no such column")
         there = int(domains.max()) + 1 if len(domains) else 0
         if share == "all":
-            raise ConfigError("stream.share = 'all' has no meaning with stream.column: an example has one value there")
+            raise ConfigError(
+                "stream.share = 'all' has no meaning with stream.column: an example has one value "
+                "there"
+            )
         if there != tasks:
-            raise ConfigError(f"stream.column = {column!r} has {there} values; set stream.tasks = {there}")
+            raise ConfigError(
+                f"stream.column = {column!r} has {there} values; set stream.tasks = {there}"
+            )
         return Cut(domains, every, by_domain=True)
     if tasks > MOST_TASKS.get(transform, tasks):
         most = MOST_TASKS[transform]
-        raise ConfigError(f"stream.transform = {transform!r} has {most} forms; set stream.tasks = {most} or fewer")
+        raise ConfigError(
+            f"stream.transform = {transform!r} has {most} forms; set stream.tasks = {most} or fewer"
+        )
     changes = tuple(_change(transform, t, seed) for t in range(tasks))
     return Cut(None if share == "all" else stratified_tasks(labels, tasks, seed), every, changes)
 
@@ -65,13 +75,21 @@ def _change(name: Change, task: int, seed: int) -> Transform | None:
     if task == 0:
         return None
     own = seed_for(seed, task, 0, SERVER, f"transform {name}")
-    by_name = {"rotate90": _turned, "permute": _permuted, "invert": _inverted, "blur": _blurred, "noise": _noisy}
+    by_name = {
+        "rotate90": _turned,
+        "permute": _permuted,
+        "invert": _inverted,
+        "blur": _blurred,
+        "noise": _noisy,
+    }
     return partial(by_name[name], task=task, seed=own)
 
 
 def _turned(images: Tensor, task: int, seed: int) -> Tensor:
     if images.shape[-1] != images.shape[-2]:
-        raise ConfigError("stream.transform = 'rotate90' needs square images; choose permute, blur or noise")
+        raise ConfigError(
+            "stream.transform = 'rotate90' needs square images; choose permute, blur or noise"
+        )
     return torch.rot90(images, task, (2, 3)).contiguous()
 
 
@@ -100,5 +118,7 @@ def _blurred(images: Tensor, task: int, seed: int) -> Tensor:
 def _noisy(images: Tensor, task: int, seed: int) -> Tensor:
     """A pattern drawn by key, the same on all images, stronger in every task."""
     top = NOISE_STEP * task
-    pattern = torch.randint(-top, top + 1, images.shape[1:], generator=generator(seed), dtype=torch.int32)
+    pattern = torch.randint(
+        -top, top + 1, images.shape[1:], generator=generator(seed), dtype=torch.int32
+    )
     return (images.to(torch.int32) + pattern.to(images.device)).clamp(0, 255).to(torch.uint8)

@@ -1,4 +1,6 @@
-"""Drift: classes and examples stay what they are, and who has which of them changes with the tasks."""
+"""Drift: classes and examples stay what they are, and who has which of them changes with the
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ Path = Literal["line", "jump", "return"]
 
 
 @register("stream", "drift")
-def drift_stream(labels: NDArray[np.int64], tasks: int, seed: int, classes: int, path: Path = "line") -> Cut:
-    """Clients' label mixes move from one split to another: both are drawn by the run's partition, with two seeds.
+def drift_stream(
+    labels: NDArray[np.int64], tasks: int, seed: int, classes: int, path: Path = "line"
+) -> Cut:
+    """Clients' label mixes move from one split to another: both are drawn by the run's partition,
+    with two seeds.
 
-    Each example of a task goes to its client of the second split with the task's probability, else of the first. A
-    client may be without examples in a task.
+    Each example of a task goes to its client of the second split with the task's probability, else
+    of the first. A client may be without examples in a task.
 
-    path: How the share of the second split goes: 0 to 1 evenly, 0 then 1 from the middle on, or 0 to 1 and back.
+    path: How the share of the second split goes: 0 to 1 evenly, 0 then 1 from the middle on, or 0
+    to 1 and back.
     """
     at = [t / (tasks - 1) if tasks > 1 else 0.0 for t in range(tasks)]
     if path == "jump":

@@ -1,1 +1,3 @@
-"""Stages carried by Flower: requests and answers, messages, who is where, and a grid inside this process."""
+"""Stages carried by Flower: requests and answers, messages, who is where, and a grid inside this
+process.
+"""

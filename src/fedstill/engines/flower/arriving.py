@@ -1,8 +1,10 @@
-"""Replies on a Flower grid, each by itself: one that is slow, broken or too large holds up nobody else's.
+"""Replies on a Flower grid, each by itself: one that is slow, broken or too large holds up nobody
+else's.
 
-Flower's own grid fetches the replies that were announced one after another. It waits for parts that have not come yet,
-keeps all of them before their size is known, and raises for a reply that it cannot read. So replies from a Flower
-server are fetched here, a thread for each. This leans on names of Flower's that are not public, which a test watches.
+Flower's own grid fetches the replies that were announced one after another. It waits for parts that
+have not come yet, keeps all of them before their size is known, and raises for a reply that it
+cannot read. So replies from a Flower server are fetched here, a thread for each. This leans on
+names of Flower's that are not public, which a test watches.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ MAX_PARTS = 100_000
 
 @dataclass(frozen=True)
 class Arrived:
-    """What came of a message: the reply; or why there is none, and whether the client may be asked again."""
+    """What came of a message: the reply; or why there is none, and whether the client may be asked
+    again.
+    """
 
     message: Message | None
     wrong: str = ""
@@ -45,19 +49,25 @@ class Arrived:
 
 @dataclass
 class Arrivals:
-    """The replies that come in over a grid; each of at most ``max_bytes``, and what Flower writes around them."""
+    """The replies that come in over a grid; each of at most ``max_bytes``, and what Flower writes
+    around them.
+    """
 
     grid: Grid
     max_bytes: int
-    _fetched: dict[str, _Fetch] = field(default_factory=dict)  # by the id of the message that is answered
+    # by the id of the message that is answered
+    _fetched: dict[str, _Fetch] = field(default_factory=dict)
 
     def pull(self, ids: Iterable[str]) -> dict[str, Arrived]:
         """{id of a message: what came of it}, for the messages of which something has come."""
         ids = list(ids)
         if not ids:
             return {}
-        if getattr(type(self.grid), "_runtime_client", None) is None:  # no server is between: replies are whole
-            return {m.metadata.reply_to_message_id: Arrived(m) for m in self.grid.pull_messages(ids)}
+        # no server is between: replies are whole
+        if getattr(type(self.grid), "_runtime_client", None) is None:
+            return {
+                m.metadata.reply_to_message_id: Arrived(m) for m in self.grid.pull_messages(ids)
+            }
         self._start([i for i in ids if i not in self._fetched])
         wait([self._fetched[i].done for i in ids if i in self._fetched], BRIEFLY)
         ready = [i for i in ids if i in self._fetched and self._fetched[i].done.done()]
@@ -73,8 +83,14 @@ class Arrivals:
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
         server: Any = self.grid
-        came = server._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=ids)) if ids else None
-        for proto, tree in zip(came.messages_list, came.message_object_trees, strict=True) if came else ():
+        came = (
+            server._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=ids))
+            if ids
+            else None
+        )
+        for proto, tree in (
+            zip(came.messages_list, came.message_object_trees, strict=True) if came else ()
+        ):
             answered = proto.metadata.reply_to_message_id
             if answered in ids and answered not in self._fetched:
                 fetch = _Fetch(server, proto.metadata.message_id, tree, self.max_bytes)
@@ -84,7 +100,9 @@ class Arrivals:
 
 @dataclass
 class _Fetch:
-    """One reply on its way: its parts are asked for until all are there, it is too large, or nobody waits for it."""
+    """One reply on its way: its parts are asked for until all are there, it is too large, or nobody
+    waits for it.
+    """
 
     grid: Any
     root: str
@@ -99,7 +117,9 @@ class _Fetch:
         except _Lost as error:
             self.done.set_result(Arrived(None, str(error), again=True))
         except BaseException as error:  # whatever a reply does to its reader, it is one client's
-            self.done.set_result(Arrived(None, str(error) if isinstance(error, BadPayload) else on_one_line(error)))
+            self.done.set_result(
+                Arrived(None, str(error) if isinstance(error, BadPayload) else on_one_line(error))
+            )
 
     def _whole(self) -> Arrived:
         from flwr.app import Message
@@ -111,7 +131,9 @@ class _Fetch:
             parts = self._parts(client, run)
         finally:
             client.ConfirmMessageReceived(  # so that the server keeps it no longer
-                ConfirmMessageReceivedRequest(node=self.grid.node, run_id=run, message_object_id=self.root)
+                ConfirmMessageReceivedRequest(
+                    node=self.grid.node, run_id=run, message_object_id=self.root
+                )
             )
         self._refuse_over(unfolded(parts))
         message = inflate_object_from_contents(self.root, parts)
@@ -151,7 +173,9 @@ class _Fetch:
 
     def _refuse_over(self, size: int) -> None:
         if size > self.max_bytes + AROUND:
-            raise BadPayload(f"the message has {size} bytes or more, over the limit of {self.max_bytes}")
+            raise BadPayload(
+                f"the message has {size} bytes or more, over the limit of {self.max_bytes}"
+            )
 
 
 class _Lost(Exception):
@@ -159,8 +183,12 @@ class _Lost(Exception):
 
 
 def unfolded(parts: Mapping[str, bytes]) -> int:
-    """Bytes of all arrays in a message's parts, of which one part may stand in an array many times."""
-    from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content
+    """Bytes of all arrays in a message's parts, of which one part may stand in an array many
+    times.
+    """
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_object_head_values_from_object_content,
+    )
 
     size = 0
     for content in parts.values():

@@ -1,11 +1,19 @@
-"""The Flower ClientApp: one action for every stage of every method, and one that says which client a node is."""
+"""The Flower ClientApp: one action for every stage of every method, and one that says which client
+a node is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedstill.engines.flower.messages import STAGE, WHOAMI, content, header_and_payload, require_flower
+from fedstill.engines.flower.messages import (
+    STAGE,
+    WHOAMI,
+    content,
+    header_and_payload,
+    require_flower,
+)
 from fedstill.engines.flower.requests import Request, SiteReply
 
 if TYPE_CHECKING:
@@ -20,7 +28,9 @@ Does = Callable[[Request], SiteReply]
 
 
 def client_app(clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int) -> ClientApp:
-    """The app of a node; ``clerk_of`` gives the number of the client that the node is, and its clerk."""
+    """The app of a node; ``clerk_of`` gives the number of the client that the node is, and its
+    clerk.
+    """
     require_flower()
     from flwr.app import ConfigRecord, Message, RecordDict
     from flwr.clientapp import ClientApp

@@ -1,5 +1,5 @@
-"""A client's desk: what it remembers and the replies it kept, on its own disk, each file whole or not there at all,
-and for its owner alone to read.
+"""A client's desk: what it remembers and the replies it kept, on its own disk, each file whole or
+not there at all, and for its owner alone to read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ KEPT = 2
 class Desk:
     """The files of one client in one run: ``FOLDER/RUN/clientN/``.
 
-    For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one; and then the reply,
-    which is only written when the memory is safe. So a stage that was asked for twice is answered from its reply, and
-    one that was cut short is done again from the memory that counts. Stages that were answered with noise stay noted
-    in the file ``noised``, one a line, when their replies are gone: ``stage:rows`` of logits, ``stage:steps:rate`` of
-    private training.
+    For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one;
+    and then the reply, which is only written when the memory is safe. So a stage that was asked for
+    twice is answered from its reply, and one that was cut short is done again from the memory that
+    counts. Stages that were answered with noise stay noted in the file ``noised``, one a line, when
+    their replies are gone: ``stage:rows`` of logits, ``stage:steps:rate`` of private training.
     """
 
     folder: Path
@@ -43,7 +43,9 @@ class Desk:
         return self.folder / self.run / f"client{self.client}"
 
     def remembered(self, version: Version | None) -> Payload:
-        """What the client remembers in a version; raises CorruptFile if that file is gone or damaged."""
+        """What the client remembers in a version; raises CorruptFile if that file is gone or
+        damaged.
+        """
         if version is None:
             return NOTHING
         path = self.place / version[0]
@@ -53,7 +55,9 @@ class Desk:
                 raise BadPayload("its SHA-256 is not the one that counts")
             return decode(data, entries=OWN_ENTRIES)
         except (OSError, BadPayload) as error:
-            raise CorruptFile(f"the memory that counts, {version[0]}, cannot be used at this site: {error}") from error
+            raise CorruptFile(
+                f"the memory that counts, {version[0]}, cannot be used at this site: {error}"
+            ) from error
 
     def kept(self, request: Request) -> SiteReply | None:
         """The answer already given to the same request, if it is still here and whole."""
@@ -80,14 +84,20 @@ class Desk:
         return _named(stage) in [noted.partition(":")[0] for noted in self.noised()]
 
     def noised_rows(self, unknown: int) -> int:
-        """How many rows with noise this client has sent; ``unknown``: of each stage noted without their number."""
-        return sum(int(rows) if rows else unknown for _, _, rows in (noted.partition(":") for noted in self.noised()))
+        """How many rows with noise this client has sent; ``unknown``: of each stage noted without
+        their number.
+        """
+        return sum(
+            int(rows) if rows else unknown
+            for _, _, rows in (noted.partition(":") for noted in self.noised())
+        )
 
     def noised_steps(self, unknown: int) -> Counter[float]:
-        """How many noised steps this client has trained, by the probability with which they took an example.
+        """How many noised steps this client has trained, by the probability with which they took an
+        example.
 
-        ``unknown``: of each stage noted without their number; a stage noted without its probability counts as if every
-        step had taken all examples.
+        ``unknown``: of each stage noted without their number; a stage noted without its probability
+        counts as if every step had taken all examples.
         """
         steps = Counter[float]()
         for noted in self.noised():
@@ -98,14 +108,20 @@ class Desk:
     def note_noise(self, stage: Stage, rows: int, rate: float | None = None) -> None:
         """Note, before it leaves, that the answer of a stage has so many rows with noise.
 
-        ``rate``: of private training, the probability with which each of so many steps took an example.
+        ``rate``: of private training, the probability with which each of so many steps took an
+        example.
         """
         if not self.noised_before(stage):
-            lines = [*self.noised(), f"{_named(stage)}:{rows}{'' if rate is None else f':{rate!r}'}"]
+            lines = [
+                *self.noised(),
+                f"{_named(stage)}:{rows}{'' if rate is None else f':{rate!r}'}",
+            ]
             write_secret(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
 
     def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
-        """Write the memory, then the reply, then delete what is too old; the answer with its memory's version."""
+        """Write the memory, then the reply, then delete what is too old; the answer with its
+        memory's version.
+        """
         make_folder(self.place)
         sweep(self.place)
         if memory:
@@ -119,7 +135,9 @@ class Desk:
         return answer
 
     def _let_go(self, request: Request) -> None:
-        """Delete what is too old; not what was just written, for a server that went back further than ``KEPT``."""
+        """Delete what is too old; not what was just written, for a server that went back further
+        than ``KEPT``.
+        """
         replies, counts = sorted(self.place.glob("*.reply")), request.memory
         stages = {*(p.stem for p in replies[-KEPT:]), _named(request.stage)}
         for path in (*replies, *self.place.glob("*.safetensors")):

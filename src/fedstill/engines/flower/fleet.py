@@ -1,4 +1,6 @@
-"""The clients behind a Flower grid: which node is which, and asking many at once, with a deadline and retries."""
+"""The clients behind a Flower grid: which node is which, and asking many at once, with a deadline
+and retries.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ RAISED = 2
 UNREADABLE = "answered with no answer"
 
 GRACE = 5.0
-"""Seconds by which a message outlives its stage: that the deadline has passed is then ours to say, not Flower's."""
+"""Seconds by which a message outlives its stage: that the deadline has passed is then ours to say,
+not Flower's.
+"""
 
 
 class Clock(Protocol):
-    """What time it is, and waiting: the module ``time``, or a grid in which time passes by waiting alone."""
+    """What time it is, and waiting: the module ``time``, or a grid in which time passes by waiting
+    alone.
+    """
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...
@@ -37,10 +43,10 @@ class Clock(Protocol):
 class Patience:
     """How long a stage may take and how often a message is sent again.
 
-    ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the deadline. ``retries``:
-    how often a message is sent again that Flower lost, or that has no answer in its share of the deadline: what a
-    node held when it restarted is gone, and Flower does not say so if it is back soon. ``poll``: the most seconds
-    between looks; the first ones are nearer.
+    ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the
+    deadline. ``retries``: how often a message is sent again that Flower lost, or that has no answer
+    in its share of the deadline: what a node held when it restarted is gone, and Flower does not
+    say so if it is back soon. ``poll``: the most seconds between looks; the first ones are nearer.
     ``max_bytes``: of an answer.
     """
 
@@ -58,7 +64,9 @@ class Patience:
 
 @dataclass
 class _Call:
-    """One client's request: the messages under way, how often and when last it was sent, its result."""
+    """One client's request: the messages under way, how often and when last it was sent, its
+    result.
+    """
 
     request: Request
     sent: int = 0
@@ -83,30 +91,39 @@ class Fleet:
         self._arrivals = Arrivals(self.grid, self.patience.max_bytes)
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
-        """One answer for each request, in their order; what did not come is a failure that says why."""
+        """One answer for each request, in their order; what did not come is a failure that says
+        why.
+        """
         end = self.clock.monotonic() + self.patience.deadline
         calls, pace = {r.client: _Call(r) for r in requests}, Pace(self.clock.monotonic)
         pace.worked()
         while True:
             left = end - self.clock.monotonic()
-            due = [c for c in calls.values() if c.answer is None and self._due(c)] if left > 0 else []
+            due = (
+                [c for c in calls.values() if c.answer is None and self._due(c)] if left > 0 else []
+            )
             if due:
                 self._send(due, self._nodes(calls, end), end)
             self._collect(calls)
             if all(c.answer for c in calls.values()) or left <= 0:
                 break
-            self.clock.sleep(max(0.0, min(pace.wait(self.patience.poll), end - self.clock.monotonic())))
+            self.clock.sleep(
+                max(0.0, min(pace.wait(self.patience.poll), end - self.clock.monotonic()))
+            )
         self._arrivals.drop(m for c in calls.values() for m in c.messages)
         return [c.answer or _failed(c.request, self._silence(c)) for c in calls.values()]
 
     def _due(self, call: _Call) -> bool:
-        return not call.messages or (call.sent <= self.patience.retries and self.clock.monotonic() >= call.again)
+        return not call.messages or (
+            call.sent <= self.patience.retries and self.clock.monotonic() >= call.again
+        )
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
         """The nodes of each client that are online.
 
-        A grid with ``members`` knows clients by their keys, {node id: client}; what a node says of itself counts for
-        nothing there. On any other grid, new nodes are asked which client they are.
+        A grid with ``members`` knows clients by their keys, {node id: client}; what a node says of
+        itself counts for nothing there. On any other grid, new nodes are asked which client they
+        are.
         """
         members = getattr(self.grid, "members", None)
         if members is not None:
@@ -138,11 +155,15 @@ class Fleet:
         for call in calls:
             there = nodes.get(call.request.client, [])
             if len(there) > 1:
-                call.answer = _failed(call.request, f"is claimed by {len(there)} nodes: stop all but one of them")
+                call.answer = _failed(
+                    call.request, f"is claimed by {len(there)} nodes: stop all but one of them"
+                )
             elif there:
                 messages.append(Message(content(call.request), there[0], STAGE, ttl=self._ttl(end)))
                 sending.append(call)
-        for call, id in zip(sending, self.grid.push_messages(messages) if messages else [], strict=True):
+        for call, id in zip(
+            sending, self.grid.push_messages(messages) if messages else [], strict=True
+        ):
             call.sent, call.again = call.sent + 1, self.clock.monotonic() + self.patience.share
             if id:
                 call.messages.add(id)
@@ -202,4 +223,6 @@ def _reason(message: Message) -> str:
 
 
 def _failed(request: Request, why: str) -> SiteReply:
-    return SiteReply(request.client, request.stage.round, request.stage.index, failure=cut_reason(why))
+    return SiteReply(
+        request.client, request.stage.round, request.stage.index, failure=cut_reason(why)
+    )

@@ -19,7 +19,9 @@ from fedstill.work import ClientWork
 
 
 class Asks(Protocol):
-    """Brings requests to clients and their answers back; a client that gives none is a failed answer."""
+    """Brings requests to clients and their answers back; a client that gives none is a failed
+    answer.
+    """
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request."""
@@ -27,10 +29,12 @@ class Asks(Protocol):
 
 @dataclass
 class FlowerEngine:
-    """``here`` does the stages of the server; ``request`` makes a request of what is known of the run and a payload.
+    """``here`` does the stages of the server; ``request`` makes a request of what is known of the
+    run and a payload.
 
-    ``measures``: those that its clients take; None: those of ``here``. ``truth``: what the server knows of a client's
-    data in a round. What clients remember is on their own disks; ``memory.index`` says which version of each counts.
+    ``measures``: those that its clients take; None: those of ``here``. ``truth``: what the server
+    knows of a client's data in a round. What clients remember is on their own disks;
+    ``memory.index`` says which version of each counts.
     """
 
     here: SerialEngine
@@ -46,8 +50,12 @@ class FlowerEngine:
         """The server's own memory, and the index of all."""
         return self.here.memory
 
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        """The replies of the clients that were sent something; the work itself they look up by name."""
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies of the clients that were sent something; the work itself they look up by
+        name.
+        """
         if SERVER in stage.clients:
             return self.here.run(work, stage, downs, seed)
         answers = self.ask(stage, downs)
@@ -57,7 +65,13 @@ class FlowerEngine:
     def ask(self, stage: Stage, downs: Mapping[int, Payload]) -> list[SiteReply]:
         """What the clients that are sent something answer."""
         asked = [
-            self.request(client=c, stage=stage, memory=self.memory.index.get(c), down=downs[c], facts=self.facts)
+            self.request(
+                client=c,
+                stage=stage,
+                memory=self.memory.index.get(c),
+                down=downs[c],
+                facts=self.facts,
+            )
             for c in stage.clients
             if c in downs
         ]
@@ -68,7 +82,9 @@ class FlowerEngine:
         self._held = {a.client: a.memory for a in answers}
 
     def reply_of(self, answer: SiteReply, stage: Stage) -> Reply:
-        """A site's answer as a reply; one whose report cannot come from this run, or cannot be true, is a failure."""
+        """A site's answer as a reply; one whose report cannot come from this run, or cannot be
+        true, is a failure.
+        """
         a = answer
         try:
             measures = self.measures or self.here.measures
@@ -83,7 +99,9 @@ class FlowerEngine:
         self.here.close()
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """From now on these clients' memories of the stage count; what the others remember of it does not."""
+        """From now on these clients' memories of the stage count; what the others remember of it
+        does not.
+        """
         if SERVER in stage.clients:
             self.here.commit(stage, clients)
             return

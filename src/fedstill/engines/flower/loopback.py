@@ -1,4 +1,6 @@
-"""A Flower grid inside this process: no sockets, no other processes, but every message serialised both ways."""
+"""A Flower grid inside this process: no sockets, no other processes, but every message serialised
+both ways.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class LoopbackGrid:
-    """Calls a ClientApp where a SuperLink would: one virtual node for each client, and bytes in between.
+    """Calls a ClientApp where a SuperLink would: one virtual node for each client, and bytes in
+    between.
 
-    Node ids are large numbers in no order and replies come last first, as in a deployment: nothing may depend on them.
-    ``bytes_down``, ``bytes_up`` count whole serialised messages, ``sent`` the messages. It leans on names of Flower's
-    that are not public (how a message is serialised and gets its id), which a test watches. Its time passes only
-    by waiting: a reply that is not there at once never comes, so no caller needs to wait for it.
+    Node ids are large numbers in no order and replies come last first, as in a deployment: nothing
+    may depend on them. ``bytes_down``, ``bytes_up`` count whole serialised messages, ``sent`` the
+    messages. It leans on names of Flower's that are not public (how a message is serialised and
+    gets its id), which a test watches. Its time passes only by waiting: a reply that is not there
+    at once never comes, so no caller needs to wait for it.
     """
 
     def __init__(self, app: ClientApp, clients: Sequence[int]) -> None:
@@ -30,7 +34,9 @@ class LoopbackGrid:
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
         self.app = app
         ids = {c: (c * 0x9E3779B97F4A7C15 + 12345) % 2**63 for c in clients}
-        self.nodes = {ids[c]: Context(1, ids[c], {"partition-id": c}, RecordDict(), {}) for c in clients}
+        self.nodes = {
+            ids[c]: Context(1, ids[c], {"partition-id": c}, RecordDict(), {}) for c in clients
+        }
         self.bytes_down = self.bytes_up = self.sent = 0
         self.time = 0.0
         self._replies: dict[str, bytes] = {}
@@ -68,7 +74,9 @@ class LoopbackGrid:
         return str(self.sent)
 
     def deliver(self, node: int, data: bytes) -> bytes | None:
-        """A node's answer to a message: its reply, or Flower's error reply if its app raises; None: no reply."""
+        """A node's answer to a message: its reply, or Flower's error reply if its app raises; None:
+        no reply.
+        """
         from flwr.app import Error, Message
 
         message = parsed(data)

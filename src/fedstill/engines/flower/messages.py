@@ -1,4 +1,6 @@
-"""Requests and answers as the content of Flower messages: one header, and one array of bytes for each group."""
+"""Requests and answers as the content of Flower messages: one header, and one array of bytes for
+each group.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Flower and Ray as fedstill runs them: they send no reports, and install nothing while they run."""
+"""Flower and Ray as fedstill runs them: they send no reports, and install nothing while they
+run.
+"""
 
 STAGE, WHOAMI = "train.stage", "query.whoami"
 """The two actions of the app: every stage of every method, and which client a node is."""
@@ -30,16 +34,22 @@ _STYPE = "fedstill.payload"
 
 
 def require_flower() -> None:
-    """Import Flower with telemetry, update checks and installs at run time off; ConfigError if it is not here."""
+    """Import Flower with telemetry, update checks and installs at run time off; ConfigError if it
+    is not here.
+    """
     os.environ.update(QUIET)
     try:
         import flwr.app  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"engine = 'flower' needs Flower: pip install 'fedstill[flower]' ({error})") from error
+        raise ConfigError(
+            f"engine = 'flower' needs Flower: pip install 'fedstill[flower]' ({error})"
+        ) from error
 
 
 def content(message: Request | SiteReply) -> RecordDict:
-    """A request or an answer as a message's content. Equal groups give equal arrays, which Flower uploads once."""
+    """A request or an answer as a message's content. Equal groups give equal arrays, which Flower
+    uploads once.
+    """
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     payload = message.down if isinstance(message, Request) else message.up
@@ -47,11 +57,16 @@ def content(message: Request | SiteReply) -> RecordDict:
     for number, (name, group) in enumerate(payload.items()):
         data = encode(Payload({name: group}))
         arrays[f"{number:06d}"] = Array("uint8", (len(data),), _STYPE, data)
-    return RecordDict({"header": ConfigRecord({"json": message.header()}), "groups": ArrayRecord(arrays)})
+    return RecordDict(
+        {"header": ConfigRecord({"json": message.header()}), "groups": ArrayRecord(arrays)}
+    )
 
 
-def header_and_payload(records: RecordDict, limit: int, entries: int = MAX_ENTRIES) -> tuple[str, Payload]:
-    """The two halves of a message's content; raises BadPayload for anything else, or more than the limits.
+def header_and_payload(
+    records: RecordDict, limit: int, entries: int = MAX_ENTRIES
+) -> tuple[str, Payload]:
+    """The two halves of a message's content; raises BadPayload for anything else, or more than the
+    limits.
 
     ``limit``: of bytes; ``entries``: of groups and tensors.
     """

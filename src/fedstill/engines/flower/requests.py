@@ -1,4 +1,6 @@
-"""What the server asks of a client for one stage, and what the client answers: a JSON header beside a payload."""
+"""What the server asks of a client for one stage, and what the client answers: a JSON header beside
+a payload.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,26 @@ from fedstill.wire.codec import encode
 from fedstill.wire.reports import is_count, json_value, wrong_report
 
 Version = tuple[str, str]
-"""A client's memory of a stage: the name of its file on the client's disk, and that file's SHA-256."""
+"""A client's memory of a stage: the name of its file on the client's disk, and that file's
+SHA-256.
+"""
 
 MAX_HEADER = 1 << 20
 """The most characters of an answer's header."""
 
 MAX_REQUEST = 16 << 20
-"""The most characters of a request's header, which holds the names, means and spreads of all columns of a table."""
+"""The most characters of a request's header, which holds the names, means and spreads of all
+columns of a table.
+"""
 
 
 @dataclass(frozen=True)
 class Request:
     """One stage for one client.
 
-    ``version``: fedstill's. ``config``: the run's resolved configuration as TOML, ``sha``: its SHA-256. ``run``: the
-    run's identity. ``memory``: which of the client's memories the server counts as current; None: it has none.
+    ``version``: fedstill's. ``config``: the run's resolved configuration as TOML, ``sha``: its
+    SHA-256. ``run``: the run's identity. ``memory``: which of the client's memories the server
+    counts as current; None: it has none.
     ``facts``: what all sites must agree on about data that only they see.
     """
 
@@ -47,11 +54,15 @@ class Request:
         """Everything but the payload, as JSON; raises ConfigError where no site would read it."""
         s = self.stage
         stage = [s.round, s.index, s.name, list(s.clients), s.view, s.hop]
-        values = {k: getattr(self, k) for k in ("version", "config", "sha", "run", "client", "memory", "facts")}
+        values = {
+            k: getattr(self, k)
+            for k in ("version", "config", "sha", "run", "client", "memory", "facts")
+        }
         text = json.dumps({**values, "stage": stage}, sort_keys=True)
         if len(text) > MAX_REQUEST:
             raise ConfigError(
-                f"what each site is told of the run takes {len(text):,} characters, over the limit of {MAX_REQUEST:,}; "
+                f"what each site is told of the run takes {len(text):,} characters, over the limit "
+                f"of {MAX_REQUEST:,}; "
                 "give it fewer columns (data.columns), or shorter names"
             )
         return text
@@ -91,7 +102,8 @@ class Request:
 
 @dataclass(frozen=True)
 class SiteReply:
-    """One client's work on one stage, or why there is none; ``memory``: what it remembers of it, None for nothing.
+    """One client's work on one stage, or why there is none; ``memory``: what it remembers of it,
+    None for nothing.
 
     ``idle``: it has no data in the round's task, which is no failure.
     """
@@ -110,7 +122,9 @@ class SiteReply:
         """Everything but the payload, as JSON."""
         names = ("client", "round", "stage", "examples", "metrics", "memory", "failure")
         idle = {"idle": True} if self.idle else {}
-        return json.dumps(json_value({**{k: getattr(self, k) for k in names}, **idle}), allow_nan=False)
+        return json.dumps(
+            json_value({**{k: getattr(self, k) for k in names}, **idle}), allow_nan=False
+        )
 
     @staticmethod
     def of(header: str, up: Payload) -> SiteReply:
@@ -180,7 +194,11 @@ def _version(value: Any) -> Version | None:
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)):
         raise BadPayload("memory is no file name and SHA-256")
     name, sha = value
-    if len(name) > 200 or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.") or name.startswith("."):
+    if (
+        len(name) > 200
+        or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.")
+        or name.startswith(".")
+    ):
         raise BadPayload(f"memory has a strange name, {name[:40]!r}")
     if len(sha) > 64 or not sha.isalnum():
         raise BadPayload("memory has no SHA-256")

@@ -1,4 +1,6 @@
-"""Secure sums over Flower, the server's side: four questions in a stage, of which none brings it a single model."""
+"""Secure sums over Flower, the server's side: four questions in a stage, of which none brings it a
+single model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from torch import Tensor
 
 from fedstill.engines.flower.flower_engine import FlowerEngine
 from fedstill.engines.flower.left_in_sums import note_left
-from fedstill.engines.masking import Masking, as_failed, common_start, demand_left, is_summed, known, or_all_failed
+from fedstill.engines.masking import (
+    Masking,
+    as_failed,
+    common_start,
+    demand_left,
+    is_summed,
+    known,
+    or_all_failed,
+)
 from fedstill.errors import BadPayload
 from fedstill.records import NOTHING, Payload, Reply, Stage, Tensors
 from fedstill.secure.primitives import KEY, SEED, Masks, demand_key
@@ -27,7 +37,9 @@ from fedstill.work import ClientWork
 Answer = TypeVar("Answer")
 
 PREFIX = "sum."
-"""With what the names of the groups begin that are of the protocol; the others are the stage's own."""
+"""With what the names of the groups begin that are of the protocol; the others are the stage's
+own.
+"""
 
 STEPS = ("keys", "shares", "vector", "revealed")
 """The four steps, by what a client answers: ``sum.keys`` and so on."""
@@ -37,8 +49,12 @@ UNREAD = f"{PREFIX}unread"
 
 
 def question(step: str, word: str, **more: Any) -> Payload:
-    """What a client is asked in a step of the sum with this word, beside what its stage sends it."""
-    return Payload({f"{PREFIX}step": step, f"{PREFIX}word": word, **{PREFIX + k: v for k, v in more.items()}})
+    """What a client is asked in a step of the sum with this word, beside what its stage sends
+    it.
+    """
+    return Payload(
+        {f"{PREFIX}step": step, f"{PREFIX}word": word, **{PREFIX + k: v for k, v in more.items()}}
+    )
 
 
 def byte_tensors(of: Mapping[int, bytes]) -> dict[str, Tensor]:
@@ -47,8 +63,13 @@ def byte_tensors(of: Mapping[int, bytes]) -> dict[str, Tensor]:
 
 
 def as_bytes(tree: Tensors, most: int) -> dict[int, bytes]:
-    """Bytes by client out of a message, at most so many each; raises BadPayload for anything else."""
-    plain = (t.dtype == torch.uint8 and t.ndim == 1 and k.isdecimal() and len(k) < 10 for k, t in tree.items())
+    """Bytes by client out of a message, at most so many each; raises BadPayload for anything
+    else.
+    """
+    plain = (
+        t.dtype == torch.uint8 and t.ndim == 1 and k.isdecimal() and len(k) < 10
+        for k, t in tree.items()
+    )
     if not all(plain):
         raise BadPayload("a step of a secure sum brings bytes by client, and nothing else")
     if any(len(t) > most for t in tree.values()):
@@ -65,27 +86,36 @@ def as_tensor(vector: Masks) -> Tensor:
 class SummedFleet:
     """Clients over Flower whose models the server knows by their sum only (``secure.protocol``).
 
-    ``folder``: the run's directory, where it is noted who was left, before shares are asked for: sites take part in
-    another sum of the same stage only with the same clients left.
+    ``folder``: the run's directory, where it is noted who was left, before shares are asked for:
+    sites take part in another sum of the same stage only with the same clients left.
     """
 
     engine: FlowerEngine
     masking: Masking
     folder: Path | None = None
 
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
         """The replies of the clients that are left; all of them fail where too few are."""
         if not is_summed(stage, downs):
             return self.engine.run(work, stage, downs, seed)
-        came = {c: Reply(c, NOTHING, 0, {}, stage.round, stage.index) for c in stage.clients if c in downs}
+        came = {
+            c: Reply(c, NOTHING, 0, {}, stage.round, stage.index)
+            for c in stage.clients
+            if c in downs
+        }
         return or_all_failed(came.values(), lambda: self._summed(stage, downs, came))
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """From now on these clients' memories of the stage count."""
         self.engine.commit(stage, clients)
 
-    def _summed(self, stage: Stage, downs: Mapping[int, Payload], came: dict[int, Reply]) -> list[Reply]:
-        """The replies that the sum gives; ``came`` gets the reason of each client that drops out before its vector.
+    def _summed(
+        self, stage: Stage, downs: Mapping[int, Payload], came: dict[int, Reply]
+    ) -> list[Reply]:
+        """The replies that the sum gives; ``came`` gets the reason of each client that drops out
+        before its vector.
 
         A sum with shares that most cannot read is begun anew, without the client that sent them.
         """
@@ -97,10 +127,14 @@ class SummedFleet:
             except _Unread as error:
                 fresh = {c: Reply(c, NOTHING, 0, {}, stage.round, stage.index) for c in came}
                 lost = {c: came[c] for c in error.before}
-                lost[error.client] = as_failed(fresh[error.client], "most clients cannot read the shares that it sent")
+                lost[error.client] = as_failed(
+                    fresh[error.client], "most clients cannot read the shares that it sent"
+                )
                 came.update({**fresh, **lost})
 
-    def _tried(self, of: Sum, stage: Stage, downs: Mapping[int, Payload], came: dict[int, Reply]) -> list[Reply]:
+    def _tried(
+        self, of: Sum, stage: Stage, downs: Mapping[int, Payload], came: dict[int, Reply]
+    ) -> list[Reply]:
         """One sum of a stage, with the clients that have not failed; raises _Unread."""
         word, start = of.word, common_start(downs)
         before = [c for c, reply in came.items() if reply.failure]
@@ -108,10 +142,14 @@ class SummedFleet:
         keys = _of_one_each(self._asked(stage, asked, came, _keys), came)
         demand_left(of, keys, list(came.values()), "sent keys")
         told = byte_tensors(keys)
-        shares = self._asked(stage, {c: question("shares", word, keys=told) for c in keys}, came, _sealed_for(keys))
+        shares = self._asked(
+            stage, {c: question("shares", word, keys=told) for c in keys}, came, _sealed_for(keys)
+        )
         demand_left(of, shares, list(came.values()), "sent shares")
         sealed = {c: byte_tensors({other: shares[other][c] for other in shares}) for c in shares}
-        full = {c: Payload({**downs[c], **question("vector", word, sealed=sealed[c])}) for c in shares}
+        full = {
+            c: Payload({**downs[c], **question("vector", word, sealed=sealed[c])}) for c in shares
+        }
         vectors = self._asked(stage, full, came, _vector(start, shares), hold=True)
         masked = _read_by_most(vectors, came, before)
         demand_left(of, masked, list(came.values()))
@@ -133,7 +171,8 @@ class SummedFleet:
         read: Callable[[Payload], Answer],
         hold: bool = False,
     ) -> dict[int, Answer]:
-        """What the clients answer in a step; ``came``: what is known of each client, and why it dropped out.
+        """What the clients answer in a step; ``came``: what is known of each client, and why it
+        dropped out.
 
         hold: whether these answers leave memories.
         """
@@ -150,12 +189,16 @@ class SummedFleet:
                 except BadPayload as error:
                     reply = as_failed(reply, f"in a step of the secure sum: {error}")
             if reply.client in came:
-                came[reply.client] = replace(reply, up=NOTHING, round=stage.round, stage=stage.index)
+                came[reply.client] = replace(
+                    reply, up=NOTHING, round=stage.round, stage=stage.index
+                )
         return out
 
 
 class _Unread(Exception):
-    """Most clients cannot read the shares of one; ``before``: those that had failed when the sum began."""
+    """Most clients cannot read the shares of one; ``before``: those that had failed when the sum
+    began.
+    """
 
     def __init__(self, client: int, before: Collection[int]) -> None:
         super().__init__(client)
@@ -165,14 +208,20 @@ class _Unread(Exception):
 def _read_by_most(
     vectors: Mapping[int, Masks | list[int]], came: dict[int, Reply], before: Collection[int]
 ) -> dict[int, Masks]:
-    """The masked vectors; who cannot read another's shares drops out. Raises _Unread for shares that most cannot."""
+    """The masked vectors; who cannot read another's shares drops out. Raises _Unread for shares
+    that most cannot.
+    """
     masked = {c: vector for c, vector in vectors.items() if not isinstance(vector, list)}
     unread = {c: senders for c, senders in vectors.items() if isinstance(senders, list)}
-    for sender, times in Counter(sender for senders in unread.values() for sender in senders).most_common(1):
+    for sender, times in Counter(
+        sender for senders in unread.values() for sender in senders
+    ).most_common(1):
         if 2 * times > len(vectors) - (sender in vectors):
             raise _Unread(sender, before)
     for client, senders in unread.items():
-        came[client] = as_failed(came[client], f"it cannot read the shares that client {senders[0]} sent it")
+        came[client] = as_failed(
+            came[client], f"it cannot read the shares that client {senders[0]} sent it"
+        )
     return masked
 
 
@@ -226,7 +275,9 @@ def _senders(numbers: Tensor, shared: Collection[int]) -> list[int]:
     return sorted(set(numbers.tolist()))
 
 
-def _revealed(shared: Collection[int], left: Collection[int]) -> Callable[[Payload], dict[int, bytes]]:
+def _revealed(
+    shared: Collection[int], left: Collection[int]
+) -> Callable[[Payload], dict[int, bytes]]:
     def read(up: Payload) -> dict[int, bytes]:
         shares = as_bytes(up.tensors("sum.revealed"), KEY)
         if not shares.keys() <= set(shared):

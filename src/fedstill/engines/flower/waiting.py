@@ -1,4 +1,6 @@
-"""How long a program waits before it asks again: hardly while there is work, longer and longer while there is none."""
+"""How long a program waits before it asks again: hardly while there is work, longer and longer
+while there is none.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ SHARE = 0.02
 class Pace:
     """How long to wait for the next question, in seconds: never longer than asked for.
 
-    A federation at work is asked twenty times a second, one that has been idle for two minutes every three seconds.
+    A federation at work is asked twenty times a second, one that has been idle for two minutes
+    every three seconds.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -39,11 +42,13 @@ class Pace:
 
 
 def fetch_soon() -> bool:
-    """Let Flower ask again for a part of a message after ``SOONEST`` seconds, not after one; whether it could be done.
+    """Let Flower ask again for a part of a message after ``SOONEST`` seconds, not after one;
+    whether it could be done.
 
-    A message is announced before its parts are there. Who comes between waits a second, on the way down and on the way
-    up, though the parts come within milliseconds. The wait is an argument of Flower's own functions, of which the
-    default changes here; it doubles with each attempt, as before.
+    A message is announced before its parts are there. Who comes between waits a second, on the way
+    down and on the way up, though the parts come within milliseconds. The wait is an argument of
+    Flower's own functions, of which the default changes here; it doubles with each attempt, as
+    before.
     """
     require_flower()
     try:

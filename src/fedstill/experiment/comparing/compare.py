@@ -1,4 +1,6 @@
-"""Several runs side by side, as many at once as fit on the machine; the same command goes on with them."""
+"""Several runs side by side, as many at once as fit on the machine; the same command goes on with
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ POLL_SECONDS = 0.2
 
 @dataclass
 class Outcome:
-    """How far a run has come: rounds done, the last accuracy; what went wrong, if anything did, and its traceback."""
+    """How far a run has come: rounds done, the last accuracy; what went wrong, if anything did, and
+    its traceback.
+    """
 
     variant: Variant
     rounds: int
@@ -52,7 +56,9 @@ class Outcome:
     _read: int = field(default=0, repr=False)
 
     def follow(self) -> None:
-        """Read what the run's journal has come to say since the last time; a run that goes on may cut it first."""
+        """Read what the run's journal has come to say since the last time; a run that goes on may
+        cut it first.
+        """
         path = self.variant.folder / "journal.jsonl"
         if self.state not in ("running", "finished") or not path.is_file():
             return
@@ -63,14 +69,17 @@ class Outcome:
             whole = journal.read().rpartition(b"\n")[0]
         for line in whole.split(b"\n"):
             if line.startswith(b'{"event":"round"'):
-                with suppress(ValueError, KeyError):  # it is damaged, which whoever goes on with the run says
+                # it is damaged, which whoever goes on with the run says
+                with suppress(ValueError, KeyError):
                     event = json.loads(line)
                     self.done, self.accuracy = event["round"], event["accuracy"]
         self._read += len(whole) + 1 if whole else 0
 
 
 def jobs_that_fit(device: str = "cpu") -> int:
-    """How many runs to do at once on a device: one a core, fewer if there is not enough memory, on the card too."""
+    """How many runs to do at once on a device: one a core, fewer if there is not enough memory, on
+    the card too.
+    """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = min(cores(), int(free / BYTES_A_RUN))
     if device != "cpu" and torch.cuda.is_available():
@@ -88,11 +97,12 @@ def carry_out_runs(
 ) -> list[Outcome]:
     """Do all runs, going on with those that were begun, and leaving alone those that are finished.
 
-    A run that starts from another's model waits for that one. ``watch`` is called a few times a second. A run that
-    fails does not stop the others; one whose process is killed does. The first Ctrl-C lets running stages end and
-    starts nothing new; the second ends at once. ``debug``: as for ``run``. Raises ConfigError where this machine lacks
-    what a run that is not finished needs, and RunExists for a folder that holds another run; with ``overwrite`` that
-    one is deleted, and one that is damaged begun anew. ``track``: trackers by name for every run; finished runs are
+    A run that starts from another's model waits for that one. ``watch`` is called a few times a
+    second. A run that fails does not stop the others; one whose process is killed does. The first
+    Ctrl-C lets running stages end and starts nothing new; the second ends at once. ``debug``: as
+    for ``run``. Raises ConfigError where this machine lacks what a run that is not finished needs,
+    and RunExists for a folder that holds another run; with ``overwrite`` that one is deleted, and
+    one that is damaged begun anew. ``track``: trackers by name for every run; finished runs are
     sent to those that do not have them.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
@@ -115,7 +125,9 @@ def carry_out_runs(
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
                 experiment, folder = ready.variant.experiment, ready.variant.folder
-                running[pool.submit(_do, experiment, folder, workers, debug, overwrite, track)] = ready
+                running[pool.submit(_do, experiment, folder, workers, debug, overwrite, track)] = (
+                    ready
+                )
             if ends and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -130,8 +142,12 @@ def carry_out_runs(
 
 @contextmanager
 def _workers(jobs: int, context: ForkServerContext, asked: Asked) -> Iterator[ProcessPoolExecutor]:
-    """Processes that carry runs out; they end with the block, and are not waited for if it is left at once."""
-    context.set_forkserver_preload(["fedstill.experiment.running.runner", "fedstill.methods.fedavg"])
+    """Processes that carry runs out; they end with the block, and are not waited for if it is left
+    at once.
+    """
+    context.set_forkserver_preload(
+        ["fedstill.experiment.running.runner", "fedstill.methods.fedavg"]
+    )
     resource_tracker.ensure_running()  # it would unblock signals
     with deaf():
         forkserver.ensure_running()
@@ -154,14 +170,17 @@ DONE: Answer = (0, "", "")
 STOPPED: Answer = (1, "stopped", "")
 KILLED: Answer = (
     1,
-    "its process, or one beside it, was killed, as the system does where memory is short; the same command goes on, "
+    "its process, or one beside it, was killed, as the system does where memory is short; the same "
+    "command goes on, "
     "perhaps with fewer --jobs",
     "",
 )
 
 
 def _refuse_lacking(run: Variant) -> None:
-    """Raise ConfigError where this machine lacks what a run needs, if that is not finished, or is to be begun anew."""
+    """Raise ConfigError where this machine lacks what a run needs, if that is not finished, or is
+    to be begun anew.
+    """
     try:
         check_machine(run.settings.precision, run.settings.device)
     except ConfigError:
@@ -170,12 +189,18 @@ def _refuse_lacking(run: Variant) -> None:
 
 
 def _stays(run: Variant) -> bool:
-    """Whether nothing of a run is to be done: it is finished, and so is the one that it started from."""
-    return _is_whole(run.folder) and not in_the_way(run) and (run.after is None or _stays(run.after))
+    """Whether nothing of a run is to be done: it is finished, and so is the one that it started
+    from.
+    """
+    return (
+        _is_whole(run.folder) and not in_the_way(run) and (run.after is None or _stays(run.after))
+    )
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a run is finished, and its journal is what it wrote; of one that is not, who goes on with it says why."""
+    """Whether a run is finished, and its journal is what it wrote; of one that is not, who goes on
+    with it says why.
+    """
     try:
         refuse_cut(folder, read_journal(folder / "journal.jsonl"))
     except CorruptFile:
@@ -193,13 +218,22 @@ def _leave_alone(finished: Sequence[Outcome]) -> None:
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
     """The first that does not wait for another run; None if all do."""
     open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
-    return next((o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None)
+    return next(
+        (o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None
+    )
 
 
 def _do(
-    experiment: Experiment, folder: Path, workers: str, debug: bool, overwrite: bool, track: Sequence[str]
+    experiment: Experiment,
+    folder: Path,
+    workers: str,
+    debug: bool,
+    overwrite: bool,
+    track: Sequence[str],
 ) -> Answer:
-    """Carry out one run, or go on with it; one that is damaged is begun anew if it may be overwritten."""
+    """Carry out one run, or go on with it; one that is damaged is begun anew if it may be
+    overwritten.
+    """
     from fedstill.experiment.running import runner
 
     os.environ[WORKERS] = workers
@@ -214,7 +248,9 @@ def _do(
                 except CorruptFile:
                     if not overwrite:
                         raise
-            runner.run(experiment, folder, watch=watch, debug=debug, overwrite=overwrite, track=track)
+            runner.run(
+                experiment, folder, watch=watch, debug=debug, overwrite=overwrite, track=track
+            )
     except Exception as error:
         return _answer(error)
     return DONE

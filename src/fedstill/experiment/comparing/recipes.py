@@ -1,4 +1,6 @@
-"""Recipes: a paper's table as a file, with the setting of every cell and the number that was published."""
+"""Recipes: a paper's table as a file, with the setting of every cell and the number that was
+published.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,20 @@ BESIDE_VALUES = ("measured", "clients")
 """What a cell may hold beside its numbers in percent."""
 
 ONLY = "only"
-"""The key of a row beside its setting: the columns in which it has a meaning; all, if it is left out."""
+"""The key of a row beside its setting: the columns in which it has a meaning; all, if it is left
+out.
+"""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper prints in a cell: ``values`` in percent by the recipe's measures, ``spread`` that of the first.
+    """What a paper prints in a cell: ``values`` in percent by the recipe's measures, ``spread``
+    that of the first.
 
-    ``measured``: numbers of measures, as they are, by ``measure/key/key`` of what the journal holds.
-    ``clients``: a number for each client, by what is measured (``private``: a run's ``private_by_client``).
+    ``measured``: numbers of measures, as they are, by ``measure/key/key`` of what the journal
+    holds.
+    ``clients``: a number for each client, by what is measured (``private``: a run's
+    ``private_by_client``).
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -47,10 +54,13 @@ class Published:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table: rows (methods, mostly) × columns (settings), each a part of a config, over what all have in common.
+    """A table: rows (methods, mostly) × columns (settings), each a part of a config, over what all
+    have in common.
 
-    Of two that have the same table the row's stands; but of ``[method]`` a column may set fields of the rows' methods.
-    ``starts``: further runs by name, from whose models the cells start that say ``start_from = "NAME"``.
+    Of two that have the same table the row's stands; but of ``[method]`` a column may set fields of
+    the rows' methods.
+    ``starts``: further runs by name, from whose models the cells start that say
+    ``start_from = "NAME"``.
     """
 
     name: str
@@ -64,11 +74,14 @@ class Recipe:
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def cells(self, patterns: Sequence[str] = ()) -> list[tuple[str, str]]:
-        """(row, column) of the cells that match any ``ROW:COLUMN`` pattern (``*`` and ``?``), all if there is none.
+        """(row, column) of the cells that match any ``ROW:COLUMN`` pattern (``*`` and ``?``), all
+        if there is none.
 
         Raises UnknownName for a pattern that matches nothing.
         """
-        every = [(r, c) for c in self.columns for r in self.rows if c in self.only.get(r, self.columns)]
+        every = [
+            (r, c) for c in self.columns for r in self.rows if c in self.only.get(r, self.columns)
+        ]
         matching: dict[tuple[str, str], None] = {}
         for pattern in patterns or ("*:*",):
             row, _, column = pattern.partition(":")
@@ -81,7 +94,9 @@ class Recipe:
     def with_row(self, cells: Sequence[tuple[str, str]], row: str) -> list[tuple[str, str]]:
         """Some cells, and those of a row in the same columns, each once."""
         columns = {column for _, column in cells}
-        return list(dict.fromkeys([*cells, *((r, c) for r, c in self.cells() if r == row and c in columns)]))
+        return list(
+            dict.fromkeys([*cells, *((r, c) for r, c in self.cells() if r == row and c in columns)])
+        )
 
     def variants(
         self,
@@ -90,9 +105,11 @@ class Recipe:
         changes: Mapping[str, Any],
         out: Path,
     ) -> list[Variant]:
-        """The runs of some cells; ``changes`` are dotted keys over the recipe's (a reduced size, other data).
+        """The runs of some cells; ``changes`` are dotted keys over the recipe's (a reduced size,
+        other data).
 
-        Other ``rounds`` are those of the run that a cell starts from, if it does: a visit stays as long as it is.
+        Other ``rounds`` are those of the run that a cell starts from, if it does: a visit stays as
+        long as it is.
         """
         runs = []
         for row, column in cells:
@@ -103,8 +120,12 @@ class Recipe:
                 after = self._start(start, seed, changes, out) if start else None
                 own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
                 own |= {"start_from": str(after.folder)} if after else {}
-                experiment = from_tree(tree, {}, None).with_values({"threads": 1, **own}, "command line")
-                runs.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
+                experiment = from_tree(tree, {}, None).with_values(
+                    {"threads": 1, **own}, "command line"
+                )
+                runs.append(
+                    replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after)
+                )
         return runs
 
     def _tree(self, row: str, column: str) -> dict[str, Any]:
@@ -133,12 +154,21 @@ class Recipe:
 def recipe_names() -> list[str]:
     """The recipes there are, as ``paper/table``."""
     root = resources.files("fedstill.recipes")
-    folders = [f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_") and f.name != RANKING]
-    return sorted(f"{f.name}/{t.name.removesuffix('.toml')}" for f in folders for t in f.iterdir() if _is_toml(t))
+    folders = [
+        f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_") and f.name != RANKING
+    ]
+    return sorted(
+        f"{f.name}/{t.name.removesuffix('.toml')}"
+        for f in folders
+        for t in f.iterdir()
+        if _is_toml(t)
+    )
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe by its name; raises UnknownName with the nearest one, ConfigError for a file that is no recipe."""
+    """A recipe by its name; raises UnknownName with the nearest one, ConfigError for a file that is
+    no recipe.
+    """
     if name not in recipe_names():
         raise UnknownName("recipe", name, recipe_names())
     tree = tomllib.loads(recipe_text(name))
@@ -149,27 +179,46 @@ def load_recipe(name: str) -> Recipe:
 
 def recipe_text(name: str) -> str:
     """The text of ``recipes/NAME.toml``."""
-    return resources.files("fedstill.recipes").joinpath(*f"{name}.toml".split("/")).read_text(encoding="utf-8")
+    return (
+        resources.files("fedstill.recipes")
+        .joinpath(*f"{name}.toml".split("/"))
+        .read_text(encoding="utf-8")
+    )
 
 
 def recipe_of(name: str, tree: Mapping[str, Any]) -> Recipe:
-    """A recipe from its tables; ``published`` may be left out. Raises ConfigError for cells and columns it has not."""
+    """A recipe from its tables; ``published`` may be left out. Raises ConfigError for cells and
+    columns it has not.
+    """
     measures = tuple(tree.get("measures", USUAL))
     published: dict[tuple[str, str], Published] = {}
     for row, cells in tree.get("published", {}).items():
         for column, cell in cells.items():
             strange = sorted(set(cell) - {*measures, "spread", *BESIDE_VALUES})
             if strange:
-                raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is not one of its measures")
+                raise ConfigError(
+                    f"recipe {name}, {row}:{column}: {strange[0]!r} is not one of its measures"
+                )
             values = {k: v for k, v in cell.items() if k not in BESIDE_VALUES}
-            published[row, column] = Published(values, **{k: cell[k] for k in BESIDE_VALUES if k in cell})
-    rows = {row: {k: v for k, v in setting.items() if k != ONLY} for row, setting in tree["rows"].items()}
+            published[row, column] = Published(
+                values, **{k: cell[k] for k in BESIDE_VALUES if k in cell}
+            )
+    rows = {
+        row: {k: v for k, v in setting.items() if k != ONLY}
+        for row, setting in tree["rows"].items()
+    }
     only = {row: setting[ONLY] for row, setting in tree["rows"].items() if ONLY in setting}
-    strange = sorted({column for columns in only.values() for column in columns} - set(tree["columns"]))
+    strange = sorted(
+        {column for columns in only.values() for column in columns} - set(tree["columns"])
+    )
     if strange:
-        raise ConfigError(f"recipe {name}: column {strange[0]!r}, to which a row is limited, does not exist")
+        raise ConfigError(
+            f"recipe {name}: column {strange[0]!r}, to which a row is limited, does not exist"
+        )
     starts, columns = tree.get("starts", {}), tree["columns"]
-    return Recipe(name, tree["paper"], tree["common"], rows, columns, published, measures, starts, only)
+    return Recipe(
+        name, tree["paper"], tree["common"], rows, columns, published, measures, starts, only
+    )
 
 
 def _folder(out: Path, label: str) -> Path:

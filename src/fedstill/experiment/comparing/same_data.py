@@ -1,4 +1,6 @@
-"""Whether data are still those with which finished runs began, where others are to be done beside them."""
+"""Whether data are still those with which finished runs began, where others are to be done beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,22 @@ from fedstill.experiment.preparing.sharing import divided
 
 
 class DataNow:
-    """The data of runs that are left to do, as they are by now; each set is read once, when it is first asked for."""
+    """The data of runs that are left to do, as they are by now; each set is read once, when it is
+    first asked for.
+    """
 
     def __init__(self, left: Sequence[Settings]) -> None:
         self._named = {_name(settings) for settings in left}
         self._read: dict[str, tuple[Dataset, dict[str, str]]] = {}
 
     def differ(self, settings: Settings, start: Mapping[str, Any]) -> bool:
-        """Whether a finished run has the same data set as one that is left, and began with other examples than it has
-        now, as its event ``start`` says.
+        """Whether a finished run has the same data set as one that is left, and began with other
+        examples than it has now, as its event ``start`` says.
 
-        Never of data that cannot be read, which the run that is left will say; nor where the event has no SHA-256 of
-        examples: of real sites' own, of features that a backbone gives, and of runs of earlier versions.
+        Never of data that cannot be read, which the run that is left will say; nor where the event
+        has no SHA-256 of
+        examples: of real sites' own, of features that a backbone gives, and of runs of earlier
+        versions.
         """
         began = start.get("examples_sha256")
         if not isinstance(began, Mapping) or _name(settings) not in self._named:
@@ -36,11 +42,16 @@ class DataNow:
             return False
 
     def _seals(self, settings: Settings) -> dict[str, str]:
-        """The SHA-256 of examples by split; of public ones, too, where they come from other data."""
+        """The SHA-256 of examples by split; of public ones, too, where they come from other
+        data.
+        """
         if (name := _name(settings)) not in self._read:
             data = read_data(settings)
             splits = {"train": data.train, "test": data.test}
-            self._read[name] = data, {split: examples_digest(each) for split, each in splits.items()}
+            self._read[name] = (
+                data,
+                {split: examples_digest(each) for split, each in splits.items()},
+            )
         data, seals = self._read[name]
         if settings.data.public_from in (TRAIN, NOISE):
             return seals

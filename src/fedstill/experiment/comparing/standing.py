@@ -1,4 +1,6 @@
-"""What stands in the folder of a comparison's run: the same run, to go on with; or another one, which is in the way."""
+"""What stands in the folder of a comparison's run: the same run, to go on with; or another one,
+which is in the way.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +29,37 @@ SAME_BITS = ("serial", "pooled")
 
 
 def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
-    """Delete the runs in variants' folders that are not the variants', if that may be; raises RunExists if it may not.
+    """Delete the runs in variants' folders that are not the variants', if that may be; raises
+    RunExists if it may not.
 
-    A run is another one if its settings are, if files of the user's own code or a model that it was given have changed
-    since it began, if the run that it starts from is begun anew, or if its data are not those of runs that are left to
-    do. variants: each after the one that it starts from.
+    A run is another one if its settings are, if files of the user's own code or a model that it was
+    given have changed since it began, if the run that it starts from is begun anew, or if its data
+    are not those of runs that are left to do. variants: each after the one that it starts from.
     """
     anew = set[Path]()
     for variant in variants:
         after = variant.after is not None and variant.after.folder in anew
-        if why := in_the_way(variant) or ("holds a run that started from one that is begun anew" if after else ""):
+        if why := in_the_way(variant) or (
+            "holds a run that started from one that is begun anew" if after else ""
+        ):
             _clear(variant, why, overwrite)
             anew.add(variant.folder)
     if left := [v for v in variants if not _is_finished(v)]:
         now = DataNow([v.settings for v in left])
         for variant in filter(_is_finished, variants):
             if now.differ(variant.settings, _start(variant)):
-                _clear(variant, f"holds a run that began before data {variant.settings.data.name!r} changed", overwrite)
+                _clear(
+                    variant,
+                    f"holds a run that began before data {variant.settings.data.name!r} changed",
+                    overwrite,
+                )
 
 
 def _clear(variant: Variant, why: str, overwrite: bool) -> None:
     if not overwrite:
-        raise RunExists(f"{variant.folder} {why}; choose another --out, or begin it anew with --overwrite")
+        raise RunExists(
+            f"{variant.folder} {why}; choose another --out, or begin it anew with --overwrite"
+        )
     with locked(variant.folder):
         clear(variant.folder)
 
@@ -58,7 +69,9 @@ def _is_finished(variant: Variant) -> bool:
 
 
 def other_settings(variant: Variant) -> list[str]:
-    """The dotted keys of which the run in a variant's folder has other values; none where there is no run."""
+    """The dotted keys of which the run in a variant's folder has other values; none where there is
+    no run.
+    """
     config = variant.folder / "config.toml"
     if not config.is_file():
         return []
@@ -71,10 +84,14 @@ def other_settings(variant: Variant) -> list[str]:
 
 
 def _same_wherever(data: DataTable) -> bool:
-    """Whether a data set's name says which examples it has: its checksums are known, so other data are refused."""
+    """Whether a data set's name says which examples it has: its checksums are known, so other data
+    are refused.
+    """
     known = KNOWN.get(data.name)
     as_known = not (data.image_column or data.label_column or data.size or data.form)
-    return as_known and known is not None and bool(known.sums) and data.public_from in (TRAIN, NOISE)
+    return (
+        as_known and known is not None and bool(known.sums) and data.public_from in (TRAIN, NOISE)
+    )
 
 
 def as_settled(folder: Path) -> dict[str, Any]:
@@ -84,7 +101,9 @@ def as_settled(folder: Path) -> dict[str, Any]:
 
 
 def other_files(variant: Variant) -> list[str]:
-    """The user's own files, by name, and models that are not those with which the run in a variant's folder began."""
+    """The user's own files, by name, and models that are not those with which the run in a
+    variant's folder began.
+    """
     start = _start(variant)
     try:
         names = [Path(path).name for path in changed_files(variant.settings, start)]
@@ -97,7 +116,9 @@ def other_files(variant: Variant) -> list[str]:
 
 
 def _start(variant: Variant) -> Mapping[str, Any]:
-    """The event ``start`` of the run in a variant's folder; empty where it has not begun, or is damaged."""
+    """The event ``start`` of the run in a variant's folder; empty where it has not begun, or is
+    damaged.
+    """
     try:
         with (variant.folder / "journal.jsonl").open("rb") as journal:
             start = json.loads(journal.readline())
@@ -120,6 +141,8 @@ def in_the_way(variant: Variant) -> str:
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
-    """The settings that identify a run: all but an engine with the serial engine's bits, or one that ``auto`` chose."""
+    """The settings that identify a run: all but an engine with the serial engine's bits, or one
+    that ``auto`` chose.
+    """
     same = settings.engine in SAME_BITS or wanted.engine == "auto"
     return {**settings.tree, "engine": "serial"} if same else settings.tree

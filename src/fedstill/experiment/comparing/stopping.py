@@ -1,4 +1,6 @@
-"""Stopping a comparison: the first Ctrl-C lets running stages end, the second ends at once; workers end with it."""
+"""Stopping a comparison: the first Ctrl-C lets running stages end, the second ends at once; workers
+end with it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that start here hear no Ctrl-C, until they say that they do; this one hears it afterwards."""
+    """Processes that start here hear no Ctrl-C, until they say that they do; this one hears it
+    afterwards.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -27,7 +31,9 @@ def deaf() -> Iterator[None]:
 
 
 class Asked:
-    """Whether Ctrl-C was pressed or the process was ended; the workers are told. The second time it ends at once."""
+    """Whether Ctrl-C was pressed or the process was ended; the workers are told. The second time it
+    ends at once.
+    """
 
     def __init__(self, event: Event) -> None:
         self.event, self.stop = event, False
@@ -48,7 +54,9 @@ class Asked:
 
 
 class StopsWhenAsked:
-    """A worker's watch: no display; a stop after the stage in which a signal came, or the comparison was ended."""
+    """A worker's watch: no display; a stop after the stage in which a signal came, or the
+    comparison was ended.
+    """
 
     event: ClassVar[Event]
     working: ClassVar[Lock] = Lock()
@@ -104,6 +112,8 @@ class StopsWhenAsked:
         """Nothing."""
 
     def stop(self) -> bool:
-        """Whether a signal came, here or in the process that started the comparison, or that process has ended."""
+        """Whether a signal came, here or in the process that started the comparison, or that
+        process has ended.
+        """
         parent = multiprocessing.parent_process()
         return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())

@@ -1,4 +1,6 @@
-"""Values of fields chosen by trials: a sampler proposes, each trial is a few runs, on seeds that are not reported."""
+"""Values of fields chosen by trials: a sampler proposes, each trial is a few runs, on seeds that
+are not reported.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,23 @@ if TYPE_CHECKING:
 LOWER = ("forgetting", "personal_forgetting")
 """Goals of which less is better."""
 
-GOALS = ("query_average_accuracy", "personal_accuracy", "mean_accuracy_last_10", "accuracy", "best_accuracy", *LOWER)
-"""What may be tuned for: numbers of a run's summary. Without a goal it is the first of these that the runs have."""
+GOALS = (
+    "query_average_accuracy",
+    "personal_accuracy",
+    "mean_accuracy_last_10",
+    "accuracy",
+    "best_accuracy",
+    *LOWER,
+)
+"""What may be tuned for: numbers of a run's summary. Without a goal it is the first of these that
+the runs have.
+"""
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A key and the values that it may take: from ``low`` to ``high``, whole or not, evenly or by their logarithm; or
-    one of ``choices``.
+    """A key and the values that it may take: from ``low`` to ``high``, whole or not, evenly or by
+    their logarithm; or one of ``choices``.
     """
 
     key: str
@@ -39,7 +50,9 @@ class Dimension:
     choices: tuple[Any, ...] = ()
 
     def suggested(self, trial: optuna.Trial) -> Any:
-        """The sampler's proposal; a number that is not whole has three digits, so that people can write it."""
+        """The sampler's proposal; a number that is not whole has three digits, so that people can
+        write it.
+        """
         if self.choices:
             return self.choices[trial.suggest_categorical(self.key, list(range(len(self.choices))))]
         if self.whole:
@@ -48,7 +61,8 @@ class Dimension:
 
 
 def parse_space(texts: Sequence[str]) -> list[Dimension]:
-    """``("method.beta=0.1..10:log", "plan.epochs=1..5", "method.head=a,b")`` as dimensions; raises ConfigError.
+    """``("method.beta=0.1..10:log", "plan.epochs=1..5", "method.head=a,b")`` as dimensions; raises
+    ConfigError.
 
     >>> parse_space(["plan.epochs=1..5"])[0].whole
     True
@@ -66,7 +80,9 @@ def _dimension(text: str) -> Dimension:
     key, (ends, _, scale) = key.strip(), values.strip().partition(":")
     low, dots, high = ends.partition("..")
     if not equals or not key or not values.strip():
-        raise ConfigError(f"--space {text!r} is not of the form KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C")
+        raise ConfigError(
+            f"--space {text!r} is not of the form KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C"
+        )
     if not dots:
         return Dimension(key, choices=tuple(parse_grid((text,))[key]))
     try:
@@ -82,7 +98,9 @@ def _dimension(text: str) -> Dimension:
 
 @dataclass(frozen=True)
 class Trial:
-    """One proposal: its values by key, and the goal by seed; none where a run failed, ``problem`` says why."""
+    """One proposal: its values by key, and the goal by seed; none where a run failed, ``problem``
+    says why.
+    """
 
     number: int
     values: Mapping[str, Any]
@@ -97,10 +115,11 @@ class Trial:
 
 @dataclass
 class Tuning:
-    """A search, from the beginning or from where it stopped: the sampler is a function of the experiment's seed.
+    """A search, from the beginning or from where it stopped: the sampler is a function of the
+    experiment's seed.
 
-    ``do``: carries runs out, and leaves alone those that are finished. Raises ConfigError for an unknown goal, and if
-    Optuna is not installed.
+    ``do``: carries runs out, and leaves alone those that are finished. Raises ConfigError for an
+    unknown goal, and if Optuna is not installed.
     """
 
     experiment: Experiment
@@ -117,13 +136,19 @@ class Tuning:
         try:
             import optuna
         except ImportError as error:
-            raise ConfigError(f"tune needs Optuna: pip install 'fedstill[tune]' ({error})") from error
+            raise ConfigError(
+                f"tune needs Optuna: pip install 'fedstill[tune]' ({error})"
+            ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         sampler = optuna.samplers.TPESampler(seed=self.experiment.seed)
-        self.study = optuna.create_study(sampler=sampler, direction="minimize" if self.goal in LOWER else "maximize")
+        self.study = optuna.create_study(
+            sampler=sampler, direction="minimize" if self.goal in LOWER else "maximize"
+        )
 
     def run(self, trials: int) -> Iterator[Trial]:
-        """The trials in their order, each when its runs are done; it ends early if it is stopped."""
+        """The trials in their order, each when its runs are done; it ends early if it is
+        stopped.
+        """
         from optuna.trial import TrialState
 
         for number in range(trials):
@@ -133,7 +158,9 @@ class Tuning:
             if any(o.state in ("waiting", "stopped", "running") for o in outcomes):
                 return
             problem = next((o.problem for o in outcomes if o.problem), "")
-            scores = {} if problem else {o.variant.seed: self._score(o.variant.folder) for o in outcomes}
+            scores = (
+                {} if problem else {o.variant.seed: self._score(o.variant.folder) for o in outcomes}
+            )
             trial = Trial(number, values, scores, problem)
             self.study.tell(asked, *([None, TrialState.FAIL] if problem else [trial.mean]))
             self.trials.append(trial)
@@ -150,10 +177,16 @@ class Tuning:
         there = [g for g in GOALS if summary.get(g) is not None]
         self.goal = self.goal or next(iter(there), "")
         if self.goal not in there:
-            raise ConfigError(f"{folder} has no {self.goal or 'accuracy'}; its goals: {', '.join(there) or 'none'}")
+            raise ConfigError(
+                f"{folder} has no {self.goal or 'accuracy'}; its goals: "
+                f"{', '.join(there) or 'none'}"
+            )
         return float(summary[self.goal])
 
     def ranked(self) -> list[Trial]:
         """The trials, the best first, those that failed last."""
         better = 1 if self.goal in LOWER else -1
-        return sorted(self.trials, key=lambda t: (not t.scores, better * t.mean if t.scores else 0.0, t.number))
+        return sorted(
+            self.trials,
+            key=lambda t: (not t.scores, better * t.mean if t.scores else 0.0, t.number),
+        )

@@ -1,4 +1,6 @@
-"""The runs of a comparison: methods × a grid × seeds, each settled once and with a folder of its own."""
+"""The runs of a comparison: methods × a grid × seeds, each settled once and with a folder of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ KEPT_OF_NAME = 150
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a comparison: what is varied, as text; its settings; its folder; the run that it starts from."""
+    """One run of a comparison: what is varied, as text; its settings; its folder; the run that it
+    starts from.
+    """
 
     label: str
     experiment: Experiment
@@ -45,10 +49,11 @@ def variants(
     seeds: Sequence[int] = (),
     grid: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Variant]:
-    """The runs of a comparison: every method, every combination of the grid's values, every seed; all checked.
+    """The runs of a comparison: every method, every combination of the grid's values, every seed;
+    all checked.
 
-    Every run uses one thread, so that its bits do not depend on how many run at once. Raises ConfigError for a grid
-    without values, and where two runs are the same.
+    Every run uses one thread, so that its bits do not depend on how many run at once. Raises
+    ConfigError for a grid without values, and where two runs are the same.
     """
     refuse_no_experiment(experiment)
     if bare := [key for key, values in (grid or {}).items() if not len(values)]:
@@ -60,10 +65,15 @@ def variants(
         for values in itertools.product(*(grid or {}).values()):
             setting = dict(zip(grid or {}, values, strict=True))
             chosen = of_method.with_values(setting, "compare")
-            runs += [_variant(replace(chosen, seed=seed), setting, out) for seed in seeds or (chosen.seed,)]
+            runs += [
+                _variant(replace(chosen, seed=seed), setting, out)
+                for seed in seeds or (chosen.seed,)
+            ]
     runs = _apart(runs, out)
     if len({v.folder for v in runs}) != len(runs):
-        raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
+        raise ConfigError(
+            "two runs of this comparison are the same; name each method, value and seed once"
+        )
     return runs
 
 
@@ -76,17 +86,24 @@ def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> V
 
 
 def _apart(runs: Sequence[Variant], out: Path) -> list[Variant]:
-    """The runs; those whose folder another one of another label has too get one with their whole label."""
+    """The runs; those whose folder another one of another label has too get one with their whole
+    label.
+    """
     labels: dict[Path, set[str]] = {}
     for run in runs:
         labels.setdefault(run.folder, set()).add(run.label)
     shared = {folder for folder, of_it in labels.items() if len(of_it) > 1}
     whole = [_of_seed(_folder(out, [run.label.replace(":", "-")]), run.settings) for run in runs]
-    return [replace(v, folder=own) if v.folder in shared else v for v, own in zip(runs, whole, strict=True)]
+    return [
+        replace(v, folder=own) if v.folder in shared else v
+        for v, own in zip(runs, whole, strict=True)
+    ]
 
 
 def _folder(out: Path, words: Sequence[str]) -> Path:
-    """The words as a folder's name; of more than a name may have, the first ones and a hash of all."""
+    """The words as a folder's name; of more than a name may have, the first ones and a hash of
+    all.
+    """
     name = " ".join(words).replace("/", "-").replace(" ", "_")
     if len(whole := os.fsencode(name)) > LONGEST_NAME:
         name = f"{whole[:KEPT_OF_NAME].decode(errors='ignore')}-{digest(whole)[:12]}"
@@ -94,9 +111,11 @@ def _folder(out: Path, words: Sequence[str]) -> Path:
 
 
 def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Variant:
-    """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it cannot be run.
+    """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it
+    cannot be run.
 
-    Whether this machine has what it needs is seen to when it is begun: another one may have finished it.
+    Whether this machine has what it needs is seen to when it is begun: another one may have
+    finished it.
     """
     with_seed = replace(experiment, seed=seed)
     settings = settle(with_seed, here=False)

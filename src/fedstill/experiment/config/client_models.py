@@ -1,4 +1,6 @@
-"""Which client has which network: ``[clients] models`` by list, share or client; the others have the server's."""
+"""Which client has which network: ``[clients] models`` by list, share or client; the others have
+the server's.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,23 @@ SUM = 1e-6
 """How far shares may be from 1 together."""
 
 
-def checked_models(said: Any, clients: int, base: Path | None, resolve: Callable[[str], str]) -> Any:
+def checked_models(
+    said: Any, clients: int, base: Path | None, resolve: Callable[[str], str]
+) -> Any:
     """The clients' networks as the config writes them, with names resolved and fields checked.
 
-    A list is given out in turn, or by share if its tables have a ``share``; a table of names and numbers is shares; a
-    table of client ids (``"3"``, ``"0-2"``) is by client. A network is a name, or a table of ``name`` and its fields.
-    Raises ConfigError in one line that names the key.
+    A list is given out in turn, or by share if its tables have a ``share``; a table of names and
+    numbers is shares; a table of client ids (``"3"``, ``"0-2"``) is by client. A network is a name,
+    or a table of ``name`` and its fields. Raises ConfigError in one line that names the key.
     """
     if isinstance(said, Mapping):
         shared = bool(said) and all(_number(v) for v in said.values())
         resolved = {(resolve(str(k)) if shared else str(k)): v for k, v in said.items()}
-        out: Any = resolved if shared else {k: _network(v, f"{KEY}.{k}", base, resolve) for k, v in resolved.items()}
+        out: Any = (
+            resolved
+            if shared
+            else {k: _network(v, f"{KEY}.{k}", base, resolve) for k, v in resolved.items()}
+        )
     else:
         out = tuple(_network(v, f"{KEY}[{i}]", base, resolve) for i, v in enumerate(said))
     assigned(out, clients)
@@ -35,7 +43,8 @@ def checked_models(said: Any, clients: int, base: Path | None, resolve: Callable
 
 
 def assigned(models: Any, clients: int) -> list[tuple[str, dict[str, Any]] | None]:
-    """The network of each client as (name, fields); None for the server's. Takes what ``checked_models`` gives.
+    """The network of each client as (name, fields); None for the server's. Takes what
+    ``checked_models`` gives.
 
     Raises ConfigError for shares that are not above 0 or do not make 1.
     """
@@ -43,21 +52,30 @@ def assigned(models: Any, clients: int) -> list[tuple[str, dict[str, Any]] | Non
         return [None] * clients
     if isinstance(models, Mapping) and not all(_number(v) for v in models.values()):
         return _by_client(models, clients)
-    entries = [{"name": k, "share": v} for k, v in models.items()] if isinstance(models, Mapping) else list(models)
+    entries = (
+        [{"name": k, "share": v} for k, v in models.items()]
+        if isinstance(models, Mapping)
+        else list(models)
+    )
     shares = [e["share"] for e in entries if isinstance(e, Mapping) and "share" in e]
     if not shares:
         networks = [_pair(e) for e in entries]
         return [networks[c % len(networks)] for c in range(clients)]
     if len(shares) < len(entries) or not all(_number(s) and 0 < s <= 1 for s in shares):
-        raise ConfigError(f"{KEY}: every network needs a share above 0, or none; they are {shown(shares)}")
+        raise ConfigError(
+            f"{KEY}: every network needs a share above 0, or none; they are {shown(shares)}"
+        )
     if abs(sum(shares) - 1) > SUM:
-        raise ConfigError(f"{KEY}: the shares {shown(shares)} make {sum(shares):g}; they must make 1")
+        raise ConfigError(
+            f"{KEY}: the shares {shown(shares)} make {sum(shares):g}; they must make 1"
+        )
     networks = [_pair(e) for e in entries]
     return [networks[i] for i in dealt(shares, clients)]
 
 
 def dealt(shares: Sequence[float], clients: int) -> list[int]:
-    """Which of several each client gets: the one furthest behind its share, so that they are spread evenly.
+    """Which of several each client gets: the one furthest behind its share, so that they are spread
+    evenly.
 
     >>> dealt([0.5, 0.25, 0.25], 8)
     [0, 1, 2, 0, 0, 1, 2, 0]
@@ -88,7 +106,9 @@ def _by_client(models: Mapping[str, Any], clients: int) -> list[tuple[str, dict[
     for key, network in models.items():
         ids = IDS.fullmatch(key)
         if not ids:
-            raise ConfigError(f"{KEY}.{key}: name clients by their ids, '3' or '0-2', or give all networks shares")
+            raise ConfigError(
+                f"{KEY}.{key}: name clients by their ids, '3' or '0-2', or give all networks shares"
+            )
         first, own = int(ids[1]), _pair(network)
         last = int(ids[2] or first)
         if not first <= last < clients:
@@ -104,7 +124,9 @@ def _network(said: Any, where: str, base: Path | None, resolve: Callable[[str], 
     if isinstance(said, str):
         return resolve(said)
     if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
-        raise ConfigError(f"{where} = {shown(said)} must be a network's name, or a table of name and its fields")
+        raise ConfigError(
+            f"{where} = {shown(said)} must be a network's name, or a table of name and its fields"
+        )
     given = {str(k): v for k, v in said.items() if k not in ("name", "share")}
     fields = checked(fields_of("model", said["name"], base)[1], given, where)
     share = {"share": said["share"]} if "share" in said else {}

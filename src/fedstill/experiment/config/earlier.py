@@ -1,4 +1,6 @@
-"""Configs of runs that an earlier version began: what they lack or have too much, so that they go on as they began."""
+"""Configs of runs that an earlier version began: what they lack or have too much, so that they go
+on as they began.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,14 @@ DID: Mapping[str, Mapping[str, Any]] = {
     "naive_kd": {"over_teachers": "sum"},
     **{f"qkt_light{of}": {"phase1_over": "same"} for of in ("", "_volunteer", "_server")},
 }
-"""By method: fields that came later with another default, and what was done before there was a choice."""
+"""By method: fields that came later with another default, and what was done before there was a
+choice.
+"""
 
 UNSAID: Mapping[str, Any] = {"clients.failures": "tolerate"}
-"""Dotted keys that came later with another default, and what was done before; a whole run's numbers don't tell."""
+"""Dotted keys that came later with another default, and what was done before; a whole run's numbers
+don't tell.
+"""
 
 
 def as_it_began(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,8 +26,9 @@ def as_it_began(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> as_it_began({"method": {"name": "naive_kd", "alpha": 1.0}, "clients": {}})
     {'method': {'over_teachers': 'sum', 'name': 'naive_kd', 'alpha': 1.0}, 'clients': {'failures': 'tolerate'}}
-    """
-    kept = {k: v for k, v in tree.items() if k != "stacked_seeds"}  # of 0.1; the run goes on alone, up to rounding
+    """  # noqa: E501
+    # of 0.1; the run goes on alone, up to rounding
+    kept = {k: v for k, v in tree.items() if k != "stacked_seeds"}
     method = kept.get("method")
     if isinstance(method, Mapping) and isinstance(method.get("name"), str):
         kept["method"] = {**DID.get(method["name"], {}), **method}
@@ -38,4 +45,8 @@ def unsaid(tree: Mapping[str, Any]) -> set[str]:
     >>> unsaid({"clients": {"quorum": 0.5}}), unsaid({"clients": {"failures": "stop"}})
     ({'clients.failures'}, set())
     """
-    return {dotted for dotted in UNSAID if dotted.partition(".")[2] not in tree.get(dotted.partition(".")[0], {})}
+    return {
+        dotted
+        for dotted in UNSAID
+        if dotted.partition(".")[2] not in tree.get(dotted.partition(".")[0], {})
+    }

@@ -1,4 +1,6 @@
-"""An experiment as it was asked for: a config file, its overrides, and where each value came from."""
+"""An experiment as it was asked for: a config file, its overrides, and where each value came
+from.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,12 @@ Table = Mapping[str, Any]
 class Experiment(TopKeys):
     """One run as it was asked for: it holds only what differs from the defaults.
 
-    The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. Values are
-    checked when the run is settled, not here. ``method``, ``model`` and ``partition`` also take what they name: a
-    class, a method with its fields, a network, a function; so does the name in their table. NumPy's numbers and
-    pathlib's paths become plain ones. ``origins`` says where a dotted key came from, ``base`` is the folder that paths
-    are relative to.
+    The keys are those of a config file; ``method = "fedntd"`` stands for
+    ``method = {"name": "fedntd"}``. Values are checked when the run is settled, not here.
+    ``method``, ``model`` and ``partition`` also take what they name: a class, a method with its
+    fields, a network, a function; so does the name in their table. NumPy's numbers and pathlib's
+    paths become plain ones. ``origins`` says where a dotted key came from, ``base`` is the folder
+    that paths are relative to.
     """
 
     data: str | Table = field(default_factory=dict)
@@ -65,7 +68,9 @@ class Experiment(TopKeys):
             other = meant(name, "", self.tree, self.base, near=False)
             if name == "data" and isinstance(value, (int, float)):
                 other = f'a name is a text, data = "{value}"'
-            raise ConfigError(f"{name} = {shown(value)} must be a table, [{name}]{'; ' * bool(other)}{other}")
+            raise ConfigError(
+                f"{name} = {shown(value)} must be a table, [{name}]{'; ' * bool(other)}{other}"
+            )
         return dict(value)
 
     @property
@@ -89,9 +94,11 @@ KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "ba
 
 
 def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment:
-    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or else strings.
+    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or
+    else strings.
 
-    Paths are relative to the file's folder; an override may also name a file in the working directory.
+    Paths are relative to the file's folder; an override may also name a file in the working
+    directory.
     """
     if file is None:
         return Experiment().with_values(parse_overrides(overrides), "command line")
@@ -105,9 +112,15 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
 def refuse_no_experiment(given: object) -> None:
     """Raise ConfigError for what is no experiment: a config's path, or its tables."""
     if not isinstance(given, Experiment):
-        whole = "fedstill.Experiment(**it)" if isinstance(given, Mapping) else "fedstill.load('my.toml')"
+        whole = (
+            "fedstill.Experiment(**it)"
+            if isinstance(given, Mapping)
+            else "fedstill.load('my.toml')"
+        )
         todo = f"fedstill.load({str(given)!r})" if isinstance(given, (str, Path)) else whole
-        raise ConfigError(f"an experiment is wanted, not {of_kind(given)}; give an Experiment, or {todo}")
+        raise ConfigError(
+            f"an experiment is wanted, not {of_kind(given)}; give an Experiment, or {todo}"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -119,15 +132,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         for table, (key, _) in {**NAMED, "data": ("name", "")}.items():
-            both = (re.search(rf"(?m)^[ \t]*{start}", text) for start in (rf"{table}[ \t]*=", rf"\[{table}[\].]"))
+            both = (
+                re.search(rf"(?m)^[ \t]*{start}", text)
+                for start in (rf"{table}[ \t]*=", rf"\[{table}[\].]")
+            )
             if all(both):
-                todo = f"{table} is set twice, as a name and as a table; put the name into [{table}], as {key} = ..."
+                todo = (
+                    f"{table} is set twice, as a name and as a table; put the name into [{table}], "
+                    f"as {key} = ..."
+                )
                 raise ConfigError(f"{path}: {todo}") from error
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | None) -> Experiment:
-    """The experiment of a parsed config; raises ConfigError, UnknownName for an unknown key with the nearest."""
+    """The experiment of a parsed config; raises ConfigError, UnknownName for an unknown key with
+    the nearest.
+    """
     for key in tree:
         if key not in KEYS:
             todo = what_to_do("", key, suggestion(key, KEYS), tree, base)
@@ -149,8 +170,14 @@ def _by_name(table: str, value: Any) -> Any:
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     head, _, rest = key.partition(".")
     if not rest:
-        kept = {k: v for k, v in tree[head].items() if k == "clients"} if isinstance(tree.get(head), Mapping) else {}
-        tree[head] = {**kept, NAMED[head][0]: value} if head in NAMED and isinstance(value, str) else value
+        kept = (
+            {k: v for k, v in tree[head].items() if k == "clients"}
+            if isinstance(tree.get(head), Mapping)
+            else {}
+        )
+        tree[head] = (
+            {**kept, NAMED[head][0]: value} if head in NAMED and isinstance(value, str) else value
+        )
         return
     if head not in tree:
         todo = what_to_do(head, rest, suggestion(key, KEYS), tree, None)

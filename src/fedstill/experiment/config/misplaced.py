@@ -1,4 +1,6 @@
-"""Keys that their table lacks: the message names the key of another table that was meant, or a field without a type."""
+"""Keys that their table lacks: the message names the key of another table that was meant, or a
+field without a type.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,25 @@ from fedstill import registry
 from fedstill.errors import ConfigError, UnknownKeys
 from fedstill.experiment.config.named_tables import NAMED, fields_of
 from fedstill.experiment.config.stream_table import StreamTable
-from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.config.tables import (
+    ClientsTable,
+    DataTable,
+    FlowerTable,
+    QueryTable,
+    TopKeys,
+)
 from fedstill.fields import fields_of_record
 from fedstill.files import short_name
 from fedstill.records import Plan
 from fedstill.wire.privacy import Privacy
 
-RECORDS = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flower": FlowerTable, "query": QueryTable}
+RECORDS = {
+    "data": DataTable,
+    "clients": ClientsTable,
+    "privacy": Privacy,
+    "flower": FlowerTable,
+    "query": QueryTable,
+}
 """Tables of a config that are records; the others name a registered thing, or are of stages."""
 
 MODELS = ("cnn", "digits_cnn")
@@ -49,28 +63,44 @@ Tree = Mapping[str, Any]
 
 def named_better(error: UnknownKeys, tree: Tree, base: Path | None) -> UnknownKeys:
     """The same error, with the keys of other tables that were meant; ``tree``: the whole config."""
-    keys = [(where, key, what_to_do(where, key, todo, tree, base)) for where, key, todo in error.keys]
+    keys = [
+        (where, key, what_to_do(where, key, todo, tree, base)) for where, key, todo in error.keys
+    ]
     return UnknownKeys(error.wrong, keys)
 
 
 def meant(key: str, table: str, tree: Tree, base: Path | None, near: bool = True) -> str:
-    """Which key of which table was meant by one that ``table`` lacks, as a part of a message; empty if none is known.
+    """Which key of which table was meant by one that ``table`` lacks, as a part of a message; empty
+    if none is known.
 
     ``table``: empty for the keys outside all tables. ``near``: whether a similar key counts, too.
     """
     homes = _homes(tree, base)
-    homes |= {word: [home] for word, home in OTHER_WORDS.items() if word not in homes or word in (*NAMED, *RECORDS)}
+    homes |= {
+        word: [home]
+        for word, home in OTHER_WORDS.items()
+        if word not in homes or word in (*NAMED, *RECORDS)
+    }
     like = difflib.get_close_matches(key, homes, n=1, cutoff=NEAR) if near else []
-    there = [home for home in homes.get(key, homes[like[0]] if like else []) if home != f"{table}.{key}"]
+    there = [
+        home for home in homes.get(key, homes[like[0]] if like else []) if home != f"{table}.{key}"
+    ]
     said = [
-        "the table [plan]" if home == "plan" else f"{home!r}{'' if '.' in home else ' (before all tables)'}"
+        "the table [plan]"
+        if home == "plan"
+        else f"{home!r}{'' if '.' in home else ' (before all tables)'}"
         for home in there[:3]
     ]
-    return f"did you mean {' or '.join(filter(None, [', '.join(said[:-1]), said[-1]]))}?" if said else ""
+    return (
+        f"did you mean {' or '.join(filter(None, [', '.join(said[:-1]), said[-1]]))}?"
+        if said
+        else ""
+    )
 
 
 def home_of(word: str) -> str:
-    """The dotted key that a word alone stands for; empty if it is none, or is in more than one table.
+    """The dotted key that a word alone stands for; empty if it is none, or is in more than one
+    table.
 
     >>> home_of("seed"), home_of("method"), home_of("learning_rate"), home_of("quiet")
     ('seed', 'method', 'plan.lr', '')
@@ -83,7 +113,9 @@ def home_of(word: str) -> str:
 
 
 def what_to_do(where: str, key: str, todo: str, tree: Tree, base: Path | None) -> str:
-    """What to do about a key that a table lacks: ``todo``, which knows the table's own keys, or something better."""
+    """What to do about a key that a table lacks: ``todo``, which knows the table's own keys, or
+    something better.
+    """
     table = where.partition(".")[0]
     return (
         _untyped(table, key, tree, base)
@@ -91,14 +123,22 @@ def what_to_do(where: str, key: str, todo: str, tree: Tree, base: Path | None) -
         or meant(key, table, tree, base, near=False)
         or _of_another(table, key, tree, base)
         or (todo if todo.startswith("did you mean") else meant(key, table, tree, base))
-        or (_has(name, _fields(table, name, base)) if table in NAMED and (name := _name(table, tree)) else todo)
+        or (
+            _has(name, _fields(table, name, base))
+            if table in NAMED and (name := _name(table, tree))
+            else todo
+        )
     )
 
 
 def _called(table: str, key: str) -> str:
     """What to do about a table's name under the key that other tables have for theirs."""
     right = NAMED.get(table, ("", ""))[0]
-    return f"did you mean '{table}.{right}'?" if right and key in ("name", "kind") and key != right else ""
+    return (
+        f"did you mean '{table}.{right}'?"
+        if right and key in ("name", "kind") and key != right
+        else ""
+    )
 
 
 def _of_another(table: str, key: str, tree: Tree, base: Path | None) -> str:
@@ -106,7 +146,11 @@ def _of_another(table: str, key: str, tree: Tree, base: Path | None) -> str:
     if table not in NAMED:
         return ""
     name = _name(table, tree) or (_topology(tree, base) if table == "topology" else "")
-    have = [other for other in registry.names(table) if other != name and key in _fields(table, other, base)]
+    have = [
+        other
+        for other in registry.names(table)
+        if other != name and key in _fields(table, other, base)
+    ]
     if not have:
         return ""
     some = f"{', '.join(have[:3])} and {len(have) - 3} more" if len(have) > 4 else ", ".join(have)
@@ -119,15 +163,24 @@ def _has(name: str, fields: Iterable[str]) -> str:
 
 
 def _untyped(table: str, key: str, tree: Tree, base: Path | None) -> str:
-    """What to do about a class of the user's that has a value of that name, which is no field without a type."""
+    """What to do about a class of the user's that has a value of that name, which is no field
+    without a type.
+    """
     name = _name(table, tree) if table in NAMED else ""
     if not name:
         return ""
     target = registry.lookup(table, name, base).target
     for kind in target.__mro__ if inspect.isclass(target) else ():
-        if key in vars(kind) and not kind.__module__.startswith("fedstill.") and not callable(vars(kind)[key]):
+        if (
+            key in vars(kind)
+            and not kind.__module__.startswith("fedstill.")
+            and not callable(vars(kind)[key])
+        ):
             value = vars(kind)[key]
-            return f"in class {kind.__name__} it has no type, write: {key}: {type(value).__name__} = {value!r}"
+            return (
+                f"in class {kind.__name__} it has no type, write: {key}: {type(value).__name__} = "
+                f"{value!r}"
+            )
     return ""
 
 
@@ -139,11 +192,20 @@ def _homes(tree: Tree, base: Path | None) -> dict[str, list[str]]:
         for key in dict.fromkeys(keys):
             homes.setdefault(key, []).append(f"{table}.{key}")
 
-    for table, record in {**RECORDS, **({"stream": StreamTable} if tree.get("stream") else {})}.items():
+    for table, record in {
+        **RECORDS,
+        **({"stream": StreamTable} if tree.get("stream") else {}),
+    }.items():
         add(table, fields_of_record(record))
     add("plan", fields_of_record(Plan))
     for kind, (key, _) in NAMED.items():
-        names = [_name(kind, tree)] if _name(kind, tree) else MODELS if kind == "model" else [_topology(tree, base)]
+        names = (
+            [_name(kind, tree)]
+            if _name(kind, tree)
+            else MODELS
+            if kind == "model"
+            else [_topology(tree, base)]
+        )
         of_kind = [field for name in names for field in _fields(kind, name, base)]
         add(kind, [key, *of_kind, *(["clients"] if kind == "topology" else [])])
     return homes
@@ -159,7 +221,9 @@ def _name(kind: str, tree: Tree) -> str:
 
 def _topology(tree: Tree, base: Path | None) -> str:
     try:
-        return str(getattr(registry.lookup("method", _name("method", tree), base).target, "topology", ""))
+        return str(
+            getattr(registry.lookup("method", _name("method", tree), base).target, "topology", "")
+        )
     except ConfigError:
         return ""
 

@@ -28,7 +28,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": 
 
 @dataclass(frozen=True)
 class Named:
-    """A registered thing that a table names, its name resolved, and every field of it, set or by default."""
+    """A registered thing that a table names, its name resolved, and every field of it, set or by
+    default.
+    """
 
     kind: str
     name: str
@@ -54,7 +56,10 @@ class Named:
         try:
             return self.entry.build(**self.values)
         except (TypeError, ValueError) as error:
-            message = f"{self.kind} {self.entry.name} cannot be made from these fields: {on_one_line(error)}"
+            message = (
+                f"{self.kind} {self.entry.name} cannot be made from these fields: "
+                f"{on_one_line(error)}"
+            )
             raise ConfigError(message) from error
 
 
@@ -67,32 +72,44 @@ def read_named(
 ) -> Named:
     """What a table names and sets; raises ConfigError in one line for what is wrong.
 
-    ``default``: the name where the table has none. ``options``: defaults of fields, by the name of what they are for.
+    ``default``: the name where the table has none. ``options``: defaults of fields, by the name of
+    what they are for.
     """
     key, first = NAMED[kind]
     given = dict(table)
-    if kind in ("partition", "topology"):  # the number of clients may be in both tables, and is a field of neither
+    # the number of clients may be in both tables, and is a field of neither
+    if kind in ("partition", "topology"):
         given.pop("clients", None)
     name = given.pop(key, default or first)
     if not isinstance(name, str):
         raise ConfigError(f"{kind}.{key} = {shown(name)} must be a name, a file or an import path")
     own = (options or {}).get(name, {})
-    fields = {k: (hint, own.get(k, value)) for k, (hint, value) in fields_of(kind, name, base)[1].items()}
-    return Named(kind, resolved_name(kind, name, base), with_code(kind, checked(fields, given, kind), base))
+    fields = {
+        k: (hint, own.get(k, value)) for k, (hint, value) in fields_of(kind, name, base)[1].items()
+    }
+    return Named(
+        kind, resolved_name(kind, name, base), with_code(kind, checked(fields, given, kind), base)
+    )
 
 
 def schedules(own: str, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The defaults of a method's topologies: of its own all that it asks for, of others the stage at a task's end."""
+    """The defaults of a method's topologies: of its own all that it asks for, of others the stage
+    at a task's end.
+    """
     everywhere = {k: v for k, v in options.items() if k == "task_end"}
     return {**dict.fromkeys(registry.names("topology"), everywhere), own: options}
 
 
 def with_code(kind: str, value: Any, base: Path | None) -> Any:
-    """The fields of a model, in which each ``of`` names code as it stands in a run's config.toml."""
+    """The fields of a model, in which each ``of`` names code as it stands in a run's
+    config.toml.
+    """
     if kind != "model" or not isinstance(value, Mapping):
         return value
     return {
-        k: resolved_name("model", v, base) if k == "of" and isinstance(v, str) else with_code(kind, v, base)
+        k: resolved_name("model", v, base)
+        if k == "of" and isinstance(v, str)
+        else with_code(kind, v, base)
         for k, v in value.items()
     }
 
@@ -104,19 +121,26 @@ def resolved_name(kind: str, name: str, base: Path | None) -> str:
         return name
     path, colon, attribute = name.partition(":")
     return (
-        str(((base or Path.cwd()) / named_path(path)).resolve()) + colon + attribute if path.endswith(".py") else name
+        str(((base or Path.cwd()) / named_path(path)).resolve()) + colon + attribute
+        if path.endswith(".py")
+        else name
     )
 
 
 def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, Fields]:
-    """A registered thing and what a config may set of it. Raises ConfigError where its fields cannot be read."""
+    """A registered thing and what a config may set of it. Raises ConfigError where its fields
+    cannot be read.
+    """
     entry = registry.lookup(kind, name, base)
     try:
         fields = dict(entry.fields)
         seeded = kind == "partition" and "seed" in _parameters(entry)
     except (NameError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}") from error
-    if kind == "model":  # a constructor that was not written for a config may have others, which keep their defaults
+        raise ConfigError(
+            f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}"
+        ) from error
+    # a constructor that was not written for a config may have others, which keep their defaults
+    if kind == "model":
         fields = {k: (hint, v) for k, (hint, v) in fields.items() if v is ... or held(hint, v)}
     if seeded:
         fields["seed"] = (Seed | None, None)
@@ -127,9 +151,16 @@ def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, 
 
 
 def _parameters(entry: registry.Entry) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a partition; raises ConfigError where it does not take what the library gives it."""
+    """The parameters of a partition; raises ConfigError where it does not take what the library
+    gives it.
+    """
     taken = inspect.signature(entry.target).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in taken.values()) or {"labels", "clients"} <= taken.keys():
+    if (
+        any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        or {"labels", "clients"} <= taken.keys()
+    ):
         return taken
     given = "those that it is given are called labels, clients and, where it draws, seed"
-    raise ConfigError(f"partition {short_name(entry.name)} has parameters {', '.join(taken) or 'none'}; {given}")
+    raise ConfigError(
+        f"partition {short_name(entry.name)} has parameters {', '.join(taken) or 'none'}; {given}"
+    )

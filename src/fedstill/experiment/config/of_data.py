@@ -1,4 +1,6 @@
-"""An experiment on data in memory: what the data say of model, clients and split, where the experiment says nothing."""
+"""An experiment on data in memory: what the data say of model, clients and split, where the
+experiment says nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def refuse_other_data(data: object) -> None:
 
 
 def with_data(experiment: Experiment, data: Dataset) -> Experiment:
-    """The experiment with the data's name; if unset, a model for their kind, and their owners as clients."""
+    """The experiment with the data's name; if unset, a model for their kind, and their owners as
+    clients.
+    """
     refuse_no_experiment(experiment)
     refuse_other_data(data)
     said: dict[str, Any] = {"data.name": data.name}

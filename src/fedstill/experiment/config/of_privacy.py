@@ -13,7 +13,9 @@ from fedstill.wire.privacy import Privacy
 
 
 def read_privacy(experiment: Experiment, top: TopKeys) -> tuple[Privacy, TopKeys]:
-    """The table, and the top keys: with secure sums, what is measured unless something is said is left out."""
+    """The table, and the top keys: with secure sums, what is measured unless something is said is
+    left out.
+    """
     privacy = read_record(Privacy, experiment.table("privacy"), "privacy")
     unsaid = "measure" not in experiment.origins and top.measure == TopKeys().measure
     return privacy, replace(top, measure=()) if privacy.secure_sum and unsaid else top

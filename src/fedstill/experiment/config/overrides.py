@@ -1,4 +1,6 @@
-"""Values by dotted key: ``key=value`` for one run, ``key=value,value`` for a grid of runs, a tree as one level."""
+"""Values by dotted key: ``key=value`` for one run, ``key=value,value`` for a grid of runs, a tree
+as one level.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from fedstill.files import named_path
 
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """``("method.beta=0.5",)`` as ``{"method.beta": 0.5}``; raises ConfigError for what is no KEY=VALUE.
+    """``("method.beta=0.5",)`` as ``{"method.beta": 0.5}``; raises ConfigError for what is no
+    KEY=VALUE.
 
     >>> parse_overrides(("method.beta=0.5", "method=fedntd"))
     {'method.beta': 0.5, 'method': 'fedntd'}
@@ -22,7 +25,9 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"override {text!r} is not of the form key=value, e.g. -s method.beta=0.5")
+            raise ConfigError(
+                f"override {text!r} is not of the form key=value, e.g. -s method.beta=0.5"
+            )
         try:
             read = tomllib.loads(f"v = {value}")
         except (ValueError, RecursionError):
@@ -36,10 +41,11 @@ PATHS = ("start_from", "data.folder", "data.tokenizer", "flower.federation")
 
 
 def from_here(value: Any, base: Path | None, is_path: bool = False) -> Any:
-    """Values that were typed, in which a file that is in the working directory, and not in ``base``, is named whole.
+    """Values that were typed, in which a file that is in the working directory, and not in
+    ``base``, is named whole.
 
-    A text is taken for a file's name where it has a slash or a dot, or its key is one of ``PATHS``; ``:Name`` may
-    follow. In lists and tables, too.
+    A text is taken for a file's name where it has a slash or a dot, or its key is one of ``PATHS``;
+    ``:Name`` may follow. In lists and tables, too.
     """
     if isinstance(value, Mapping):
         return {key: from_here(one, base, key in PATHS) for key, one in value.items()}
@@ -68,8 +74,14 @@ def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
     for text in texts:
         key, _, values = text.partition("=")
         (whole,) = parse_overrides((f"{key}=[{values}]",)).values()
-        words = [] if isinstance(whole, list) else [parse_overrides((f"{key}={v}",)) for v in values.split(",")]
-        grid[key.strip()] = whole if isinstance(whole, list) else [v for word in words for v in word.values()]
+        words = (
+            []
+            if isinstance(whole, list)
+            else [parse_overrides((f"{key}={v}",)) for v in values.split(",")]
+        )
+        grid[key.strip()] = (
+            whole if isinstance(whole, list) else [v for word in words for v in word.values()]
+        )
     return grid
 
 
@@ -81,5 +93,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        out.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+        out.update(
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return out

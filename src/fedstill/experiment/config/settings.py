@@ -11,7 +11,13 @@ import tomli_w
 
 from fedstill.experiment.config.named_tables import Named
 from fedstill.experiment.config.stream_table import NO_STREAM, SITES, StreamTable
-from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.config.tables import (
+    ClientsTable,
+    DataTable,
+    FlowerTable,
+    QueryTable,
+    TopKeys,
+)
 from fedstill.experiment.measures.choose import measured_rounds
 from fedstill.fields import Count, as_table
 from fedstill.method import Method
@@ -21,7 +27,9 @@ from fedstill.topology import Topology
 from fedstill.wire.privacy import Privacy
 from fedstill.wire.screen import Rules
 
-CAME_LATER = {f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"}
+CAME_LATER = {
+    f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"
+}
 """Fields of a plan that earlier versions did not have, and their defaults."""
 
 STARTS = ("start_from", "start_from_partial", "train_only")
@@ -43,8 +51,9 @@ class NamedTables:
 class Settings(TopKeys):
     """Every value of a run, resolved and checked, and the things built from them.
 
-    ``method``, ``topology``: built from what ``named`` names. ``clients``: how many there are; ``of_clients``: the
-    table ``[clients]``. ``plans``: by stage. ``origins``: where a dotted key came from.
+    ``method``, ``topology``: built from what ``named`` names. ``clients``: how many there
+    are; ``of_clients``: the table ``[clients]``. ``plans``: by stage. ``origins``: where a dotted
+    key came from.
     """
 
     threads: tuple[Count, Count]
@@ -68,7 +77,9 @@ class Settings(TopKeys):
 
     @property
     def on_sites(self) -> bool:
-        """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
+        """Whether clients train on data of their own, which the server never sees, and nothing is
+        split here.
+        """
         return self.engine == "flower" and self.flower.data == "sites"
 
     @property
@@ -78,7 +89,9 @@ class Settings(TopKeys):
 
     @property
     def measured_in(self) -> frozenset[int]:
-        """The rounds in which measures look: every so many, at task ends; all where clients ask again."""
+        """The rounds in which measures look: every so many, at task ends; all where clients ask
+        again.
+        """
         rounds = measured_rounds(self.rounds, 1 if self.query.again else self.measure_every)
         return rounds | {first - 1 for first in self.stream.starts(self.rounds)[1:]}
 
@@ -91,11 +104,15 @@ class Settings(TopKeys):
     def lives(self) -> list[str]:
         """Names of what was handed over in Python, and exists in this process only."""
         named = self.named
-        return [n.name for n in (named.method, named.model, named.partition) if n.name.startswith(LIVE)]
+        return [
+            n.name for n in (named.method, named.model, named.partition) if n.name.startswith(LIVE)
+        ]
 
     @cached_property
     def tree(self) -> dict[str, Any]:
-        """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it must not change."""
+        """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it
+        must not change.
+        """
         top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name not in STARTS}
         named = self.named
         return {
@@ -119,12 +136,16 @@ class Settings(TopKeys):
         return {**self.named.stream.table, **as_table(self.stream)}
 
     def _unwritten(self, key: str) -> bool:
-        """Whether a key of [clients] is left out: sites have accepted configs, by SHA-256, that had no such key."""
+        """Whether a key of [clients] is left out: sites have accepted configs, by SHA-256, that had
+        no such key.
+        """
         return key == "failures" and self.deployed and self.of_clients.failures == "tolerate"
 
     @property
     def toml(self) -> str:
-        """The text of a run's config.toml; what came later to plans stands there only where it is not the default."""
+        """The text of a run's config.toml; what came later to plans stands there only where it is
+        not the default.
+        """
         plans = {
             stage: {k: v for k, v in table.items() if k not in CAME_LATER or v != CAME_LATER[k]}
             for stage, table in self.tree["plan"].items()

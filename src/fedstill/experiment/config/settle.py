@@ -16,7 +16,13 @@ from fedstill.errors import ConfigError, UnknownKeys, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment, refuse_no_experiment
 from fedstill.experiment.config.misplaced import named_better
-from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
+from fedstill.experiment.config.named_tables import (
+    Named,
+    fields_of,
+    read_named,
+    resolved_name,
+    schedules,
+)
 from fedstill.experiment.config.of_method import read_method
 from fedstill.experiment.config.of_privacy import read_privacy, refuse_unprotected
 from fedstill.experiment.config.of_stream import read_stream, refuse_with_stream, with_tasks
@@ -34,14 +40,22 @@ from fedstill.ridge import NO_TRAINING, RIDGE
 
 DEFAULT_CLIENTS = 20
 
-DEFAULT_MODELS = {"image": "cnn", "table": "mlp", "vector": "mlp", "series": "series_cnn", "text": "bag"}
+DEFAULT_MODELS = {
+    "image": "cnn",
+    "table": "mlp",
+    "vector": "mlp",
+    "series": "series_cnn",
+    "text": "bag",
+}
 """The model of each kind of examples where none is named."""
 
 
 def settle(experiment: Experiment, here: bool = True) -> Settings:
-    """Resolve and check every value; raises ConfigError with one line that names the key and what to write.
+    """Resolve and check every value; raises ConfigError with one line that names the key and what
+    to write.
 
-    here: whether this machine is to run it. A run that is only read may have had a device that this machine lacks.
+    here: whether this machine is to run it. A run that is only read may have had a device that this
+    machine lacks.
     """
     refuse_no_experiment(experiment)
     try:
@@ -63,14 +77,22 @@ def _settled(experiment: Experiment) -> Settings:
     flower = _flower(experiment)
     deployed = top.engine == "flower" and bool(flower.federation)
     failures = own.failures or ("tolerate" if deployed else "stop")
-    models = checked_models(own.models, clients, base, lambda name: resolved_name("model", name, base))
+    models = checked_models(
+        own.models, clients, base, lambda name: resolved_name("model", name, base)
+    )
     named_topology = read_named(
-        "topology", experiment.table("topology"), base, method.topology, schedules(method.topology, method.schedule)
+        "topology",
+        experiment.table("topology"),
+        base,
+        method.topology,
+        schedules(method.topology, method.schedule),
     )
     named_stream, stream = read_stream(experiment, top.rounds)
     named = NamedTables(
         named_method,
-        read_named("model", experiment.table("model"), base, _default_model(experiment, data, flower)),
+        read_named(
+            "model", experiment.table("model"), base, _default_model(experiment, data, flower)
+        ),
         read_named("partition", experiment.table("partition"), base),
         named_topology,
         named_stream,
@@ -114,7 +136,9 @@ def _data(experiment: Experiment) -> DataTable:
     return replace(
         data,
         name=resolved_data_name(data.name, base, "data.name"),
-        public_from=source if source in ("train", "noise") else resolved_data_name(source, base, "data.public_from"),
+        public_from=source
+        if source in ("train", "noise")
+        else resolved_data_name(source, base, "data.public_from"),
         folder=str(whole_path(data.folder, base, "data.folder")) if data.folder else "",
         tokenizer=_tokenizer(data.tokenizer, base),
         features_of=_backbone(data.features_of, base),
@@ -122,11 +146,15 @@ def _data(experiment: Experiment) -> DataTable:
 
 
 def _backbone(said: Mapping[str, Any] | None, base: Path | None) -> Mapping[str, Any] | None:
-    """The network whose features are examples, with whole paths; raises ConfigError where it has no name or file."""
+    """The network whose features are examples, with whole paths; raises ConfigError where it has no
+    name or file.
+    """
     if said is None:
         return None
     if absent := [key for key in ("name", "file") if not isinstance(said.get(key), str)]:
-        raise ConfigError(f'data.features_of needs {absent[0]}: features_of = {{ name = "cnn", file = "RUN" }}')
+        raise ConfigError(
+            f'data.features_of needs {absent[0]}: features_of = {{ name = "cnn", file = "RUN" }}'
+        )
     name, file = (
         resolved_name("model", said["name"], base),
         str(whole_path(said["file"], base, "data.features_of.file")),
@@ -142,7 +170,9 @@ def _backbone(said: Mapping[str, Any] | None, base: Path | None) -> Mapping[str,
 
 def _tokenizer(said: str | None, base: Path | None) -> str | None:
     """What makes token ids of texts, a file with its whole path."""
-    return str(whole_path(said, base, "data.tokenizer")) if said and said.endswith(".json") else said
+    return (
+        str(whole_path(said, base, "data.tokenizer")) if said and said.endswith(".json") else said
+    )
 
 
 def _default_model(experiment: Experiment, data: DataTable, flower: FlowerTable) -> str:
@@ -160,11 +190,18 @@ def _default_model(experiment: Experiment, data: DataTable, flower: FlowerTable)
 
 
 def _number_of_clients(experiment: Experiment) -> int:
-    said = {t: experiment.table(t)["clients"] for t in ("topology", "partition") if "clients" in experiment.table(t)}
-    counts = {t: checked({"clients": (Count, ...)}, {"clients": v}, t)["clients"] for t, v in said.items()}
+    said = {
+        t: experiment.table(t)["clients"]
+        for t in ("topology", "partition")
+        if "clients" in experiment.table(t)
+    }
+    counts = {
+        t: checked({"clients": (Count, ...)}, {"clients": v}, t)["clients"] for t, v in said.items()
+    }
     if len(set(counts.values())) > 1:
         raise ConfigError(
-            f"topology.clients = {counts['topology']} and partition.clients = {counts['partition']} differ"
+            f"topology.clients = {counts['topology']} and partition.clients = "
+            f"{counts['partition']} differ"
         )
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
@@ -189,25 +226,40 @@ def _plans(method: Method, experiment: Experiment, topology: Named, rounds: int)
 
 def _plan(default: Plan, given: Mapping[str, Any], where: str, rounds: int) -> Plan:
     hints = fields_of_record(Plan)
-    plan = Plan(**checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where))
+    plan = Plan(
+        **checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where)
+    )
     if plan.lr_warmup >= rounds:
-        raise ConfigError(f"{where}.lr_warmup = {plan.lr_warmup} must be below the rounds of the run, {rounds}")
+        raise ConfigError(
+            f"{where}.lr_warmup = {plan.lr_warmup} must be below the rounds of the run, {rounds}"
+        )
     if plan.lr_schedule == "step" and plan.lr_decay == 1:
-        raise ConfigError(f"{where}.lr_schedule = 'step' needs lr_decay below 1: what each step multiplies the rate by")
+        raise ConfigError(
+            f"{where}.lr_schedule = 'step' needs lr_decay below 1: what each step multiplies the "
+            "rate by"
+        )
     if plan.lr_schedule != "cosine":
         return plan
     plan = replace(plan, lr_rounds=plan.lr_rounds or rounds)
     if plan.lr_rounds <= plan.lr_warmup:
-        raise ConfigError(f"{where}.lr_rounds = {plan.lr_rounds} must be above lr_warmup = {plan.lr_warmup}")
+        raise ConfigError(
+            f"{where}.lr_rounds = {plan.lr_rounds} must be above lr_warmup = {plan.lr_warmup}"
+        )
     return plan
 
 
 def _flower(experiment: Experiment) -> FlowerTable:
     flower = read_record(FlowerTable, experiment.table("flower"), "flower")
     if flower.federation:
-        return replace(flower, federation=str(whole_path(flower.federation, experiment.base, "flower.federation")))
+        return replace(
+            flower,
+            federation=str(whole_path(flower.federation, experiment.base, "flower.federation")),
+        )
     if flower.data == "sites":
-        raise ConfigError("flower.data = 'sites' needs flower.federation, the folder that `fedstill deploy init` made")
+        raise ConfigError(
+            "flower.data = 'sites' needs flower.federation, the folder that `fedstill deploy init` "
+            "made"
+        )
     return flower
 
 
@@ -226,19 +278,40 @@ def _device(top: TopKeys) -> Any:
 def _refuse_contradictions(settings: Settings, device: str) -> None:
     if device == "auto" and settings.engine == "flower" and settings.flower.federation:
         todo = "name 'cpu' or 'cuda', which the server and all sites then need"
-        raise ConfigError(f"device = 'auto' would be the server's choice, and sites may have other devices: {todo}")
-    if settings.lives and settings.engine == "flower" and (settings.flower.federation or settings.flower.grid == "ray"):
-        raise ConfigError(f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that")
+        raise ConfigError(
+            "device = 'auto' would be the server's choice, and sites may have other devices: "
+            f"{todo}"
+        )
+    if (
+        settings.lives
+        and settings.engine == "flower"
+        and (settings.flower.federation or settings.flower.grid == "ray")
+    ):
+        raise ConfigError(
+            f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that"
+        )
     if settings.start_from_partial and not settings.start_from:
-        raise ConfigError("start_from_partial = true needs start_from, the model of which parts are taken")
+        raise ConfigError(
+            "start_from_partial = true needs start_from, the model of which parts are taken"
+        )
     if settings.train_only and not settings.start_from:
-        raise ConfigError("train_only needs start_from, the model whose other entries stay as they are")
+        raise ConfigError(
+            "train_only needs start_from, the model whose other entries stay as they are"
+        )
     if settings.train_only and settings.device != "cpu":
-        raise ConfigError("train_only keeps entries in the CPU's memory; leave device out, or train all entries")
+        raise ConfigError(
+            "train_only keeps entries in the CPU's memory; leave device out, or train all entries"
+        )
     if settings.train_only and settings.of_clients.models:
-        raise ConfigError("train_only keeps entries of one network, and clients.models names others; leave one out")
+        raise ConfigError(
+            "train_only keeps entries of one network, and clients.models names others; leave one "
+            "out"
+        )
     if settings.start_from and settings.engine == "flower" and settings.flower.federation:
-        raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
+        raise ConfigError(
+            "start_from names a model on this machine, which sites lack; leave flower.federation "
+            "out"
+        )
     refuse_rounds(settings)
     refuse_with_stream(settings)
     refuse_unprotected(settings.privacy, settings.method, settings.named.method.label)

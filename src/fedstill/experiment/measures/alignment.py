@@ -1,4 +1,6 @@
-"""The measure ``alignment``: whether units of the local and the new global model still stand for the same classes."""
+"""The measure ``alignment``: whether units of the local and the new global model still stand for
+the same classes.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,22 @@ from fedstill.registry import register
 
 @register("measure", "alignment")
 class Alignment(Measure):
-    """Share of units with the same class as in the received global model, in local models and in the new global one.
+    """Share of units with the same class as in the received global model, in local models and in
+    the new global one.
 
-    By layer: "features", the last hidden one, and "classifier". Source: FedNTD, section 5.1 and table 2.
-    Reading: the paper lists layers of 512 and 128 units; its network has the one of 512 only, which is "features".
+    By layer: "features", the last hidden one, and "classifier". Source: FedNTD, section 5.1 and
+    table 2.
+    Reading: the paper lists layers of 512 and 128 units; its network has the one of 512 only, which
+    is "features".
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"test", "global_model", "local_models", "features"}
+    )
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """Alignment of each layer between the received global model and each local one, and with the new global one.
+        """Alignment of each layer between the received global model and each local one, and with
+        the new global one.
 
         ``global`` is None where the new one is another network.
         """
@@ -35,7 +43,10 @@ class Alignment(Measure):
 
         def classes(params: Tensors) -> dict[str, Tensor]:
             outputs = layers(room, params, room.test)
-            return {k: preferred_classes(v, room.test.labels, room.world.classes) for k, v in outputs.items()}
+            return {
+                k: preferred_classes(v, room.test.labels, room.world.classes)
+                for k, v in outputs.items()
+            }
 
         start = classes(seen.before.params)
         end = classes(seen.after.params) if is_global(seen.after, room) else None

@@ -1,4 +1,6 @@
-"""What a measure is: a hook after each stage, what it is shown there, what it needs, and what it costs."""
+"""What a measure is: a hook after each stage, what it is shown there, what it needs, and what it
+costs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,17 @@ from fedstill.method import Method
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.values import Values
 from fedstill.models import contract
-from fedstill.records import SERVER, Examples, ModelSpec, Payload, Reply, Stage, State, Tensors, World
+from fedstill.records import (
+    SERVER,
+    Examples,
+    ModelSpec,
+    Payload,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    World,
+)
 from fedstill.wire.privacy import Privacy
 
 MEASURES_FOLDER = "measures"
@@ -37,10 +49,12 @@ Numbers = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Happened:
-    """A stage that is done: its accepted replies, what was sent down, the state before and after it.
+    """A stage that is done: its accepted replies, what was sent down, the state before and after
+    it.
 
-    ``ends_round``: no stage comes after it in this round; ``ends_run``: nor in any other. ``previous``: in a chain, the
-    client whose model was handed over, None for the very first; ``previous_round``: in which round it acted.
+    ``ends_round``: no stage comes after it in this round; ``ends_run``: nor in any
+    other. ``previous``: in a chain, the client whose model was handed over, None for the very
+    first; ``previous_round``: in which round it acted.
     """
 
     stage: Stage
@@ -55,17 +69,22 @@ class Happened:
 
     @property
     def local_models(self) -> dict[int, Tensors]:
-        """What each client's training ended with, where replies hold models; the server is not among them."""
-        return {r.client: r.up.params for r in self.replies if r.client != SERVER and "params" in r.up}
+        """What each client's training ended with, where replies hold models; the server is not
+        among them.
+        """
+        return {
+            r.client: r.up.params for r in self.replies if r.client != SERVER and "params" in r.up
+        }
 
 
 @dataclass(frozen=True)
 class Reports:
     """What clients reported in a round, for a measure to sum up.
 
-    ``clients``: their events in the journal, in order, those of refused and idle clients among them. ``received``,
-    ``aggregated``: class accuracies (C,) of the global model before and after the round, None for a class without test
-    images. ``test_counts``: test examples by class (C,).
+    ``clients``: their events in the journal, in order, those of refused and idle clients among
+    them. ``received``,
+    ``aggregated``: class accuracies (C,) of the global model before and after the round, None for a
+    class without test images. ``test_counts``: test examples by class (C,).
     """
 
     clients: Sequence[Mapping[str, Any]]
@@ -76,10 +95,13 @@ class Reports:
 
 @dataclass(frozen=True)
 class Room:
-    """What a measure may use: the world, the common test set, and, in a simulation only, the clients' own data.
+    """What a measure may use: the world, the common test set, and, in a simulation only, the
+    clients' own data.
 
-    ``folder``: the run's directory, for what is too large for the journal. ``method``, ``privacy``: the run's.
-    ``remembered``: what a client remembers after the stage; None where clients are reached over Flower.
+    ``folder``: the run's directory, for what is too large for the journal. ``method``, ``privacy``:
+    the run's.
+    ``remembered``: what a client remembers after the stage; None where clients are reached over
+    Flower.
     """
 
     world: World
@@ -92,12 +114,16 @@ class Room:
     remembered: Callable[[int], Payload] | None = None
 
     def keep(self, name: str, tensors: Tensors) -> str:
-        """Write tensors to a file under ``measures/`` and return its name for the journal; empty without a folder."""
+        """Write tensors to a file under ``measures/`` and return its name for the journal; empty
+        without a folder.
+        """
         if self.folder is None:
             return ""
         make_folder(self.folder / MEASURES_FOLDER)
         own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-        write_whole(self.folder / MEASURES_FOLDER / f"{name}.safetensors", safetensors.torch.save(own))
+        write_whole(
+            self.folder / MEASURES_FOLDER / f"{name}.safetensors", safetensors.torch.save(own)
+        )
         return f"{name}.safetensors"
 
     @property
@@ -110,27 +136,41 @@ class Room:
         return WholePasses(self.spec, self.inputs)
 
     def predictor(self, params: Tensors, client: int = SERVER) -> contract.Predictor:
-        """What a model answers, of a client's architecture. Raises FedstillError for one that lacks an entry."""
+        """What a model answers, of a client's architecture. Raises FedstillError for one that lacks
+        an entry.
+        """
         spec = self.world.model(client)
         return contract.predictor(spec, whole(spec, params))
 
     def some(self, size: int) -> Examples:
-        """``size`` test examples, the same in every round and run, with the classes' shares kept."""
-        return self.test if size >= len(self.test) else self.test.take(stratified(self.test.labels, size, seed=0))
+        """``size`` test examples, the same in every round and run, with the classes' shares
+        kept.
+        """
+        return (
+            self.test
+            if size >= len(self.test)
+            else self.test.take(stratified(self.test.labels, size, seed=0))
+        )
 
     def accuracy_by_class(self, params: Tensors, data: Examples) -> Values:
         """Accuracy on the examples of each class (C,); NaN for a class without any."""
         totals = torch.bincount(data.labels.cpu(), minlength=self.world.classes)
-        return class_accuracy(correct_by_class(self.predictor(params), data, self.inputs, self.world.classes), totals)
+        return class_accuracy(
+            correct_by_class(self.predictor(params), data, self.inputs, self.world.classes), totals
+        )
 
     def draw(self, purpose: str) -> torch.Generator:
-        """Random numbers for a purpose: the same in every round, so that rounds and models can be compared."""
+        """Random numbers for a purpose: the same in every round, so that rounds and models can be
+        compared.
+        """
         return generator(seed_for(self.world.seed, 0, 0, SERVER, purpose))
 
 
 @runtime_checkable
 class SaysLogits(Protocol):
-    """A method whose clients send ``logits`` on public images, and remember their own model as ``params``."""
+    """A method whose clients send ``logits`` on public images, and remember their own model as
+    ``params``.
+    """
 
     def sent_logits(self, logits: Tensor) -> Tensor:
         """What a client sends of its model's logits (n, C): (n, C)."""
@@ -139,22 +179,24 @@ class SaysLogits(Protocol):
 class Measure:
     """A measure of one of two kinds, or both; what it gives is written to the journal.
 
-    On the server ``look`` is called after each stage of a measured round. At clients ``at_client`` is called when their
-    work is done, where a common server would not see their models; its fields are in the clients' events, and
-    ``of_round`` sums them up in the event of the round.
+    On the server ``look`` is called after each stage of a measured round. At clients ``at_client``
+    is called when their work is done, where a common server would not see their models; its fields
+    are in the clients' events, and ``of_round`` sums them up in the event of the round.
 
-    ``needs``: "chain" (clients one after another), "side_by_side" (two or more in a stage, which send models), "test"
-    (a common test set), "global_model" (a server that has one from the start), "local_models" (replies that hold models
-    of one architecture), "features" (a model with a body), "plane" (features of two numbers), "queries" (clients that
-    ask), "client_data" (only a simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients
-    that train on their data), "held_out" (examples that clients hold out, or public ones with labels), "uploads"
-    (replies with models, or with logits of models that clients keep in this process).
+    ``needs``: "chain" (clients one after another), "side_by_side" (two or more in a stage, which
+    send models), "test" (a common test set), "global_model" (a server that has one from the start),
+    "local_models" (replies that hold models of one architecture), "features" (a model with a body),
+    "plane" (features of two numbers), "queries" (clients that ask), "client_data" (only a
+    simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients that
+    train on their data), "held_out" (examples that clients hold out, or public ones with labels),
+    "uploads" (replies with models, or with logits of models that clients keep in this process).
     ``each_epoch``: it looks once before and once after every local epoch.
-    ``only_last``: it looks once, because it is a picture or takes long: after the run's last stage, or with
-    "local_models" after the last one in which clients send models.
-    ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves the site.
-    ``gives``: the names of the fields that ``at_client`` gives. A server takes no others over a network; from a run
-    with a measure that does not name its own, any.
+    ``only_last``: it looks once, because it is a picture or takes long: after the run's last stage,
+    or with "local_models" after the last one in which clients send models.
+    ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves
+    the site.
+    ``gives``: the names of the fields that ``at_client`` gives. A server takes no others over a
+    network; from a run with a measure that does not name its own, any.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -176,15 +218,20 @@ class Measure:
             cls.examples = vars(cls)["images"]  # type: ignore[method-assign]
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """Numbers for the journal, without times; None where there is nothing to see in this stage."""
+        """Numbers for the journal, without times; None where there is nothing to see in this
+        stage.
+        """
         return None
 
     def at_client(self, seen: AtClient) -> Numbers | None:
-        """Fields of the client's event, without times; None where there is nothing to measure at this client."""
+        """Fields of the client's event, without times; None where there is nothing to measure at
+        this client.
+        """
         return None
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Why a client's report, its event's fields, cannot have come from ``at_client``; empty if it can.
+        """Why a client's report, its event's fields, cannot have come from ``at_client``; empty if
+        it can.
 
         Called for reports that came over a network, before they are used.
         """
@@ -195,15 +242,21 @@ class Measure:
         return {}
 
     def examples(self, test: int, clients: int, own: int) -> int:
-        """About how many examples it runs through a network in one look, a gradient counted as three.
+        """About how many examples it runs through a network in one look, a gradient counted as
+        three.
 
-        test: examples in the test set; clients: how many act in the stage; own: their training examples in all.
+        test: examples in the test set; clients: how many act in the stage; own: their training
+        examples in all.
         """
         return 0
 
 
-def at_clients(measures: Mapping[str, Measure], rounds: frozenset[int], real_site: bool = False) -> ClientMeasures:
-    """Those of a run's measures that clients take, in these rounds; a real site only those with ``at_sites``."""
+def at_clients(
+    measures: Mapping[str, Measure], rounds: frozenset[int], real_site: bool = False
+) -> ClientMeasures:
+    """Those of a run's measures that clients take, in these rounds; a real site only those with
+    ``at_sites``.
+    """
     theirs = {
         name: measure
         for name, measure in measures.items()
@@ -213,7 +266,9 @@ def at_clients(measures: Mapping[str, Measure], rounds: frozenset[int], real_sit
 
 
 def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -> str:
-    """Why fields of a report, where they are there, are no whole numbers from 0, one a class; empty if they are."""
+    """Why fields of a report, where they are there, are no whole numbers from 0, one a class; empty
+    if they are.
+    """
     for name in fields:
         value = report.get(name, [0] * classes)
         if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**53 for v in value):
@@ -223,14 +278,19 @@ def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -
     return ""
 
 
-def seconds_at_clients(events: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, float]:
-    """Seconds that each measure of these names took at clients, from their events; only those that took any.
+def seconds_at_clients(
+    events: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, float]:
+    """Seconds that each measure of these names took at clients, from their events; only those that
+    took any.
 
     Journals of version 0.1.0 have no ``seconds_local``: what no other measure took was its.
     """
     spent = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in names}
     if "local" in spent and not any("seconds_local" in e for e in events):
-        spent["local"] = sum(e.get("seconds_measuring") or 0.0 for e in events) - sum(spent.values())
+        spent["local"] = sum(e.get("seconds_measuring") or 0.0 for e in events) - sum(
+            spent.values()
+        )
     return {name: seconds for name, seconds in spent.items() if seconds > 0}
 
 

@@ -1,4 +1,6 @@
-"""The measure ``boundaries``: where a client that asked draws the lines between classes, after each of its stages."""
+"""The measure ``boundaries``: where a client that asked draws the lines between classes, after each
+of its stages.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,32 @@ IMAGES, STEPS, DIGITS = 200, 48, 3
 MARGIN = 0.05
 """How far the plane reaches beyond the images, as a share of their extent."""
 FLAT = 0.2
-"""The least extent that counts there: along an axis all features may be alike, as where units have died."""
+"""The least extent that counts there: along an axis all features may be alike, as where units have
+died.
+"""
 
 
 @register("measure", "boundaries")
 class Boundaries(Measure):
-    """Features of the first client that asked on their two principal axes, and which class each place has there.
+    """Features of the first client that asked on their two principal axes, and which class each
+    place has there.
 
-    After each stage in which it trained: images of the classes that it asked for or has, at most 200 of the test set.
+    After each stage in which it trained: images of the classes that it asked for or has, at most
+    200 of the test set.
     Source: QKT, section 3.2, figure 2.
-    Reading: the background is what the head says of the features that the inverse of the projection gives; each model
-    has axes of its own.
+    Reading: the background is what the head says of the features that the inverse of the projection
+    gives; each model has axes of its own.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "features", "queries", "client_data"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """The client, its classes, places x, y and labels (n,) of images, and the classes (48, 48) of the plane.
+        """The client, its classes, places x, y and labels (n,) of images, and the classes (48, 48)
+        of the plane.
 
-        ``x_range``, ``y_range``: the plane's ends; row i, column j of ``plane`` is the j-th place along x and the i-th
-        along y. ``accuracy``: (C,) on the whole test set, None for a class without images.
+        ``x_range``, ``y_range``: the plane's ends; row i, column j of ``plane`` is the j-th place
+        along x and the i-th along y. ``accuracy``: (C,) on the whole test set, None for a class
+        without images.
         """
         if not room.world.queries:
             return None
@@ -51,15 +59,23 @@ class Boundaries(Measure):
         own = [c for c, n in enumerate(counts.tolist()) if n and c not in query]
         wanted = torch.isin(room.test.labels.cpu(), torch.tensor([*query, *own]))
         images = room.test.take(wanted.nonzero().flatten().to(room.test.labels.device))
-        images = images if len(images) <= IMAGES else images.take(torch.arange(IMAGES) * len(images) // IMAGES)
+        images = (
+            images
+            if len(images) <= IMAGES
+            else images.take(torch.arange(IMAGES) * len(images) // IMAGES)
+        )
         if len(images) < 2:
             return None
         features = WholePasses(spec, room.inputs).features(params, images).cpu()
         places, ends, plane = _plane(features)
         with torch.no_grad():
-            classes = contract.head(contract.module(spec, "frozen").eval(), _cpu(params), plane).argmax(1)
+            classes = contract.head(
+                contract.module(spec, "frozen").eval(), _cpu(params), plane
+            ).argmax(1)
         totals = torch.bincount(room.test.labels.cpu(), minlength=room.world.classes)
-        right = correct_by_class(room.predictor(params, client), room.test, room.inputs, room.world.classes)
+        right = correct_by_class(
+            room.predictor(params, client), room.test, room.inputs, room.world.classes
+        )
         each = class_accuracy(right, totals).tolist()
         return {
             "client": client,
@@ -67,7 +83,9 @@ class Boundaries(Measure):
             "own": own,
             "labels": images.labels.tolist(),
             **{name: rounded_lists(places[:, i], DIGITS) for i, name in enumerate(("x", "y"))},
-            **{f"{name}_range": rounded_lists(ends[i], DIGITS) for i, name in enumerate(("x", "y"))},
+            **{
+                f"{name}_range": rounded_lists(ends[i], DIGITS) for i, name in enumerate(("x", "y"))
+            },
             "plane": classes.reshape(STEPS, STEPS).tolist(),
             "accuracy": [None if a != a else a for a in each],
         }
@@ -82,7 +100,9 @@ def _cpu(params: Tensors) -> dict[str, Tensor]:
 
 
 def _plane(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Places (n, 2) of features (n, D), ends (2, 2) of the plane, and the features (48 * 48, D) of its points."""
+    """Places (n, 2) of features (n, D), ends (2, 2) of the plane, and the features (48 * 48, D) of
+    its points.
+    """
     from sklearn.decomposition import PCA
 
     with threadpool_limits(1):

@@ -14,9 +14,11 @@ from fedstill.records import Examples, State, Tensors
 
 
 def comparable(seen: Happened, room: Room) -> dict[int, Tensors]:
-    """What each client's training ended with, where a global model of the same network was there before it; else none.
+    """What each client's training ended with, where a global model of the same network was there
+    before it; else none.
 
-    Where the server has none, or a fold has made another network of it, there is nothing to compare local models with.
+    Where the server has none, or a fold has made another network of it, there is nothing to compare
+    local models with.
     """
     return seen.local_models if is_global(seen.before, room) else {}
 
@@ -27,7 +29,8 @@ def is_global(state: State, room: Room) -> bool:
 
 
 def named_models(seen: Happened, room: Room, most: int) -> Iterator[tuple[str, Tensors]]:
-    """The model that was received, at most ``most`` local ones (lowest ids first), and the new global one.
+    """The model that was received, at most ``most`` local ones (lowest ids first), and the new
+    global one.
 
     The new one only where it is of the same network.
     """
@@ -39,10 +42,14 @@ def named_models(seen: Happened, room: Room, most: int) -> Iterator[tuple[str, T
 
 
 def layers(room: Room, params: Tensors, images: Examples) -> dict[str, Tensor]:
-    """Outputs of the last hidden layer, "features" (n, D), and of the classifier, "classifier" (n, C)."""
+    """Outputs of the last hidden layer, "features" (n, D), and of the classifier, "classifier" (n,
+    C).
+    """
     passes = room.passes()
     features = passes.features(whole(room.spec, params), images)
     network = contract.module(room.spec, "frozen").eval()
     with torch.no_grad():
-        logits = contract.head(network, {k: v.to(features.device) for k, v in params.items()}, features)
+        logits = contract.head(
+            network, {k: v.to(features.device) for k, v in params.items()}, features
+        )
     return {"features": features, "classifier": logits}

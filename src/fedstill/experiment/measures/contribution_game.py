@@ -21,18 +21,22 @@ from fedstill.records import Examples, ModelSpec, Payload, Reply, Stage, State, 
 from fedstill.trees import floats, norm, sub
 
 Game = Literal["idle", "absent"]
-"""Whether clients that are no part of a coalition change nothing (idle), or do not reply at all (absent)."""
+"""Whether clients that are no part of a coalition change nothing (idle), or do not reply at all
+(absent).
+"""
 
 AFFINE = 1e-4
-"""How far, relative to the whole change, the sum of the clients' own changes may be off for a fold to be affine."""
+"""How far, relative to the whole change, the sum of the clients' own changes may be off for a fold
+to be affine.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class StageGame:
     """The players are the clients whose replies were accepted; the fold is the method's own.
 
-    idle: a client outside a coalition replies as if it had changed nothing; its number of examples counts. absent: it
-    does not reply. ``before``: the state in which the replies were folded.
+    idle: a client outside a coalition replies as if it had changed nothing; its number of examples
+    counts. absent: it does not reply. ``before``: the state in which the replies were folded.
     """
 
     method: Method
@@ -72,14 +76,17 @@ class StageGame:
         return self.method.fold(self.before, replies, self.stage, self.world)
 
     def _moved(self, start: Tensors, coalition: Sequence[int]) -> Tensors | None:
-        """How far a coalition moves the parameters from a start; None where it makes another network of them."""
+        """How far a coalition moves the parameters from a start; None where it makes another
+        network of them.
+        """
         end = floats(self.state(coalition).params)
         same = start.keys() == end.keys() and all(v.shape == end[k].shape for k, v in start.items())
         return sub(end, start) if same else None
 
     @cached_property
     def changes(self) -> Sequence[Tensors] | None:
-        """How far each player moves the parameters when it acts alone; None where the fold is not their sum.
+        """How far each player moves the parameters when it acts alone; None where the fold is not
+        their sum.
 
         It is none either where a fold makes another network, whose entries cannot be subtracted.
         """
@@ -87,7 +94,11 @@ class StageGame:
             return None
         start, players = floats(self.state(()).params), range(len(self.replies))
         whole = self._moved(start, players)
-        alone = [own for k in players if whole is not None and (own := self._moved(start, (k,))) is not None]
+        alone = [
+            own
+            for k in players
+            if whole is not None and (own := self._moved(start, (k,))) is not None
+        ]
         if whole is None or len(alone) < len(players):
             return None
         rest = {name: value - sum(own[name] for own in alone) for name, value in whole.items()}
@@ -108,14 +119,20 @@ class Judged:
     def worth(self, predict: Callable[[Tensor], Tensor], classes: Sequence[int]) -> Tensor:
         """Soft accuracy (c,) float64 of these classes, without gradients."""
         with torch.no_grad():
-            return torch.stack([self._of(predict, self.examples[c]).double().cpu() for c in classes])
+            return torch.stack(
+                [self._of(predict, self.examples[c]).double().cpu() for c in classes]
+            )
 
     def _of(self, predict: Callable[[Tensor], Tensor], own: Examples) -> Tensor:
         logits = torch.cat([predict(x) for x in shards(own.values, self.inputs)])
         return soft_accuracy(logits, own.labels.to(logits.device), self.temperature).mean()
 
-    def gradient(self, predict: Callable[[Tensor], Tensor], of: int, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """How soft accuracy of a class moves with each leaf; shard by shard, so that memory stays small."""
+    def gradient(
+        self, predict: Callable[[Tensor], Tensor], of: int, leaves: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """How soft accuracy of a class moves with each leaf; shard by shard, so that memory stays
+        small.
+        """
         own, total = self.examples[of], [torch.zeros_like(leaf) for leaf in leaves]
         at = 0
         for x in shards(own.values, self.inputs):
@@ -129,7 +146,8 @@ class Judged:
 
 @dataclass(frozen=True, eq=False)
 class ModelLine:
-    """Soft accuracy along the line from a start to start + the sum of the players' changes (``shapley.Line``).
+    """Soft accuracy along the line from a start to start + the sum of the players' changes
+    (``shapley.Line``).
 
     Running means and variances of normalisation lie on the line as weights do; whole numbers stay.
     """
@@ -145,7 +163,9 @@ class ModelLine:
 
     def _at(self, s: float) -> dict[str, Tensor]:
         there = next(iter(self.judged.examples.values())).values.device
-        moved = {k: v + s * self._whole[k] if k in self._whole else v for k, v in self.start.items()}
+        moved = {
+            k: v + s * self._whole[k] if k in self._whole else v for k, v in self.start.items()
+        }
         return {k: v.to(there) for k, v in moved.items()}
 
     def values(self, s: float, classes: Sequence[int]) -> Tensor:
@@ -168,7 +188,10 @@ class ModelLine:
             grads = self.judged.gradient(predict, c, list(leaves.values()))
             by_name = {k: g.cpu() for k, g in zip(leaves, grads, strict=True)}
             rows.append(
-                [sum(float((g * own[k]).sum(dtype=torch.float64)) for k, g in by_name.items()) for own in self.changes]
+                [
+                    sum(float((g * own[k]).sum(dtype=torch.float64)) for k, g in by_name.items())
+                    for own in self.changes
+                ]
             )
         return torch.tensor(rows, dtype=torch.float64).T
 
@@ -176,7 +199,9 @@ class ModelLine:
 def global_model(method: Method, state: State, world: World) -> Callable[[Tensor], Tensor] | None:
     """The server's answer for everybody; None where there are answers of single clients only."""
     named = method.predictors(state, world)
-    return next((predict for name, predict in named.items() if not name.startswith("client ")), None)
+    return next(
+        (predict for name, predict in named.items() if not name.startswith("client ")), None
+    )
 
 
 def is_plain(predict: Callable[[Tensor], Tensor] | None, state: State) -> bool:

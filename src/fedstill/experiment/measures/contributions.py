@@ -1,4 +1,6 @@
-"""The measure ``contributions``: what a round did to each class, by local training and averaging, and by client."""
+"""The measure ``contributions``: what a round did to each class, by local training and averaging,
+and by client.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from fedstill.anywhere import acting
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, are_counts, rounded_lists
+from fedstill.experiment.measures.base import (
+    Happened,
+    Measure,
+    Numbers,
+    Room,
+    are_counts,
+    rounded_lists,
+)
 from fedstill.experiment.measures.contribution_game import (
     Game,
     Judged,
@@ -40,7 +49,9 @@ EACH = 100
 """Test examples of a class that are looked at, at most."""
 
 LEAST, MOST = 0.05, 10
-"""From which change of a class's accuracy on it is asked who contributed, and for how many classes at most."""
+"""From which change of a class's accuracy on it is asked who contributed, and for how many classes
+at most.
+"""
 
 TEMPERATURE = 0.25
 """At which soft accuracy follows accuracy best."""
@@ -50,28 +61,36 @@ DIGITS = 6
 
 @register("measure", "contributions")
 class Contributions(Measure):
-    """Who made the model forget: each class's change in a round by local training, by averaging, and by client.
+    """Who made the model forget: each class's change in a round by local training, by averaging,
+    and by client.
 
-    Of clients side by side: what the classes gained by local training and by averaging, which add up to the change; for
-    classes that moved by 5 points or more, each client's contribution to it, an Aumann–Shapley value of the method's
-    own fold (``metrics/shapley.py``), in soft accuracy at temperature 0.25, and what the server does with nobody
-    (``nobody``: momentum, training of its own), which together make up the change. In a chain: the change by link.
-    Where clients keep models of their own: the clients' mean change by stage. On at most 100 test examples of a class.
-    A contribution is a share of one round's change: no guilt, no forecast, not what leaving the client out would do.
+    Of clients side by side: what the classes gained by local training and by averaging, which add
+    up to the change; for classes that moved by 5 points or more, each client's contribution to it,
+    an Aumann–Shapley value of the method's own fold (``metrics/shapley.py``), in soft accuracy at
+    temperature 0.25, and what the server does with nobody (``nobody``: momentum, training of its
+    own), which together make up the change. In a chain: the change by link. Where clients keep
+    models of their own: the clients' mean change by stage. On at most 100 test examples of a class.
+    A contribution is a share of one round's change: no guilt, no forecast, not what leaving the
+    client out would do.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test"})
     gives: ClassVar[tuple[str, ...]] = ("correct_before", "correct_after")
 
-    def __init__(self, game: Game | None = None, exactly: bool = False, classes: Sequence[int] = ()) -> None:
-        """game: What clients that are left out do; unset: idle where it is known what such clients send, else absent.
+    def __init__(
+        self, game: Game | None = None, exactly: bool = False, classes: Sequence[int] = ()
+    ) -> None:
+        """game: What clients that are left out do; unset: idle where it is known what such clients
+        send, else absent.
         exactly: Ask all coalitions.
         classes: Ask about these, however much they moved.
         """
         self.game, self.exactly, self.classes = game, exactly, tuple(classes)
 
     def at_client(self, seen: AtClient) -> Numbers | None:
-        """Right answers by class (C,) before and after the client's work, where its reply holds no model."""
+        """Right answers by class (C,) before and after the client's work, where its reply holds no
+        model.
+        """
         if seen.test is None or seen.is_server or "params" in seen.sent:
             return None
         some = at_most(seen.test, EACH, seen.classes)
@@ -85,7 +104,9 @@ class Contributions(Measure):
         return are_counts(report, self.gives, classes)
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """Whose model it is, its accuracies before and after the stage, the parts of the change, and contributions."""
+        """Whose model it is, its accuracies before and after the stage, the parts of the change,
+        and contributions.
+        """
         if not seen.replies:
             return None
         data = at_most(room.test, EACH, room.world.classes)
@@ -103,19 +124,39 @@ class Contributions(Measure):
         if seen.stage.hop or seen.replies[0].client == SERVER:
             return {**told, "parts": {_name(seen): _listed(after - before)}}
         if seen.local_models and is_plain(ends[1], seen.after):
-            local = torch.stack([_by_class(room, client, p, data) for client, p in seen.local_models.items()])
+            local = torch.stack(
+                [_by_class(room, client, p, data) for client, p in seen.local_models.items()]
+            )
             weights = _weights(seen)
-            by_training, by_averaging = by_local_training_and_averaging(before, local, after, weights)
-            told["parts"] = {"local training": _listed(by_training), "averaging": _listed(by_averaging)}
+            by_training, by_averaging = by_local_training_and_averaging(
+                before, local, after, weights
+            )
+            told["parts"] = {
+                "local training": _listed(by_training),
+                "averaging": _listed(by_averaging),
+            }
         else:
             told["parts"] = {seen.stage.name: _listed(after - before)}
-        return {**told, **_shares_of_data(seen, room), **self._contributed(seen, room, data, before, after)}
+        return {
+            **told,
+            **_shares_of_data(seen, room),
+            **self._contributed(seen, room, data, before, after),
+        }
 
-    def _contributed(self, seen: Happened, room: Room, data: Examples, before: Tensor, after: Tensor) -> dict[str, Any]:
+    def _contributed(
+        self, seen: Happened, room: Room, data: Examples, before: Tensor, after: Tensor
+    ) -> dict[str, Any]:
         there = set(data.labels.tolist())
         classes = [c for c in self.classes if c in there]
         classes = classes or moved_classes(before.tolist(), after.tolist(), LEAST, MOST)
-        game = StageGame(acting(room.method, seen.stage), seen.before, seen.stage, seen.replies, seen.downs, room.world)
+        game = StageGame(
+            acting(room.method, seen.stage),
+            seen.before,
+            seen.stage,
+            seen.replies,
+            seen.downs,
+            room.world,
+        )
         chosen: Game = self.game or ("idle" if game.can_idle() else "absent")
         game = replace(game, game=chosen)
         by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in classes}
@@ -134,7 +175,9 @@ class Contributions(Measure):
             "nobody": rounded_lists(_worth(judged, game.state(()), room, classes) - start, DIGITS),
         }
 
-    def _divided(self, game: StageGame, judged: Judged, room: Room, classes: Sequence[int]) -> tuple[str, Divided]:
+    def _divided(
+        self, game: StageGame, judged: Judged, room: Room, classes: Sequence[int]
+    ) -> tuple[str, Divided]:
         players = len(game.players)
 
         def value(coalition: tuple[int, ...]) -> Tensor:
@@ -155,7 +198,9 @@ class Contributions(Measure):
 
 
 def at_most(test: Examples, each: int, classes: int) -> Examples:
-    """At most ``each`` test examples of each class, drawn by key: the same in every round and run, in order."""
+    """At most ``each`` test examples of each class, drawn by key: the same in every round and run,
+    in order.
+    """
     draw = generator(seed_for(0, 0, 0, SERVER, "contributions"))
     mixed = torch.randperm(len(test), generator=draw)
     labels = test.labels.cpu()[mixed]
@@ -182,7 +227,8 @@ def _by_class(room: Room, client: int, params: Tensors, data: Examples) -> Tenso
 def _weights(seen: Happened) -> Tensor:
     """Shares of examples (m,) of the clients with local models."""
     sizes = torch.tensor(
-        [float(r.examples) for r in seen.replies if r.client in seen.local_models], dtype=torch.float64
+        [float(r.examples) for r in seen.replies if r.client in seen.local_models],
+        dtype=torch.float64,
     )
     return sizes / sizes.sum() if sizes.sum() > 0 else torch.full_like(sizes, 1 / len(sizes))
 
@@ -190,7 +236,9 @@ def _weights(seen: Happened) -> Tensor:
 def _is_moved(seen: Happened) -> bool:
     """Whether the stage's fold made another global model."""
     one, two = seen.before.params, seen.after.params
-    same = one.keys() == two.keys() and all(one[k] is two[k] or torch.equal(one[k], two[k]) for k in one)
+    same = one.keys() == two.keys() and all(
+        one[k] is two[k] or torch.equal(one[k], two[k]) for k in one
+    )
     return bool(one) and not same
 
 
@@ -202,18 +250,33 @@ def _name(seen: Happened) -> str:
 def _of_own_models(seen: Happened, room: Room, data: Examples) -> Numbers | None:
     """The clients' mean change by class in a stage, where each keeps a model of its own."""
     totals = torch.bincount(data.labels.cpu(), minlength=room.world.classes)
-    ends = {r.client: both for r in seen.replies if (both := _both_ends(r, seen, room, data, totals))}
+    ends = {
+        r.client: both for r in seen.replies if (both := _both_ends(r, seen, room, data, totals))
+    }
     if not ends:
         return None
     before, after = (torch.stack([both[i] for both in ends.values()]).mean(0) for i in range(2))
     parts = {seen.stage.name: _listed(after - before)}
-    return {"model": "own", "clients": list(ends), "before": _listed(before), "after": _listed(after), "parts": parts}
+    return {
+        "model": "own",
+        "clients": list(ends),
+        "before": _listed(before),
+        "after": _listed(after),
+        "parts": parts,
+    }
 
 
-def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals: Tensor) -> tuple[Tensor, ...]:
-    """Class accuracies (C,) of a client's own model before and after the stage; none where nobody knows it."""
+def _both_ends(
+    reply: Reply, seen: Happened, room: Room, data: Examples, totals: Tensor
+) -> tuple[Tensor, ...]:
+    """Class accuracies (C,) of a client's own model before and after the stage; none where nobody
+    knows it.
+    """
     if "correct_before" in reply.metrics:
-        return tuple(torch.tensor(reply.metrics[k], dtype=torch.float64) / totals for k in Contributions.gives)
+        return tuple(
+            torch.tensor(reply.metrics[k], dtype=torch.float64) / totals
+            for k in Contributions.gives
+        )
     if reply.client == SERVER or "params" not in reply.up:
         return ()
     own = answered(seen.before).get(reply.client) or fitted(seen.before).get(reply.client)
@@ -222,9 +285,11 @@ def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals:
 
 
 def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:
-    """Each class's share of the acting clients' data in the round over its share of all clients', where these are here.
+    """Each class's share of the acting clients' data in the round over its share of all clients',
+    where these are here.
 
-    Of a run with tasks also which task each of them is in, from 1, and what it has of each class in it, (m, C).
+    Of a run with tasks also which task each of them is in, from 1, and what it has of each class in
+    it, (m, C).
     """
     sites = room.sites
     if not isinstance(sites, SiteViews) or not len(every := sites.all_counts(seen.stage.round)):
@@ -238,4 +303,7 @@ def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:
 
 
 def _listed(values: Tensor) -> list[float | None]:
-    return [None if v != v or v in (float("inf"), float("-inf")) else round(v, DIGITS) for v in values.tolist()]
+    return [
+        None if v != v or v in (float("inf"), float("-inf")) else round(v, DIGITS)
+        for v in values.tolist()
+    ]

@@ -1,4 +1,6 @@
-"""The measure ``divergence``: how far local weights moved, and how far the client's labels are from the model's."""
+"""The measure ``divergence``: how far local weights moved, and how far the client's labels are from
+the model's.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from fedstill.trees import only
 
 @register("measure", "divergence")
 class Divergence(Measure):
-    """Distance of local weights from the received ones, L1 and L2, and of a client's labels from what the model knows.
+    """Distance of local weights from the received ones, L1 and L2, and of a client's labels from
+    what the model knows.
 
     Source: FedNTD, section 5.2 and figure 8.
-    Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the mean after it.
+    Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the
+    mean after it.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"test", "global_model", "local_models", "client_data"}
+    )
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """The three distances of each client, and their means."""

@@ -1,4 +1,6 @@
-"""The measure ``diversity``: how far the gradients of clients differ, before training, and their updates."""
+"""The measure ``diversity``: how far the gradients of clients differ, before training, and their
+updates.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ from fedstill.trees import only, sub
 
 @register("measure", "diversity")
 class Diversity(Measure):
-    """Gradient diversity of the clients at the received model, and the same of the updates that they sent.
+    """Gradient diversity of the clients at the received model, and the same of the updates that
+    they sent.
 
-    "gradients": of the mean cross-entropy on each client's own training data, in evaluation mode, without
-    augmentation; the method has no part in it. "updates": of local weights minus received ones, which show what the
-    method did to it. Source: FedNTD, eq. 8.
+    "gradients": of the mean cross-entropy on each client's own training data, in evaluation mode,
+    without augmentation; the method has no part in it. "updates": of local weights minus received
+    ones, which show what the method did to it. Source: FedNTD, eq. 8.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"side_by_side", "test", "global_model", "local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"side_by_side", "test", "global_model", "local_models", "client_data"}
+    )
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Both diversities over the clients of the stage; None for a stage of one client."""
@@ -34,9 +39,12 @@ class Diversity(Measure):
         if len(locals_) < 2:
             return None
         start = seen.before.params
-        names = sorted(contract.trainable_names(room.spec))  # sums in one order: a set's differs by process
+        # sums in one order: a set's differs by process
+        names = sorted(contract.trainable_names(room.spec))
         gradients = [_gradient(room, start, room.sites.view(c, seen.stage).data) for c in locals_]
-        updates: list[Tensors] = [sub(only(start, names), only(params, names)) for params in locals_.values()]
+        updates: list[Tensors] = [
+            sub(only(start, names), only(params, names)) for params in locals_.values()
+        ]
         return {
             "clients": list(locals_),
             "gradients": gradient_diversity(gradients),
@@ -49,7 +57,9 @@ class Diversity(Measure):
 
 
 def _gradient(room: Room, params: Tensors, data: Examples) -> Tensors:
-    """The gradient of the mean loss over all examples, from those of batches weighted by their sizes."""
+    """The gradient of the mean loss over all examples, from those of batches weighted by their
+    sizes.
+    """
     sizes = [len(part) for part in torch.split(torch.arange(len(data)), SHARD)]
     total: dict[str, torch.Tensor] = {}
     batches = room.passes().gradients(params, data, cross_entropy, SHARD)

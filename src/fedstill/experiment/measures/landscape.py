@@ -25,12 +25,15 @@ PRODUCTS = 30
 
 @register("measure", "landscape")
 class Landscape(Measure):
-    """Test loss in two planes and under noise, around the new global model and around one local model.
+    """Test loss in two planes and under noise, around the new global model and around one local
+    model.
 
-    At the end of the run, on 200 test examples, in evaluation mode. "random": two random directions, normalised filter
-    by filter, from -1 to 1. "hessian": the two directions in which the loss is most curved, as vectors of norm 1, from
-    -1 to 1. "noise": Gaussian, of growing standard deviation, on all weights, mean of three draws.
-    Source: FedNTD, figure 14, after PyHessian; Li et al., "Visualizing the Loss Landscape of Neural Nets" (2018).
+    At the end of the run, on 200 test examples, in evaluation mode. "random": two random
+    directions, normalised filter by filter, from -1 to 1. "hessian": the two directions in which
+    the loss is most curved, as vectors of norm 1, from -1 to 1. "noise": Gaussian, of growing
+    standard deviation, on all weights, mean of three draws.
+    Source: FedNTD, figure 14, after PyHessian; Li et al., "Visualizing the Loss Landscape of Neural
+    Nets" (2018).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models"})
@@ -47,7 +50,10 @@ class Landscape(Measure):
             f"client {client}": (room.world.model(client), locals_[client]),
         }
         images = room.some(IMAGES)
-        around = {name: _around(room, spec, images, whole(spec, params)) for name, (spec, params) in models.items()}
+        around = {
+            name: _around(room, spec, images, whole(spec, params))
+            for name, (spec, params) in models.items()
+        }
         return {"axis": list(AXIS), "scales": list(SCALES), "models": around}
 
     def examples(self, test: int, clients: int, own: int) -> int:
@@ -55,8 +61,12 @@ class Landscape(Measure):
         return 2 * min(test, IMAGES) * (2 * STEPS**2 + DRAWS * len(SCALES) + 2 * 6 * PRODUCTS)
 
 
-def mean_loss(room: Room, images: Examples, spec: ModelSpec | None = None) -> Callable[[Tensors], Tensor]:
-    """parameters of a network, the server's if none is named -> mean cross-entropy () on images, derivable twice."""
+def mean_loss(
+    room: Room, images: Examples, spec: ModelSpec | None = None
+) -> Callable[[Tensors], Tensor]:
+    """parameters of a network, the server's if none is named -> mean cross-entropy () on images,
+    derivable twice.
+    """
     network = contract.module(spec or room.spec, "frozen").eval()
     parts = list(shards(images.values, room.inputs))
     device = images.values.device
@@ -70,11 +80,17 @@ def mean_loss(room: Room, images: Examples, spec: ModelSpec | None = None) -> Ca
 
 
 def _around(room: Room, spec: ModelSpec, images: Examples, params: Tensors) -> dict[str, Any]:
-    loss, names, draw = mean_loss(room, images, spec), contract.trainable_names(spec), room.draw("landscape")
+    loss, names, draw = (
+        mean_loss(room, images, spec),
+        contract.trainable_names(spec),
+        room.draw("landscape"),
+    )
     a, b = (loss_surface.filter_normalised(params, names, draw) for _ in range(2))
     noises = [loss_surface.gaussian(params, names, draw) for _ in range(DRAWS)]
     params = {k: v.to(images.values.device) for k, v in params.items()}
-    (first, x), (second, y) = loss_surface.curvature(loss, params, names, draw, top=2, most=PRODUCTS)
+    (first, x), (second, y) = loss_surface.curvature(
+        loss, params, names, draw, top=2, most=PRODUCTS
+    )
     return {
         "random": _digits(loss_surface.plane(loss, params, a, b, AXIS)),
         "hessian": _digits(loss_surface.plane(loss, params, x, y, AXIS)),

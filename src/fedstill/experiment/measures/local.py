@@ -13,16 +13,20 @@ from fedstill.registry import register
 
 @register("measure", "local")
 class Local(Measure):
-    """In- and out-local accuracy of local models; each client evaluates its own on the common test set.
+    """In- and out-local accuracy of local models; each client evaluates its own on the common test
+    set.
 
-    The numbers come with the clients' replies, so that they exist where no server sees a local model; the formulas are
-    in ``metrics/local_models.py``, and the means stand in the event of the round.
+    The numbers come with the clients' replies, so that they exist where no server sees a local
+    model; the formulas are in ``metrics/local_models.py``, and the means stand in the event of the
+    round.
     """
 
     gives: ClassVar[tuple[str, ...]] = ("label_counts", "correct_by_class")
 
     def at_client(self, seen: AtClient) -> Numbers | None:
-        """``label_counts`` (C,) of the client, and ``correct_by_class`` (C,) of its model on the common test set."""
+        """``label_counts`` (C,) of the client, and ``correct_by_class`` (C,) of its model on the
+        common test set.
+        """
         if seen.test is None or seen.is_server:
             return None
         right = seen.correct_by_class(seen.end, seen.test)
@@ -35,7 +39,9 @@ class Local(Measure):
         return are_counts(report, self.gives, classes)
 
     def of_round(self, seen: Reports) -> Numbers:
-        """Means and spreads over clients, and the global models' accuracy on the clients' mean label shares."""
+        """Means and spreads over clients, and the global models' accuracy on the clients' mean
+        label shares.
+        """
         return local_accuracies(seen.clients, seen.received, seen.aggregated, seen.test_counts)
 
     def examples(self, test: int, clients: int, own: int) -> int:

@@ -1,4 +1,6 @@
-"""The measure ``private_public``: what each client's own model knows of its held-out data and of the public images."""
+"""The measure ``private_public``: what each client's own model knows of its held-out data and of
+the public images.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,22 @@ from fedstill.wire.reports import wrong_table
 
 @register("measure", "private_public")
 class PrivatePublic(Measure):
-    """Accuracy of each client's own model on its held-out examples and on the public images; the server's on these.
+    """Accuracy of each client's own model on its held-out examples and on the public images; the
+    server's on these.
 
-    Before and after every stage on public data, after every other. Held out is what ``plan.validation`` says. The
-    numbers come with the clients' replies; the formulas are in ``metrics/own_models.py``, and the accuracies by client
-    stand in the event of the round. Source: HiPer-FedKD, table 1 and its notebooks.
+    Before and after every stage on public data, after every other. Held out is what
+    ``plan.validation`` says. The numbers come with the clients' replies; the formulas are in
+    ``metrics/own_models.py``, and the accuracies by client stand in the event of the round. Source:
+    HiPer-FedKD, table 1 and its notebooks.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"held_out"})
     gives: ClassVar[tuple[str, ...]] = ("private", "public")
 
     def at_client(self, seen: AtClient) -> Numbers | None:
-        """``private`` and ``public``: ``counts`` (C,) of labels, and right ones (C,) ``before`` and ``after``."""
+        """``private`` and ``public``: ``counts`` (C,) of labels, and right ones (C,) ``before`` and
+        ``after``.
+        """
         on_public = seen.stage.view == "public"
         models = {"before": seen.start, "after": seen.end} if on_public else {"after": seen.end}
         report = {}
@@ -39,9 +45,14 @@ class PrivatePublic(Measure):
         return report
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class; ``after`` is there where counts are, and is not above them."""
+        """Counts must be whole numbers, one a class; ``after`` is there where counts are, and is
+        not above them.
+        """
         tables = {name: report[name] for name in self.gives if report.get(name, {}) != {}}
-        return next((why for name, table in tables.items() if (why := wrong_table(name, table, classes))), "")
+        return next(
+            (why for name, table in tables.items() if (why := wrong_table(name, table, classes))),
+            "",
+        )
 
     def of_round(self, seen: Reports) -> Numbers:
         """Accuracies by client, their means, and the server's."""

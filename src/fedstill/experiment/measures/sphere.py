@@ -1,4 +1,6 @@
-"""The measure ``sphere``: in which direction each class lies, for models whose features are points on a circle."""
+"""The measure ``sphere``: in which direction each class lies, for models whose features are points
+on a circle.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ MODELS, BINS = 3, 72
 
 @register("measure", "sphere")
 class Sphere(Measure):
-    """Directions of test examples' features by class, for the received, three local and the new global model.
+    """Directions of test examples' features by class, for the received, three local and the new
+    global model.
 
-    Needs features of two numbers, as ``sphere_cnn`` has them. At the end of the run; counts in 72 steps of 5 degrees.
+    Needs features of two numbers, as ``sphere_cnn`` has them. At the end of the run; counts in 72
+    steps of 5 degrees.
     Source: FedNTD, appendix N, figure 18.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features", "plane"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"test", "global_model", "local_models", "features", "plane"}
+    )
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
@@ -43,7 +49,8 @@ class Sphere(Measure):
 
 
 def directions(features: Tensor, labels: Tensor, classes: int, bins: int = BINS) -> Tensor:
-    """How many features (n, 2) of each class point into each of ``bins`` equal parts of the circle: (C, bins) int64.
+    """How many features (n, 2) of each class point into each of ``bins`` equal parts of the circle:
+    (C, bins) int64.
 
     >>> directions(torch.tensor([[0.0, -1.0], [0.1, 1.0]]), torch.tensor([0, 1]), 2, bins=4)
     tensor([[0, 1, 0, 0],

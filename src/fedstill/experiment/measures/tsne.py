@@ -1,4 +1,6 @@
-"""The measure ``tsne``: how test examples lie in the features of the global and the local models, on a plane."""
+"""The measure ``tsne``: how test examples lie in the features of the global and the local models,
+on a plane.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,24 @@ PERPLEXITY = 30.0
 
 @register("measure", "tsne")
 class JointTSNE(Measure):
-    """One joint t-SNE of 200 test examples' features under the received, at most ten local, and the new global model.
+    """One joint t-SNE of 200 test examples' features under the received, at most ten local, and the
+    new global model.
 
-    At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their number. The features are
-    kept beside the journal, so that runs which started from one model can be embedded together.
+    At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their
+    number. The features are kept beside the journal, so that runs which started from one model can
+    be embedded together.
     Source: FedNTD, appendix O, figures 19 to 21.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"test", "global_model", "local_models", "features"}
+    )
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image under each."""
+        """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image
+        under each.
+        """
         if not comparable(seen, room):
             return None
         images, passes = room.some(IMAGES), room.passes()
@@ -56,5 +64,7 @@ def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
 
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     with threadpool_limits(1):
-        places = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features.numpy())
+        places = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(
+            features.numpy()
+        )
     return torch.from_numpy(places)

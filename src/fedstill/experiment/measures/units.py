@@ -1,4 +1,6 @@
-"""The measure ``units``: which class each unit of the last hidden layer stands for, in each model."""
+"""The measure ``units``: which class each unit of the last hidden layer stands for, in each
+model.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ MODELS = 10
 
 @register("measure", "units")
 class Units(Measure):
-    """The preferred class of each unit of the last hidden layer, in the received, the local and the new global model.
+    """The preferred class of each unit of the last hidden layer, in the received, the local and the
+    new global model.
 
     At most ten local models, at the end of the run. Source: FedNTD, figure 17.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"test", "global_model", "local_models", "features"}
+    )
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
@@ -27,7 +32,9 @@ class Units(Measure):
         if not comparable(seen, room):
             return None
         preferred = {
-            name: preferred_classes(layers(room, p, room.test)["features"], room.test.labels, room.world.classes)
+            name: preferred_classes(
+                layers(room, p, room.test)["features"], room.test.labels, room.world.classes
+            )
             for name, p in named_models(seen, room, MODELS)
         }
         return {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}

@@ -1,4 +1,6 @@
-"""Models that measures run: whole ones. A module fills in what a model lacks, with random weights of its own."""
+"""Models that measures run: whole ones. A module fills in what a model lacks, with random weights
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,22 @@ def lacking(spec: ModelSpec, params: Tensors, part: str = "") -> list[str]:
 
 
 def whole(spec: ModelSpec, params: Tensors, part: str = "") -> Tensors:
-    """A model that has all entries of an architecture, or of a part of it. Raises FedstillError for another."""
+    """A model that has all entries of an architecture, or of a part of it. Raises FedstillError for
+    another.
+    """
     if missing := lacking(spec, params, part):
         rest = f" and {len(missing) - 1} more entries" if len(missing) > 1 else ""
-        raise FedstillError(f"a measure was to run a model of a {spec.label} that lacks {missing[0]}{rest}")
+        raise FedstillError(
+            f"a measure was to run a model of a {spec.label} that lacks {missing[0]}{rest}"
+        )
     return params
 
 
 @dataclass(frozen=True)
 class WholePasses(ModelPasses):
-    """Passes of whole models. Raises FedstillError for one that lacks an entry: of features, one of the body."""
+    """Passes of whole models. Raises FedstillError for one that lacks an entry: of features, one of
+    the body.
+    """
 
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
@@ -39,7 +47,11 @@ class WholePasses(ModelPasses):
         return super().gradients(whole(self.model, params), examples, loss, batch, seed)
 
     def _each(
-        self, run: Callable[..., Tensor], params: Tensors, examples: Examples, model: ModelSpec | None = None
+        self,
+        run: Callable[..., Tensor],
+        params: Tensors,
+        examples: Examples,
+        model: ModelSpec | None = None,
     ) -> Tensor:
         part = "body." if run is contract.features else ""
         return super()._each(run, whole(model or self.model, params, part), examples, model)

@@ -1,4 +1,6 @@
-"""A run as one site has it ready: its own data, or in a trial its part of the run's, in the world that all know."""
+"""A run as one site has it ready: its own data, or in a trial its part of the run's, in the world
+that all know.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from fedstill.topology import TASK_TEST
 
 @dataclass(frozen=True)
 class Ready:
-    """A run that a site has ready; ``prepared``: None where it has no data yet. ``tasks``: in a run with tasks."""
+    """A run that a site has ready; ``prepared``: None where it has no data yet. ``tasks``: in a run
+    with tasks.
+    """
 
     settings: Settings
     prepared: Prepared | None

@@ -1,4 +1,6 @@
-"""The engine of a run: in this process, or on Flower, over a grid that is given or one inside this process."""
+"""The engine of a run: in this process, or on Flower, over a grid that is given or one inside this
+process.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,17 @@ def engine_of(
 ) -> SerialEngine | FlowerEngine:
     """The engine that a run's settings name.
 
-    ``folder``: the run's directory. ``run``: gives the run's identity once it has begun. ``grid``: a Flower grid whose
-    nodes are the clients; without one they work in this process, over a loopback grid.
+    ``folder``: the run's directory. ``run``: gives the run's identity once it has begun. ``grid``:
+    a Flower grid whose nodes are the clients; without one they work in this process, over a
+    loopback grid.
     """
     settings, here = prepared.settings, prepared.engine(Memory(folder / "memory"))
     if settings.engine != "flower":
         return here
     if grid is None:
-        grid = LoopbackGrid(trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients))
+        grid = LoopbackGrid(
+            trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients)
+        )
     clock: Clock = grid if isinstance(grid, LoopbackGrid) else time
     config = settings.toml
     sha = digest(config.encode())
@@ -57,26 +62,38 @@ def engine_of(
 
     facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
     taken = prepared.client_measures(site=True)
-    return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts, taken, truth_of(prepared))
+    return FlowerEngine(
+        here, Fleet(grid, patience(settings), clock), request, facts, taken, truth_of(prepared)
+    )
 
 
-def informed(engine: SerialEngine | FlowerEngine, prepared: Prepared) -> SerialEngine | FlowerEngine:
+def informed(
+    engine: SerialEngine | FlowerEngine, prepared: Prepared
+) -> SerialEngine | FlowerEngine:
     """The engine for a run whose facts are known only now; its messages go the same way."""
     if not isinstance(engine, FlowerEngine):
         return replace(engine, world=prepared.world, sites=prepared.sites)
     here = replace(engine.here, world=prepared.world, sites=prepared.sites)
-    return replace(engine, here=here, facts=Facts.known_by(prepared).plain(), truth=truth_of(prepared))
+    return replace(
+        engine, here=here, facts=Facts.known_by(prepared).plain(), truth=truth_of(prepared)
+    )
 
 
 def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
-    """What the server knows of each client's data in each round: all in a simulation, nothing of real sites."""
+    """What the server knows of each client's data in each round: all in a simulation, nothing of
+    real sites.
+    """
     sites, classes = prepared.sites, prepared.world.classes
     if prepared.settings.on_sites:
         return lambda client, round: Truth(tasks=prepared.world.stream.tasks)
 
     def by_class(examples: Examples | None) -> list[int] | None:
         there = examples is not None and bool((examples.labels >= 0).all())
-        return torch.bincount(examples.labels.cpu(), minlength=classes).tolist() if examples and there else None
+        return (
+            torch.bincount(examples.labels.cpu(), minlength=classes).tolist()
+            if examples and there
+            else None
+        )
 
     test, public = by_class(sites.common_test), by_class(sites.public)
     return lambda client, round: Truth(sites.counts(client, round).tolist(), test, public)
@@ -89,9 +106,11 @@ def patience(settings: Settings) -> Patience:
 
 
 def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
-    """A ClientApp whose nodes are the clients of a simulation: each on its part of the data, its memory in a folder.
+    """A ClientApp whose nodes are the clients of a simulation: each on its part of the data, its
+    memory in a folder.
 
-    They belong to the server's own user, so they import whatever code its configuration names, and read its files.
+    They belong to the server's own user, so they import whatever code its configuration names, and
+    read its files.
     """
     imports, files = tuple(code_in(settings.tree)), tuple(files_in(settings.tree))
     ready = dict[str, Ready]()

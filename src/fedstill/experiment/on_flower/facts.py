@@ -1,4 +1,6 @@
-"""Facts that all sites must agree on, though none sees all data: classes, what examples are, the public set."""
+"""Facts that all sites must agree on, though none sees all data: classes, what examples are, the
+public set.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ OF_IMAGES = ("classes", "shape", "mean", "std", "public")
 class Facts:
     """What every site must share.
 
-    ``classes``: names, in the order of their ids. ``shape``: of an example. ``mean``, ``std``: of images what
-    normalises pixels; else by column or channel what numbers are standardised by. ``public``: SHA-256 of the public
-    set, empty if there is none. ``kind``: what examples are. ``vocabulary``: how many token ids there are.
-    ``tokenizer``: SHA-256 of the tokenizer's file, empty for none. ``columns``: of a table; ``features``: the names of
-    its inputs; ``marks``: which of these (positions) are 0 or 1. ``origin``: whose ``mean`` and ``std`` are.
+    ``classes``: names, in the order of their ids. ``shape``: of an example. ``mean``, ``std``: of
+    images what normalises pixels; else by column or channel what numbers are standardised
+    by. ``public``: SHA-256 of the public set, empty if there is none. ``kind``: what examples
+    are. ``vocabulary``: how many token ids there are.
+    ``tokenizer``: SHA-256 of the tokenizer's file, empty for none. ``columns``: of a
+    table; ``features``: the names of its inputs; ``marks``: which of these (positions) are 0
+    or 1. ``origin``: whose ``mean`` and ``std`` are.
     """
 
     classes: tuple[str, ...] = ()
@@ -52,7 +56,11 @@ class Facts:
     def known_by(prepared: Prepared) -> Facts:
         """What the server knows, and every site must share."""
         data, public = prepared.dataset, prepared.sites.public
-        common = Facts(data.classes, data.input_shape, public=examples_digest(public) if public is not None else "")
+        common = Facts(
+            data.classes,
+            data.input_shape,
+            public=examples_digest(public) if public is not None else "",
+        )
         about, inputs = data.about, prepared.sites.inputs
         if about.kind == "image":
             return Facts(common.classes, common.shape, data.mean, data.std, common.public)
@@ -93,7 +101,9 @@ class Facts:
             facts._check()
             return facts
         except (TypeError, ValueError) as error:
-            raise Refused(f"the request's facts about data are malformed: {on_one_line(error)}") from error
+            raise Refused(
+                f"the request's facts about data are malformed: {on_one_line(error)}"
+            ) from error
 
     def _check(self) -> None:
         """Raise ValueError for facts that contradict themselves."""
@@ -105,12 +115,18 @@ class Facts:
         if self.features and len(self.features) != width:
             raise ValueError(f"{len(self.features)} names for {width} inputs")
         table = TableInputs.named_by(self.columns, self.features, self.marks)
-        if self.columns and (table.about.features != self.features or not set(table.marked) <= set(self.columns)):
+        if self.columns and (
+            table.about.features != self.features or not set(table.marked) <= set(self.columns)
+        ):
             raise ValueError("the names of the inputs are not those of the columns")
         if self.mean or self.std:
-            usable = all(math.isfinite(v) for v in self.mean) and all(0 < v < math.inf for v in self.std)
+            usable = all(math.isfinite(v) for v in self.mean) and all(
+                0 < v < math.inf for v in self.std
+            )
             if {len(self.mean), len(self.std)} != {width} or not usable:
-                raise ValueError(f"each of {width} columns or channels needs a finite mean, and a spread above 0")
+                raise ValueError(
+                    f"each of {width} columns or channels needs a finite mean, and a spread above 0"
+                )
 
     def plain(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -119,7 +135,13 @@ class Facts:
     @property
     def about(self) -> About:
         """What is said of the examples."""
-        return About(self.kind, self.vocabulary, columns=self.columns, features=self.features, marks=self.marks)
+        return About(
+            self.kind,
+            self.vocabulary,
+            columns=self.columns,
+            features=self.features,
+            marks=self.marks,
+        )
 
     def inputs(self, settings: Settings) -> Inputs:
         """How stored values become inputs, the same at every site."""
@@ -138,4 +160,6 @@ def _sealed(tokenizer: str | None) -> str:
     try:
         return digest(Path(tokenizer).read_bytes())
     except OSError as error:
-        raise ConfigError(f"data.tokenizer = {tokenizer!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"data.tokenizer = {tokenizer!r} cannot be read: {error.strerror}"
+        ) from error

@@ -1,4 +1,6 @@
-"""A site's own data as the run has them: read by the run's keys, checked against its facts, standardised by these."""
+"""A site's own data as the run has them: read by the run's keys, checked against its facts,
+standardised by these.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ from fedstill.records import Examples
 
 @dataclass(frozen=True)
 class OwnData:
-    """What a site has: the data set as it was read, its examples as the run has them, and the public set.
+    """What a site has: the data set as it was read, its examples as the run has them, and the
+    public set.
 
-    ``by``: how numbers were standardised; of sums that are still to be sent, mean and spread are empty.
+    ``by``: how numbers were standardised; of sums that are still to be sent, mean and spread are
+    empty.
     """
 
     read: Dataset
@@ -39,25 +43,33 @@ class OwnData:
 
 
 def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer: str) -> OwnData:
-    """A site's data, given the places of its own file or folder, its copy of the public set, and of the tokenizer.
+    """A site's data, given the places of its own file or folder, its copy of the public set, and of
+    the tokenizer.
 
-    Raises Refused in one line for examples that are not of the kind, shape, columns, vocabulary or classes of the run,
-    and for copies that are not the server's.
+    Raises Refused in one line for examples that are not of the kind, shape, columns, vocabulary or
+    classes of the run, and for copies that are not the server's.
     """
     form = form_of(settings, facts, tokenizer)
     own = read_alike(settings, facts, data, form)
     by = standard_of(settings, own, facts)
     if by.origin == "summed" and not by.mean:  # the sums come first, and count what is known only
         return OwnData(own, own.train, own.test, None, by)
-    return OwnData(own, by.of(own.train), by.of(own.test), public_of(settings, public, facts, form, by), by)
+    return OwnData(
+        own, by.of(own.train), by.of(own.test), public_of(settings, public, facts, form, by), by
+    )
 
 
-def read_alike(settings: Settings, facts: Facts, data: str, form: Mapping[str, Any], **more: Any) -> Dataset:
-    """A file or folder of a site as the run's form says, its labels as the ids that all sites share.
+def read_alike(
+    settings: Settings, facts: Facts, data: str, form: Mapping[str, Any], **more: Any
+) -> Dataset:
+    """A file or folder of a site as the run's form says, its labels as the ids that all sites
+    share.
 
     more: further options of reading. Raises Refused for other examples than the run's.
     """
-    label = {"label_column": settings.data.label_column} if settings.data.label_column and form else {}
+    label = (
+        {"label_column": settings.data.label_column} if settings.data.label_column and form else {}
+    )
     size = {"size": settings.data.size} if settings.data.size else {}
     own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **size, **more}))
     _refuse_unlike(own, facts)
@@ -66,7 +78,9 @@ def read_alike(settings: Settings, facts: Facts, data: str, form: Mapping[str, A
 
 
 def form_of(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
-    """How the site reads its own file: as the run's ``[data]`` says, with the columns and names of the facts."""
+    """How the site reads its own file: as the run's ``[data]`` says, with the columns and names of
+    the facts.
+    """
     form = form_like(settings.data, facts.about)
     if facts.kind == "text" and form["tokenizer"].endswith(".json"):
         form["tokenizer"] = _own_tokenizer(tokenizer, facts)
@@ -76,14 +90,19 @@ def form_of(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
 def _own_tokenizer(copy: str, facts: Facts) -> str:
     if not copy:
         raise Refused(
-            "texts of this run need a tokenizer's file: set tokenizer, your copy of it, in this site's site.toml"
+            "texts of this run need a tokenizer's file: set tokenizer, your copy of it, in this "
+            "site's site.toml"
         )
     try:
         same = digest(Path(copy).read_bytes()) == facts.tokenizer
     except OSError as error:
-        raise Refused(f"this site's tokenizer cannot be read: {error.strerror}; correct it in site.toml") from error
+        raise Refused(
+            f"this site's tokenizer cannot be read: {error.strerror}; correct it in site.toml"
+        ) from error
     if not same:
-        raise Refused("the tokenizer at this site is not the server's: copy the server's file again")
+        raise Refused(
+            "the tokenizer at this site is not the server's: copy the server's file again"
+        )
     return copy
 
 
@@ -91,42 +110,56 @@ def _refuse_unlike(own: Dataset, facts: Facts) -> None:
     """Raise Refused for examples of another kind, vocabulary or inputs than the run's."""
     many = MANY[facts.kind]
     if own.about.kind != facts.kind:
-        raise Refused(f"this site has {own.many}, and the run is about {many}; correct data in its site.toml")
+        raise Refused(
+            f"this site has {own.many}, and the run is about {many}; correct data in its site.toml"
+        )
     if own.vocabulary != facts.vocabulary:
-        raise Refused(f"texts at this site have {own.vocabulary:,} token ids, not {facts.vocabulary:,}")
+        raise Refused(
+            f"texts at this site have {own.vocabulary:,} token ids, not {facts.vocabulary:,}"
+        )
     if facts.features and own.about.features != facts.features:
         theirs = next(name for name in facts.features if name not in own.about.features)
         raise Refused(f"tables at this site have no input {theirs!r}; correct its columns")
 
 
 def standard_of(settings: Settings, own: Dataset, facts: Facts) -> Standard:
-    """By what this site's numbers are standardised: the facts' mean and spread, or its own where the run says so.
+    """By what this site's numbers are standardised: the facts' mean and spread, or its own where
+    the run says so.
 
     Raises Refused where the request says otherwise than the run's configuration.
     """
     if facts.kind in ("image", "text"):
         return Standard()
-    asked = settings.data.standardise or ("declared" if facts.kind in STANDARDISED or facts.mean else "none")
+    asked = settings.data.standardise or (
+        "declared" if facts.kind in STANDARDISED or facts.mean else "none"
+    )
     if facts.origin != asked:
-        raise Refused(f"the request has data.standardise = {facts.origin!r}, and the run's configuration {asked!r}")
+        raise Refused(
+            f"the request has data.standardise = {facts.origin!r}, and the run's configuration "
+            f"{asked!r}"
+        )
     if facts.origin == "own":
         mine = moments(own.train.values, own.about.marks)
         return Standard("own", mine.mean, mine.std)
     if facts.origin == "none":
         return unscaled(settings, own.train)
     if not facts.mean and facts.origin != "summed":
-        raise Refused(f"the request has no mean and spread, by which {MANY[facts.kind]} are standardised")
+        raise Refused(
+            f"the request has no mean and spread, by which {MANY[facts.kind]} are standardised"
+        )
     return Standard(facts.origin, facts.mean, facts.std)
 
 
 def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
-    """A site's labels as the ids that all sites share: by class name, or as they are where the site has numbers only.
+    """A site's labels as the ids that all sites share: by class name, or as they are where the site
+    has numbers only.
 
     Raises Refused for examples of another shape, or a class that the others don't know.
     """
     if tuple(examples.values.shape[1:]) != facts.shape:
         raise Refused(
-            f"{MANY[facts.kind]} at this site have shape {tuple(examples.values.shape[1:])}, not {facts.shape}"
+            f"{MANY[facts.kind]} at this site have shape {tuple(examples.values.shape[1:])}, not "
+            f"{facts.shape}"
         )
     numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
     if numbered and len(own.classes) <= len(facts.classes):
@@ -138,11 +171,13 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
     return ids[examples.labels]
 
 
-def public_of(settings: Settings, copy: str, facts: Facts, form: Mapping[str, Any], by: Standard) -> Examples | None:
+def public_of(
+    settings: Settings, copy: str, facts: Facts, form: Mapping[str, Any], by: Standard
+) -> Examples | None:
     """The public set at a site, read from its own copy; None in a run that has none.
 
-    form: how the site reads files that hold no images. Raises Refused if there is no copy here, or it is not the
-    server's set, example by example.
+    form: how the site reads files that hold no images. Raises Refused if there is no copy here, or
+    it is not the server's set, example by example.
     """
     if not facts.public:
         return None
@@ -151,9 +186,13 @@ def public_of(settings: Settings, copy: str, facts: Facts, form: Mapping[str, An
     wanted = Wanted(facts.shape, len(facts.classes), facts.mean, facts.std, facts.about, form)
     public = copied(settings, copy, wanted)
     if public is None:
-        raise Refused("the run has a public set: set public, your copy of it, in this site's site.toml")
+        raise Refused(
+            "the run has a public set: set public, your copy of it, in this site's site.toml"
+        )
     if settings.data.public_from != NOISE:
         public = by.of(public)
     if examples_digest(public) != facts.public:
-        raise Refused("the public set at this site is not the server's: copy the server's folder again")
+        raise Refused(
+            "the public set at this site is not the server's: copy the server's folder again"
+        )
     return public

@@ -1,4 +1,6 @@
-"""A run on Flower's simulation: clients are virtual nodes, which Ray spreads over a machine's cores or a cluster."""
+"""A run on Flower's simulation: clients are virtual nodes, which Ray spreads over a machine's cores
+or a cluster.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ CLIENTS_ON_CARD = 4
 """Clients that share a card; without a share Ray may hide the card from them."""
 
 
-def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Callable[[Grid], Driven]) -> Driven:
+def simulate(
+    settings: Settings, data: Dataset | None, folder: Path, drive: Callable[[Grid], Driven]
+) -> Driven:
     """What ``drive`` gives for a grid of ``settings.clients`` virtual nodes.
 
-    ``folder``: the run's directory; clients keep what they remember in its ``sites``, which all machines must see.
-    Raises ConfigError if Ray is not installed, DeployFailed if it does not start, and whatever ``drive`` raises.
+    ``folder``: the run's directory; clients keep what they remember in its ``sites``, which all
+    machines must see. Raises ConfigError if Ray is not installed, DeployFailed if it does not
+    start, and whatever ``drive`` raises.
     """
     require_flower()
     try:
@@ -54,7 +59,9 @@ def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Call
     try:
         run_simulation(app, clients, num_supernodes=settings.clients, backend_config=one_core)
     except Exception as error:
-        raise DeployFailed(f"Ray could not carry the run out: {' '.join(str(error).split())[:300]}") from error
+        raise DeployFailed(
+            f"Ray could not carry the run out: {' '.join(str(error).split())[:300]}"
+        ) from error
     if raised:
         raise raised[0]
     if not given:

@@ -1,4 +1,6 @@
-"""A site: how one client's machine does a stage that a server asks for, and what it refuses to do."""
+"""A site: how one client's machine does a stage that a server asks for, and what it refuses to
+do.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ from fedstill.work import Census, ClientWork
 
 @dataclass
 class Clerk:
-    """Does stages for a site: checks the request, looks the method up by name, runs the one training loop.
+    """Does stages for a site: checks the request, looks the method up by name, runs the one
+    training loop.
 
-    ``dataset``: data in memory, for a trial in the server's own process. ``ready``: what was prepared before.
+    ``dataset``: data in memory, for a trial in the server's own process. ``ready``: what was
+    prepared before.
     """
 
     site: Site
@@ -67,9 +71,13 @@ class Clerk:
             if ready.tasks is not None:
                 ready.tasks.note(desk.place)
             if (prepared := ready.works(request.stage.name)) is None:
-                return SiteReply(request.client, request.stage.round, request.stage.index, idle=True)
+                return SiteReply(
+                    request.client, request.stage.round, request.stage.index, idle=True
+                )
             if masking := self._summed(prepared, request):
-                return SiteSums(masking, request, desk).answer(lambda plain: self._once(prepared, plain, desk))
+                return SiteSums(masking, request, desk).answer(
+                    lambda plain: self._once(prepared, plain, desk)
+                )
             return self._once(prepared, request, desk)
 
     def _summed(self, ready: Prepared, request: Request) -> Masking | None:
@@ -83,7 +91,8 @@ class Clerk:
         kept = desk.kept(request)
         if kept is None and desk.noised_before(request.stage):
             raise Refused(
-                f"this site has answered round {request.stage.round}, stage {request.stage.name!r} with noise, and "
+                f"this site has answered round {request.stage.round}, stage {request.stage.name!r} "
+                "with noise, and "
                 "answers no other request for it: two answers would show more than one"
             )
         answer = kept or self._work(ready, request, desk)
@@ -101,8 +110,13 @@ class Clerk:
             most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
         else:
             most = work.rows if isinstance(work, SumUp) else 0
-        if most and not settings.privacy.allows(_sums_before(ready, stage) + desk.noised_rows(most) + most):
-            raise Refused(f"{most} more rows of logits would cost this site more than privacy.epsilon allows it")
+        if most and not settings.privacy.allows(
+            _sums_before(ready, stage) + desk.noised_rows(most) + most
+        ):
+            raise Refused(
+                f"{most} more rows of logits would cost this site more than privacy.epsilon allows "
+                "it"
+            )
         if settings.privacy.trains:
             demand_budget(ready, request, desk)
         memory = Memory.of({client: desk.remembered(request.memory)})
@@ -111,8 +125,12 @@ class Clerk:
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
         if settings.privacy.protects_logits and rows_of(reply.up) > most:
-            raise Refused(f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}")
-        answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
+            raise Refused(
+                f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}"
+            )
+        answer = SiteReply(
+            client, stage.round, stage.index, reply.up, reply.examples, reply.metrics
+        )
         return desk.keep(request, answer, memory.held(client))
 
     def _named_work(self, ready: Prepared, request: Request) -> ClientWork:
@@ -121,12 +139,16 @@ class Clerk:
         if request.client not in stage.clients:
             raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
         if stage.name == CENSUS and "label_counts" not in method.requires():
-            raise Refused(f"method {settings.named.method.label} needs no label counts, so they stay here")
+            raise Refused(
+                f"method {settings.named.method.label} needs no label counts, so they stay here"
+            )
         if stage == census_stage(ready.world):
             return Census()
         if stage == sums_stage(ready.world):
             if ready.by.origin != "summed" or ready.by.mean:
-                raise Refused("the run is not standardised by sums that sites send, so they stay here")
+                raise Refused(
+                    "the run is not standardised by sums that sites send, so they stay here"
+                )
             return sums_work(settings, ready.sites.inputs.about, ready.dataset.input_shape)
         if ready.by.origin == "summed" and not ready.by.mean:
             raise Refused("the request has no mean and spread, which the sites' sums would give")
@@ -146,12 +168,16 @@ class Clerk:
 
     def _check(self, request: Request) -> None:
         if request.version != VERSION:
-            raise Refused(f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install the same")
+            raise Refused(
+                f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install "
+                "the same"
+            )
         if digest(request.config.encode()) != request.sha:
             raise Refused("the configuration is not the one that its SHA-256 names")
         if self.site.accept is not None and request.sha not in self.site.accept:
             raise Refused(
-                f"this site has not accepted the configuration {request.sha}: its operator adds that to accept in "
+                f"this site has not accepted the configuration {request.sha}: its operator adds "
+                "that to accept in "
                 "site.toml"
             )
 
@@ -162,17 +188,23 @@ class Clerk:
             raise Refused(f"the configuration is not TOML: {error}") from error
         for name in code_in(tree):
             if name not in self.site.imports:
-                raise Refused(f"the configuration names code, {name!r}, that this site does not list under imports")
+                raise Refused(
+                    f"the configuration names code, {name!r}, that this site does not list under "
+                    "imports"
+                )
         settings = settle(from_tree(tree, {}, None))
         in_memory = settings.on_sites or self.dataset is not None
         for name in () if in_memory else files_in(tree):
             if name not in self.site.files:
                 raise Refused(
-                    f"the configuration has this site read {name!r}, which its site.toml does not list under files: a "
+                    f"the configuration has this site read {name!r}, which its site.toml does not "
+                    "list under files: a "
                     "trial is on data sets by their names; or set flower.data = 'sites'"
                 )
         if settings.toml != request.config:
-            raise Refused("the configuration resolves to other values at this site: install the same versions")
+            raise Refused(
+                "the configuration resolves to other values at this site: install the same versions"
+            )
         for measure in settings.measure:
             if measure in self.site.refuse:
                 raise Refused(f"this site takes part in no run with the measure {measure!r}")
@@ -189,12 +221,21 @@ class Clerk:
         if settings.on_tasks:
             return on_own_tasks(settings, facts, site, round)
         if site.tasks:
-            raise Refused("this site has a folder for each task, and this run has no tasks: set stream.kind = 'sites'")
+            raise Refused(
+                "this site has a folder for each task, and this run has no tasks: set stream.kind "
+                "= 'sites'"
+            )
         return on_own_data(settings, facts, site)
 
 
 def _sums_before(ready: Prepared, stage: Stage) -> int:
-    """The rows with noise of the sums by which the run is standardised; they went out under a name of their own."""
-    if not ready.settings.privacy.protects_logits or ready.by.origin != "summed" or stage == sums_stage(ready.world):
+    """The rows with noise of the sums by which the run is standardised; they went out under a name
+    of their own.
+    """
+    if (
+        not ready.settings.privacy.protects_logits
+        or ready.by.origin != "summed"
+        or stage == sums_stage(ready.world)
+    ):
         return 0
     return sums_work(ready.settings, ready.sites.inputs.about, ready.dataset.input_shape).rows

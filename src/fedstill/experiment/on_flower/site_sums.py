@@ -1,9 +1,10 @@
-"""Secure sums over Flower, a site's side: its four answers in a stage, of which none tells its model.
+"""Secure sums over Flower, a site's side: its four answers in a stage, of which none tells its
+model.
 
-What it must know in the next step is on its own disk, so every step may come to a process that has just started. A
-server that was stopped may begin a stage's sum anew, with another word; then secrets are drawn anew. But once shares
-are revealed, the site takes part in a sum of the same stage only if the same clients are left: the difference of two
-sums would be a single model.
+What it must know in the next step is on its own disk, so every step may come to a process that has
+just started. A server that was stopped may begin a stage's sum anew, with another word; then
+secrets are drawn anew. But once shares are revealed, the site takes part in a sum of the same stage
+only if the same clients are left: the difference of two sums would be a single model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import torch
 
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.engines.flower.sum_steps import PREFIX, STEPS, UNREAD, as_bytes, as_tensor, byte_tensors
+from fedstill.engines.flower.sum_steps import (
+    PREFIX,
+    STEPS,
+    UNREAD,
+    as_bytes,
+    as_tensor,
+    byte_tensors,
+)
 from fedstill.engines.masking import Masking
 from fedstill.errors import Refused
 from fedstill.files import make_folder, write_secret
@@ -25,7 +33,9 @@ from fedstill.records import Payload, Reply
 from fedstill.secure.protocol import PUBLIC, SEALED, Summand
 
 NOTE, REVEALED = "secure-sum", "secure-sums"
-"""Files in a client's folder: the sum that is under way, and who was left in those of which shares were revealed."""
+"""Files in a client's folder: the sum that is under way, and who was left in those of which shares
+were revealed.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,18 +47,29 @@ class SiteSums:
     desk: Desk
 
     def answer(self, work: Callable[[Request], SiteReply]) -> SiteReply:
-        """The answer of a step; ``work`` does the stage itself. Raises Refused for a request that is no step."""
+        """The answer of a step; ``work`` does the stage itself. Raises Refused for a request that
+        is no step.
+        """
         down = self.request.down
         step, word = (str(down.get(PREFIX + k, "")) for k in ("step", "word"))
         if step not in STEPS or not word.isalnum():
-            raise Refused("models of this run are summed in secret: this site answers only the steps of the secure sum")
+            raise Refused(
+                "models of this run are summed in secret: this site answers only the steps of the "
+                "secure sum"
+            )
         one = self._summand(step, word)
         if step == "vector":
             return self._vector(one, word, work)
         if step == "keys":
             up = Payload({PREFIX + step: byte_tensors({0: one.public})["0"]})
         elif step == "shares":
-            up = Payload({PREFIX + step: byte_tensors(one.shares(as_bytes(down.tensors("sum.keys"), PUBLIC)))})
+            up = Payload(
+                {
+                    PREFIX + step: byte_tensors(
+                        one.shares(as_bytes(down.tensors("sum.keys"), PUBLIC))
+                    )
+                }
+            )
         else:
             left = sorted(int(c) for c in down.tensor("sum.left").tolist())
             self._demand_same(left)
@@ -62,7 +83,9 @@ class SiteSums:
         plain = Payload({k: v for k, v in down.items() if not k.startswith(PREFIX)})
         asked = replace(self.request, down=plain)
         if self._asked(word) not in ("", asked.digest()):
-            raise Refused("this site has masked another answer in this sum: one mask hides one model only")
+            raise Refused(
+                "this site has masked another answer in this sum: one mask hides one model only"
+            )
         received = as_bytes(down.tensors("sum.sealed"), SEALED)
         if unread := one.unread(received):
             return self._reply(Payload({UNREAD: torch.tensor(unread)}))
@@ -75,11 +98,15 @@ class SiteSums:
         self._keep(one, word, asked.digest())
         seconds = {k: v for k, v in done.metrics.items() if k in ("seconds", "seconds_training")}
         return replace(
-            self._reply(Payload({PREFIX + "vector": as_tensor(masked)})), metrics=seconds, memory=done.memory
+            self._reply(Payload({PREFIX + "vector": as_tensor(masked)})),
+            metrics=seconds,
+            memory=done.memory,
         )
 
     def _summand(self, step: str, word: str) -> Summand:
-        """This client in the sum with this word; one that has just begun if the word is new in the first step."""
+        """This client in the sum with this word; one that has just begun if the word is new in the
+        first step.
+        """
         stage = self.request.stage
         of = self.masking.begun(stage, stage.clients, word)
         told = self._told()
@@ -107,7 +134,9 @@ class SiteSums:
         return str(told.get("asked", "")) if told.get("of") == self._of(word) else ""
 
     def _reply(self, up: Payload) -> SiteReply:
-        return SiteReply(self.request.client, self.request.stage.round, self.request.stage.index, up)
+        return SiteReply(
+            self.request.client, self.request.stage.round, self.request.stage.index, up
+        )
 
     def _revealed(self) -> dict[str, list[int]]:
         path = self.desk.place / REVEALED
@@ -118,7 +147,8 @@ class SiteSums:
         if before not in (None, left):
             raise Refused(
                 f"this site has revealed shares for round {self.request.stage.round}, stage "
-                f"{self.request.stage.name!r}, with other clients left: two sums would show a single model"
+                f"{self.request.stage.name!r}, with other clients left: two sums would show a "
+                "single model"
             )
 
     def _note_revealed(self, left: list[int]) -> None:

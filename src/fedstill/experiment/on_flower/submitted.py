@@ -24,21 +24,28 @@ def elsewhere(settings: Settings) -> str:
     """Where a run is done: "federation" (its server), "ray", or empty for this process."""
     if settings.engine != "flower":
         return ""
-    return "federation" if settings.flower.federation else settings.flower.grid.replace("loopback", "")
+    return (
+        "federation" if settings.flower.federation else settings.flower.grid.replace("loopback", "")
+    )
 
 
 def refuse_calls(on_round: OnRound | None, track: Track = ()) -> None:
-    """Raise ConfigError for what is called in this process, where a run elsewhere would have to call it."""
+    """Raise ConfigError for what is called in this process, where a run elsewhere would have to
+    call it.
+    """
     for what, given in (("on_round is", on_round), ("trackers are", track)):
         if given:
-            raise ConfigError(f"{what} called where the run is, and a federation's run is not in this process")
+            raise ConfigError(
+                f"{what} called where the run is, and a federation's run is not in this process"
+            )
 
 
 def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
     """Have a federation's server do a run in a directory of its own disk, and wait for its end.
 
-    The directory must be seen from here too: this is the operator's command on the server's machine. Raises
-    DeployFailed with the reason if the server does not take the run, or it fails there.
+    The directory must be seen from here too: this is the operator's command on the server's
+    machine. Raises DeployFailed with the reason if the server does not take the run, or it fails
+    there.
     """
     federation = load_federation(Path(settings.flower.federation))
     config = settings.toml
@@ -71,14 +78,18 @@ def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progre
 
 
 def _length(folder: Path) -> int:
-    """The bytes of the journal: one that is not longer has no new round, and may be too long to read every second."""
+    """The bytes of the journal: one that is not longer has no new round, and may be too long to
+    read every second.
+    """
     path = folder / "journal.jsonl"
     return path.stat().st_size if path.is_file() else 0
 
 
 def _rounds(folder: Path) -> list[Any]:
     path = folder / "journal.jsonl"
-    return [e for e in journals.read_journal(path) if e["event"] == "round"] if path.is_file() else []
+    return (
+        [e for e in journals.read_journal(path) if e["event"] == "round"] if path.is_file() else []
+    )
 
 
 def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
@@ -87,4 +98,6 @@ def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
     except NoAnswer:
         return  # the server may be starting again; it then says whether the run still exists
     if how is not None and not (folder / "summary.json").is_file():
-        raise DeployFailed(f"the run ended on the server: {how}; go on with: fedstill resume {in_shell(folder)}")
+        raise DeployFailed(
+            f"the run ended on the server: {how}; go on with: fedstill resume {in_shell(folder)}"
+        )

@@ -1,1 +1,3 @@
-"""From settings to a run that can start: data read and split, models known, the engine built, conflicts refused."""
+"""From settings to a run that can start: data read and split, models known, the engine built,
+conflicts refused.
+"""

@@ -1,4 +1,6 @@
-"""Refuses, by name and before round 1, methods, models, data and measures that cannot run together."""
+"""Refuses, by name and before round 1, methods, models, data and measures that cannot run
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from fedstill.data.examples import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.partition.flat import FlatParts
 from fedstill.data.views import SiteViews
-from fedstill.errors import ConfigError, DataError, FedstillError, IncompatibleMethod, UnknownName, on_one_line
+from fedstill.errors import (
+    ConfigError,
+    DataError,
+    FedstillError,
+    IncompatibleMethod,
+    UnknownName,
+    on_one_line,
+)
 from fedstill.experiment.config.named_tables import Named
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
@@ -35,42 +44,64 @@ ASKED_OF_MODELS = {
     "head": ("head", "give it submodules body and head"),
     "etf": ("a simplex as its head", "set model.name = 'etf', and model.of to the network's name"),
     "levels": ("a body that is a chain of layers", "choose mlp, cnn or a ResNet"),
-    "pair": ("a network of the client's own beside", "set model.name = 'pair', and model.own and model.shared"),
+    "pair": (
+        "a network of the client's own beside",
+        "set model.name = 'pair', and model.own and model.shared",
+    ),
     "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
 }
 """What a method may need of a model: in words, and what would give it."""
 
 
 def refuse_other_kinds(settings: Settings, dataset: Dataset) -> None:
-    """Raise ConfigError for what is done to images alone, where examples are no images; DataError for one class."""
+    """Raise ConfigError for what is done to images alone, where examples are no images; DataError
+    for one class.
+    """
     data, pixels = settings.data, dataset.train.values.dtype == torch.uint8
     if len(dataset.classes) == 1 and not settings.on_sites:
         only = f"{dataset.name} holds one class, {dataset.classes[0]!r}"
-        raise DataError(f"{only}: any model is right about it; give examples of two classes and more")
+        raise DataError(
+            f"{only}: any model is right about it; give examples of two classes and more"
+        )
     if data.augment and not pixels:
         what = dataset.many if dataset.about.kind != "image" else "images that are numbers already"
-        raise ConfigError(f"data.augment = {list(data.augment)} is for images as pixels; {dataset.name} holds {what}")
+        raise ConfigError(
+            f"data.augment = {list(data.augment)} is for images as pixels; {dataset.name} holds "
+            f"{what}"
+        )
     if dataset.about.kind == "text" and (data.mean is not None or data.std is not None):
-        raise ConfigError(f"data.mean and data.std are for numbers; {dataset.name} holds {dataset.many}")
+        raise ConfigError(
+            f"data.mean and data.std are for numbers; {dataset.name} holds {dataset.many}"
+        )
     if data.public_resize and dataset.about.kind != "image":
         raise ConfigError(f"data.public_resize is for images; {dataset.name} holds {dataset.many}")
 
 
 def refuse_untrained_domain(settings: Settings, dataset: Dataset) -> None:
-    """Raise ConfigError for a value of ``stream.column`` that only test examples have: it could be no task."""
+    """Raise ConfigError for a value of ``stream.column`` that only test examples have: it could be
+    no task.
+    """
     column, owners = settings.named.stream.values.get("column"), dataset.train.owners
-    if not column or owners is None or settings.on_sites or settings.named.partition.values.get("pool"):
+    if (
+        not column
+        or owners is None
+        or settings.on_sites
+        or settings.named.partition.values.get("pool")
+    ):
         return
     counts = torch.bincount(owners, minlength=len(dataset.about.owners))
     for value in (counts == 0).nonzero().flatten().tolist()[:1]:
         raise ConfigError(
-            f"stream.column = {column!r}: {dataset.about.owners[value]!r} has test examples and no training examples, "
+            f"stream.column = {column!r}: {dataset.about.owners[value]!r} has test examples and no "
+            "training examples, "
             "so it can be no task; leave these rows out of the test split"
         )
 
 
 def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
-    """Raises IncompatibleMethod, or ConfigError for a model that does not take the examples, with what would help."""
+    """Raises IncompatibleMethod, or ConfigError for a model that does not take the examples, with
+    what would help.
+    """
     method = settings.method
     name, kind = settings.named.method.label, settings.named.topology.label
     for spec in {world.server_model, *world.client_models}:
@@ -81,14 +112,22 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
-    needs_of_measures = {need for measure in measures(settings.measure).values() for need in measure.needs}
-    models = dict.fromkeys(world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1))))
+    needs_of_measures = {
+        need for measure in measures(settings.measure).values() for need in measure.needs
+    }
+    models = dict.fromkeys(
+        world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))
+    )
     for spec in models:
         _check_runs(spec, sites, world, _asked_of_models(method) | needs_of_measures)
-        missing = sorted(_asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
+        missing = sorted(
+            _asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec)
+        )
         if missing:
             what, remedy = ASKED_OF_MODELS[missing[0]]
-            raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec.label} has none: {remedy}")
+            raise IncompatibleMethod(
+                f"method {name} needs a model with {what}, and {spec.label} has none: {remedy}"
+            )
     if "same_shapes" in method.requires() and len(models) > 1:
         raise IncompatibleMethod(
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
@@ -100,45 +139,67 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     refuse_unraised(settings, world, sites, schedule)
     if "queries" in method.requires() and not world.queries and world.asking is None:
         raise IncompatibleMethod(
-            f"method {name} needs queries: set query.draw = 'single', 'multi' or 'all', or write [query.classes]"
+            f"method {name} needs queries: set query.draw = 'single', 'multi' or 'all', or write "
+            "[query.classes]"
         )
     if "public_data" in method.requires() and sites.public is None:
-        raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of examples")
+        raise IncompatibleMethod(
+            f"method {name} needs public data: set data.public to a number of examples"
+        )
     tested, here = sites.common_test is not None, settings.engine != "flower"
     labelled = sites.public is not None and bool((sites.public.labels >= 0).all())
-    setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
+    setting = MeasuredRun(
+        method, name, schedule, world, not settings.on_sites, tested, here, labelled
+    )
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
     _refuse_single_examples(settings, world, sites)
 
 
-def _check_kept_epochs(method: Method, schedule: Sequence[Stage], plans: Mapping[str, Plan]) -> None:
-    """Raise ConfigError for a plan that keeps the best epoch of a work which scores on held-out data, without any."""
-    for stage in {stage.name: stage for stage in schedule}.values():  # a chain has one of each client
+def _check_kept_epochs(
+    method: Method, schedule: Sequence[Stage], plans: Mapping[str, Plan]
+) -> None:
+    """Raise ConfigError for a plan that keeps the best epoch of a work which scores on held-out
+    data, without any.
+    """
+    # a chain has one of each client
+    for stage in {stage.name: stage for stage in schedule}.values():
         plan = plans.get(stage.name)
-        if plan is None or plan.keep != "best" or plan.validation or not (plan.epochs or plan.steps):
+        if (
+            plan is None
+            or plan.keep != "best"
+            or plan.validation
+            or not (plan.epochs or plan.steps)
+        ):
             continue
         work = None
         with contextlib.suppress(Exception):  # the run says what it is, with its line
             work = method.work(stage)
         if isinstance(work, ClientWork) and type(work).score is ClientWork.score:
             raise ConfigError(
-                f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there are none: "
+                f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there "
+                "are none: "
                 f"set plan.{stage.name}.validation, 0.1 say"
             )
 
 
 def _refuse_single_examples(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
-    """Raise ConfigError where a client that is drawn has to train on one example, and its network needs two at once.
+    """Raise ConfigError where a client that is drawn has to train on one example, and its network
+    needs two at once.
 
-    Otherwise the run would stop in the round in which that client is drawn. Only what is certain is rejected: data that
-    stay the same, clients that may not fail, and training on a client's own data alone.
+    Otherwise the run would stop in the round in which that client is drawn. Only what is certain
+    is rejected: data that stay the same, clients that may not fail, and training on a client's own
+    data alone.
     """
-    is_certain = isinstance(sites.parts, FlatParts) and sites.arrival is None and sites.tasks is None
+    is_certain = (
+        isinstance(sites.parts, FlatParts) and sites.arrival is None and sites.tasks is None
+    )
     if not is_certain or settings.of_clients.failures != "stop":
         return
 
-    unable = {name: _unable_to_train(name, plan, world, sites) for name, plan in world.plans.items()}
+    unable = {
+        name: _unable_to_train(name, plan, world, sites) for name, plan in world.plans.items()
+    }
     if not any(unable.values()):
         return
     for number in range(1, settings.rounds + 1):
@@ -155,14 +216,20 @@ def _unable_to_train(stage: str, plan: Plan, world: RunWorld, sites: SiteViews) 
     if plan.validation == 0 and isinstance(sites.parts, FlatParts):
         sizes = sites.parts.sizes
     else:
-        sizes = np.array([sites.trains_on(client, stage) for client in range(len(sites.parts))], dtype=np.int64)
+        sizes = np.array(
+            [sites.trains_on(client, stage) for client in range(len(sites.parts))], dtype=np.int64
+        )
     single = sizes > 0 if plan.batch == 1 else sizes == 1
     clients = np.flatnonzero(single).tolist()
-    return frozenset(client for client in clients if needs_two_examples(world.model(client), plan.norm))
+    return frozenset(
+        client for client in clients if needs_two_examples(world.model(client), plan.norm)
+    )
 
 
 def _begins_on_own_data(method: Method, stage: Stage) -> bool:
-    """Whether a client trains on its own data alone: a user's ``begin`` may give it further examples."""
+    """Whether a client trains on its own data alone: a user's ``begin`` may give it further
+    examples.
+    """
     work = acting(method, stage).work(stage)
     author = next(kind for kind in type(work).__mro__ if "begin" in vars(kind))
     return author.__module__.partition(".")[0] == "fedstill"
@@ -182,13 +249,18 @@ def _single_example(stage: Stage, client: int, world: RunWorld) -> str:
         reason = f"client {client} has one example to train on"
         remedies.insert(0, "choose a partition that gives it two")
     return (
-        f"round {stage.round}, stage {stage.name!r}: {reason}, and model {spec.label} in training mode "
+        f"round {stage.round}, stage {stage.name!r}: {reason}, and model {spec.label} in training "
+        "mode "
         f"cannot take a single one: {', or '.join(remedies)}"
     )
 
 
-def _check_named_stages(method: Method, name: str, said: Mapping[str, Any], stages: set[str]) -> None:
-    """Raise UnknownName for a stage that a key of ``[topology]`` adds, and that this method does not have."""
+def _check_named_stages(
+    method: Method, name: str, said: Mapping[str, Any], stages: set[str]
+) -> None:
+    """Raise UnknownName for a stage that a key of ``[topology]`` adds, and that this method does
+    not have.
+    """
     known = method.stages | ANYWHERE.keys()
     unknown = stages - known - set(method.schedule.values())
     for key, stage in said.items():
@@ -196,28 +268,37 @@ def _check_named_stages(method: Method, name: str, said: Mapping[str, Any], stag
             raise UnknownName("stage", stage, known, where=f"topology.{key}, with method {name}")
 
 
-def _check_stages(method: Method, name: str, topology: Named, stages: set[str], plans: Collection[str]) -> None:
-    """Raise for a stage that a method does not know or that would train nothing, and for a task's end that it lacks."""
+def _check_stages(
+    method: Method, name: str, topology: Named, stages: set[str], plans: Collection[str]
+) -> None:
+    """Raise for a stage that a method does not know or that would train nothing, and for a task's
+    end that it lacks.
+    """
     kind = topology.label
     _check_named_stages(method, name, topology.values, stages)
     if unknown := sorted(stages - method.stages - ANYWHERE.keys()):
         if unknown[0] in method.schedule.values():
             todo = "write it into stages, and into plans"
-            raise IncompatibleMethod(f"method {name} does not know stage {unknown[0]!r} of its own schedule; {todo}")
+            raise IncompatibleMethod(
+                f"method {name} does not know stage {unknown[0]!r} of its own schedule; {todo}"
+            )
         raise IncompatibleMethod(
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
             f"leave topology.kind out to get its own, {method.topology}"
         )
     if FIT in stages - method.stages and FIT not in plans:
         raise IncompatibleMethod(
-            f"method {name} would train nothing in stage {FIT!r} of topology {kind}: models are trained alone only "
+            f"method {name} would train nothing in stage {FIT!r} of topology {kind}: models are "
+            "trained alone only "
             f"before round 1; set topology.first = {FIT!r}"
         )
     ending = method.schedule.get("task_end")
     if ending and ending not in stages:
         raise IncompatibleMethod(
-            f"method {name} needs the stage {ending!r} at each task's end, and topology {kind} has none: "
-            f"set topology.task_end = {ending!r}, or leave topology.kind out to get its own, {method.topology}"
+            f"method {name} needs the stage {ending!r} at each task's end, and topology {kind} has "
+            "none: "
+            f"set topology.task_end = {ending!r}, or leave topology.kind out to get its own, "
+            f"{method.topology}"
         )
 
 
@@ -230,17 +311,27 @@ def _check_widths(name: str, models: Collection[ModelSpec]) -> None:
     widths = {contract.width(spec): str(spec) for spec in sorted(models, key=str)}
     if len(widths) > 1:
         each = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
-        raise IncompatibleMethod(f"method {name} needs models with the same number of features, and they have: {each}")
+        raise IncompatibleMethod(
+            f"method {name} needs models with the same number of features, and they have: {each}"
+        )
 
 
 def _check_ridge(name: str, method: Method, world: RunWorld, schedule: Sequence[Stage]) -> None:
-    """Where the stage ``ridge`` follows a method: whether its global model can get a last layer so."""
+    """Where the stage ``ridge`` follows a method: whether its global model can get a last layer
+    so.
+    """
     if RIDGE not in {s.name for s in schedule} - method.stages:
         return
     if "same_shapes" not in method.requires() or method.personal:
-        why = "its clients have models of their own; leave it out, or choose a method with a global model"
+        why = (
+            "its clients have models of their own; leave it out, or choose a method with a global "
+            "model"
+        )
     elif "head" not in contract.capabilities(world.model(SERVER)):
-        why = f"it needs a model with a head, and {world.model(SERVER).label} has none: give it body and head"
+        why = (
+            f"it needs a model with a head, and {world.model(SERVER).label} has none: give it body "
+            "and head"
+        )
     else:
         why = no_linear_head(world)
     if why:
@@ -251,31 +342,45 @@ def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str])
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
         optional = reading[0] == settings.named.topology.values.get("first", "")
-        todo = 'leave it out with topology.first = ""' if optional else "set [data] public to examples with labels"
+        todo = (
+            'leave it out with topology.first = ""'
+            if optional
+            else "set [data] public to examples with labels"
+        )
         raise IncompatibleMethod(
-            f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of public examples, "
+            f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of "
+            "public examples, "
             f"and these have none; {todo}"
         )
 
 
 def _refuse_shared(spec: ModelSpec) -> None:
-    """Entries that move are run from outside, each by its one name: two places of a network cannot share one."""
+    """Entries that move are run from outside, each by its one name: two places of a network cannot
+    share one.
+    """
     m, first = contract.module(spec), dict[int, str]()
-    every = dict((*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)))
+    every = dict(
+        (*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False))
+    )
     for entry in moving(spec, every):
         if (other := first.setdefault(id(every[entry]), entry)) != entry:
             raise ConfigError(
-                f"model {spec.label}: {other} and {entry} are one tensor; give it one name, and use it twice in "
+                f"model {spec.label}: {other} and {entry} are one tensor; give it one name, and "
+                "use it twice in "
                 "forward()"
             )
 
 
 def _check_runs(spec: ModelSpec, sites: SiteViews, world: RunWorld, needs: Collection[str]) -> None:
-    """Build a model and give it two examples, so that an error is one clear line now and not a failed client later."""
+    """Build a model and give it two examples, so that an error is one clear line now and not a
+    failed client later.
+    """
     _refuse_shared(spec)
     if not (initial := contract.initial(spec, 0)):
         todo = "a tensor of yours that is to be trained must be an nn.Parameter"
-        raise ConfigError(f"model {spec.label} has no parameters, so there is nothing to train: {todo}")
+        raise ConfigError(
+            f"model {spec.label} has no parameters, so there is nothing to train: {todo}"
+        )
     x = two_examples(sites)
     try:
         out = contract.predictor(spec, initial)(x)
@@ -287,5 +392,7 @@ def _check_runs(spec: ModelSpec, sites: SiteViews, world: RunWorld, needs: Colle
     if not isinstance(out, torch.Tensor):
         raise ConfigError(f"model {spec.label} gives a {type(out).__name__}, not logits")
     if out.shape != (len(x), spec.classes):
-        raise ConfigError(f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(x), spec.classes)}")
+        raise ConfigError(
+            f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(x), spec.classes)}"
+        )
     refuse_odd(spec, x.cpu(), world, needs)

@@ -1,10 +1,12 @@
-"""Sums with noise: means of clipped values and of their squares, protected as rows of logits are (``wire.privacy``).
+"""Sums with noise: means of clipped values and of their squares, protected as rows of logits are
+(``wire.privacy``).
 
-A column's values are clipped to its limits, ``data.limits``, and scaled to [-1, 1]. A client sends for each column the
-row (m, 2 q - 1) / sqrt(2), times ``privacy.clip``: m is the mean of its values, q that of their squares. Whatever the
-client's data, the row's norm is at most ``privacy.clip``. So K columns cost as much as K rows of logits, with noise of
-the same spread, and are counted as such. Columns of 0 and 1 are not standardised, and nothing is sent of them. The
-number of a client's examples, by which its row counts, has no noise, as in a weighted mean of models.
+A column's values are clipped to its limits, ``data.limits``, and scaled to [-1, 1]. A client sends
+for each column the row (m, 2 q - 1) / sqrt(2), times ``privacy.clip``: m is the mean of its values,
+q that of their squares. Whatever the client's data, the row's norm is at most ``privacy.clip``. So
+K columns cost as much as K rows of logits, with noise of the same spread, and are counted as such.
+Columns of 0 and 1 are not standardised, and nothing is sent of them. The number of a client's
+examples, by which its row counts, has no noise, as in a weighted mean of models.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from fedstill.records import Payload, Reply
 from fedstill.wire.privacy import SUMS_GROUP
 
 FAR = 40.0
-"""Nothing that a client sends is further than this times the noise's spread from what it may be without: of normal
-numbers one in 10^349 is.
+"""Nothing that a client sends is further than this times the noise's spread from what it may
+be without: of normal numbers one in 10^349 is.
 """
 LEAST_SPREAD = 0.1
 """The least spread that noise may leave, as a share of half the width of a column's limits."""
@@ -35,7 +37,8 @@ LEAST_SPREAD = 0.1
 class NoisedSums(SumUp):
     """Send means of clipped values and squares, on which the engine puts noise.
 
-    ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the largest norm of a row;
+    ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the
+    largest norm of a row;
     ``noise``: the spread of the noise on every number, in units of it.
     """
 
@@ -65,7 +68,9 @@ class NoisedSums(SumUp):
     def moments(self, answers: Answers) -> Moments:
         weights = torch.tensor([float(examples) for _, examples in answers], dtype=torch.float64)
         rows = torch.stack([up.tensor(SUMS_GROUP) for up, _ in answers]) * math.sqrt(2) / self.clip
-        mean, twice = ((rows * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1)).unbind(1)
+        mean, twice = ((rows * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1)).unbind(
+            1
+        )
         mean, squares = mean.clamp(-1, 1), ((twice + 1) / 2).clamp(0, 1)
         spread = (squares - mean * mean).clamp(min=LEAST_SPREAD**2).sqrt()
         centre, half = self._scale
@@ -76,10 +81,19 @@ class NoisedSums(SumUp):
         return Moments(tuple(means), tuple(stds))
 
     def refuses(self, reply: Reply) -> str:
-        """Why clipped rows with noise cannot be these: a number too far from them; empty if they may be."""
+        """Why clipped rows with noise cannot be these: a number too far from them; empty if they
+        may be.
+        """
         rows, most = reply.up.get(SUMS_GROUP), self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
-        if isinstance(rows, Tensor) and rows.dtype == torch.float64 and bool((rows.abs() > most).any()):
-            return f"its sums hold {float(rows.abs().max()):.3g}, and with noise they are at most {most:.3g}"
+        if (
+            isinstance(rows, Tensor)
+            and rows.dtype == torch.float64
+            and bool((rows.abs() > most).any())
+        ):
+            return (
+                f"its sums hold {float(rows.abs().max()):.3g}, and with noise they are at most "
+                f"{most:.3g}"
+            )
         return ""
 
     @property
@@ -92,7 +106,8 @@ class NoisedSums(SumUp):
 def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp:
     """What clients send of their sums: with noise where ``[privacy]`` is on.
 
-    Raises ConfigError where it is, and a column has no limits: then nothing bounds what its sums may show.
+    Raises ConfigError where it is, and a column has no limits: then nothing bounds what its sums
+    may show.
     """
     limits, privacy = settings.data.limits, settings.privacy
     names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
@@ -100,17 +115,23 @@ def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp
     for name in limits or ():
         if name not in {names[i] for i in places}:
             known = ", ".join(names[i] for i in places)[:200]
-            raise ConfigError(f"data.limits names {name!r}, which is not among the standardised columns: {known}")
+            raise ConfigError(
+                f"data.limits names {name!r}, which is not among the standardised columns: {known}"
+            )
     for name, (low, high) in (limits or {}).items():
         if not low < high:
-            raise ConfigError(f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first")
+            raise ConfigError(
+                f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first"
+            )
     if not privacy.protects_logits:
         return SumUp(shape, about.marks)
     lacking = [names[i] for i in places if names[i] not in (limits or {})]
     if lacking:
         raise ConfigError(
-            f"data.standardise = 'summed' with [privacy] needs limits of each column, and {lacking[0]!r} has none: "
-            f'write data.limits = {{ "{lacking[0]}" = [LOW, HIGH], ... }}, or data.mean and data.std'
+            "data.standardise = 'summed' with [privacy] needs limits of each column, and "
+            f"{lacking[0]!r} has none: "
+            f'write data.limits = {{ "{lacking[0]}" = [LOW, HIGH], ... }}, or data.mean and '
+            "data.std"
         )
     pairs = [(limits or {})[names[i]] for i in places]
     lows, highs = (tuple(float(pair[k]) for pair in pairs) for k in (0, 1))

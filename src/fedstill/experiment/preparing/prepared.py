@@ -1,4 +1,6 @@
-"""A run that is ready to start: data read and split, models known, conflicts refused. Engines are built only here."""
+"""A run that is ready to start: data read and split, models known, conflicts refused. Engines are
+built only here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.backbone import as_features
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.hostile import hostile_clients, refuse_hostile
-from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds, refuse_untrained_domain
+from fedstill.experiment.preparing.misfits import (
+    refuse_misfits,
+    refuse_other_kinds,
+    refuse_untrained_domain,
+)
 from fedstill.experiment.preparing.moments import Moments
 from fedstill.experiment.preparing.private_training import refuse_unprivate
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
@@ -52,8 +58,9 @@ LEAST_SPREAD = 1e-4
 class Prepared:
     """A run that is ready to start; its settings name the engine that ``auto`` has chosen.
 
-    ``notes``: what reading and splitting the data left out or took as it was, a sentence each; ``names``: what clients
-    are called in the data. ``by``: whose mean and spread standardises examples.
+    ``notes``: what reading and splitting the data left out or took as it was, a sentence
+    each; ``names``: what clients are called in the data. ``by``: whose mean and spread standardises
+    examples.
     """
 
     settings: Settings
@@ -64,16 +71,20 @@ class Prepared:
     names: tuple[str, ...] = ()
     by: Standard = PLAIN
 
-    def engine(self, memory: Memory | None = None, *, site: bool = False, measured: bool = True) -> SerialEngine:
+    def engine(
+        self, memory: Memory | None = None, *, site: bool = False, measured: bool = True
+    ) -> SerialEngine:
         """The engine that carries stages out in this process, as the settings name it.
 
-        ``memory``: what clients remember; in this process if it is left out. ``site``: of one site, which does one
-        client's stages: the serial engine, without replies that other runs have kept. ``measured``: whether clients
-        measure their own models.
+        ``memory``: what clients remember; in this process if it is left out. ``site``: of one site,
+        which does one client's stages: the serial engine, without replies that other runs have
+        kept. ``measured``: whether clients measure their own models.
         """
         settings = self.settings
         kind = SerialEngine if site else ENGINES.get(settings.engine, SerialEngine)
-        alone: dict[str, Any] = {"workers": 1} if settings.device == "cuda" and issubclass(kind, PooledEngine) else {}
+        alone: dict[str, Any] = (
+            {"workers": 1} if settings.device == "cuda" and issubclass(kind, PooledEngine) else {}
+        )
         return kind(
             self.world,
             self.sites,
@@ -88,33 +99,47 @@ class Prepared:
         )
 
     def client_measures(self, *, site: bool = False) -> ClientMeasures:
-        """The run's measures that clients take; ``site``: those that a client takes which is reached over Flower."""
+        """The run's measures that clients take; ``site``: those that a client takes which is
+        reached over Flower.
+        """
         settings = self.settings
-        return at_clients(measures(settings.measure), settings.measured_in, site and settings.on_sites)
+        return at_clients(
+            measures(settings.measure), settings.measured_in, site and settings.on_sites
+        )
 
     def room(self, folder: Path | None, memory: Memory | None) -> Room | None:
-        """What measures may use: the run's directory, what clients remember; None without a common test set."""
+        """What measures may use: the run's directory, what clients remember; None without a common
+        test set.
+        """
         settings, sites = self.settings, self.sites
         if sites.common_test is None:
             return None
         here = (self.world, sites.common_test, sites.inputs, sites, folder)
-        return Room(*here, settings.method, settings.privacy, memory.load if memory is not None else None)
+        return Room(
+            *here, settings.method, settings.privacy, memory.load if memory is not None else None
+        )
 
     def _kept(self) -> KeptReplies:
-        """Replies of other runs, for the stages of which the method says that they may serve again."""
+        """Replies of other runs, for the stages of which the method says that they may serve
+        again.
+        """
         method = self.settings.method
         stages = method.reusable | (frozenset() if FIT in method.stages else ONLY_FIT.reusable)
         return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
 
 
 def prepare(
-    settings: Settings, dataset: Dataset | None = None, begun: DealtOut | None = None, sent: Moments | None = None
+    settings: Settings,
+    dataset: Dataset | None = None,
+    begun: DealtOut | None = None,
+    sent: Moments | None = None,
 ) -> Prepared:
     """Read and split the data, build the models once, and check that the method gets what it needs.
 
-    ``begun``: the split that a run began with; without it, one is drawn. ``sent``: the mean and spread that the sums
-    of real sites came to, where they are standardised by these; without it, examples are left as they are until then.
-    Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
+    ``begun``: the split that a run began with; without it, one is drawn. ``sent``: the mean and
+    spread that the sums of real sites came to, where they are standardised by these; without it,
+    examples are left as they are until then. Raises DataError, InfeasiblePartition, ConfigError or
+    IncompatibleMethod, before anything is trained.
     """
     check_machine(settings.precision, settings.device)
     steady(settings.device)
@@ -129,7 +154,11 @@ def prepare(
     if shared.cut is not None:
         world = replace(world, stream=stream_of(settings, shared.cut, shared.parts))
     world = with_asking(settings, world, lambda: shared.counts(classes))
-    mean, std = (dataset.mean, dataset.std) if dataset.about.kind == "image" else (shared.by.mean, shared.by.std)
+    mean, std = (
+        (dataset.mean, dataset.std)
+        if dataset.about.kind == "image"
+        else (shared.by.mean, shared.by.std)
+    )
     inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
     sites = sites_of(settings, world, inputs, shared)
     refuse_misfits(settings, world, sites)
@@ -146,7 +175,9 @@ def _world(settings: Settings, dataset: Dataset, shared: Shared) -> RunWorld:
 
 
 def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared) -> SiteViews:
-    """Where a run's data are, on its device: each client's part, the public set, the common and the clients' tests."""
+    """Where a run's data are, on its device: each client's part, the public set, the common and the
+    clients' tests.
+    """
 
     def there(examples: Examples | None) -> Examples | None:
         return None if examples is None else examples.to(settings.device)
@@ -169,12 +200,16 @@ def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared
         held_out=settings.data.held_out,
         arrival=arrival_of(settings),
         tasks=None if shared.cut is None else task_data(world.stream, shared.cut, by_task),
-        flipped=hostile_clients(settings) if settings.of_clients.attack == "label_flip" else frozenset(),
+        flipped=hostile_clients(settings)
+        if settings.of_clients.attack == "label_flip"
+        else frozenset(),
     )
 
 
 def read_data(settings: Settings) -> Dataset:
-    """The data set that the settings name; ``"none"`` is a server without data, which knows classes and shape only."""
+    """The data set that the settings name; ``"none"`` is a server without data, which knows classes
+    and shape only.
+    """
     data = settings.data
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
@@ -185,12 +220,21 @@ def how_read(settings: Settings) -> dict[str, Any]:
     """How the settings have their data set read, beside its name: keywords of ``load_dataset``."""
     data = settings.data
     columns = {k: v for k in ("image_column", "label_column", "size") if (v := getattr(data, k))}
-    owner = settings.named.partition.values.get("column") or settings.named.stream.values.get("column")
-    return {"folder": data.folder or None, **columns, **data.form, **({"owner": owner} if owner else {})}
+    owner = settings.named.partition.values.get("column") or settings.named.stream.values.get(
+        "column"
+    )
+    return {
+        "folder": data.folder or None,
+        **columns,
+        **data.form,
+        **({"owner": owner} if owner else {}),
+    }
 
 
 def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
-    """The data set; of images, the pixels as ``data.mean`` and ``data.std`` say. Raises ConfigError for wrong ones."""
+    """The data set; of images, the pixels as ``data.mean`` and ``data.std`` say. Raises ConfigError
+    for wrong ones.
+    """
     if dataset.about.kind != "image":
         return dataset
     channels = dataset.input_shape[0]
@@ -198,16 +242,21 @@ def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
     return replace(dataset, mean=mean, std=std)
 
 
-def _by_channel(key: str, values: tuple[float, ...] | None, channels: int, dataset: Dataset) -> tuple[float, ...]:
+def _by_channel(
+    key: str, values: tuple[float, ...] | None, channels: int, dataset: Dataset
+) -> tuple[float, ...]:
     if values is None:
         return tuple(getattr(dataset, key))
     if why := next((why for value in values if (why := problem(Share, value))), ""):
         raise ConfigError(f"data.{key} = {why}: pixels are numbers in [0, 1] here")
     if key == "std" and (low := min(values)) < LEAST_SPREAD:
-        raise ConfigError(f"data.std = {low:g}: pixels are numbers in [0, 1] here; give {LEAST_SPREAD:g} or more")
+        raise ConfigError(
+            f"data.std = {low:g}: pixels are numbers in [0, 1] here; give {LEAST_SPREAD:g} or more"
+        )
     if len(values) not in (1, channels):
         raise ConfigError(
-            f"data.{key} has {len(values)} numbers, and images of {dataset.name} have {channels} channel(s); "
+            f"data.{key} has {len(values)} numbers, and images of {dataset.name} have {channels} "
+            "channel(s); "
             f"give {' or '.join(sorted({'1', str(channels)}))}"
         )
     own = tuple(float(v) for v in values)

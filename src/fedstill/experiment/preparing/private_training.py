@@ -1,4 +1,6 @@
-"""What is refused where training is private: whatever would tell of the data past the noised gradients."""
+"""What is refused where training is private: whatever would tell of the data past the noised
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from fedstill.wire.moments_accountant import require_opacus
 
 
 def refuse_unprivate(settings: Settings, world: World) -> None:
-    """Raise ConfigError or IncompatibleMethod where ``privacy.gradient_clip`` cannot keep what epsilon says."""
+    """Raise ConfigError or IncompatibleMethod where ``privacy.gradient_clip`` cannot keep what
+    epsilon says.
+    """
     privacy, method = settings.privacy, settings.method
     if not privacy.trains:
         return
@@ -21,8 +25,10 @@ def refuse_unprivate(settings: Settings, world: World) -> None:
     name = settings.named.method.label
     if "private_training" not in method.permits:
         raise IncompatibleMethod(
-            f"privacy.gradient_clip with method {name}: its clients read more of their data than single examples' "
-            "gradients, or send more than a model; choose fedavg, fedprox, fedntd or another that permits "
+            f"privacy.gradient_clip with method {name}: its clients read more of their data than "
+            "single examples' "
+            "gradients, or send more than a model; choose fedavg, fedprox, fedntd or another that "
+            "permits "
             "private_training"
         )
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
@@ -34,7 +40,9 @@ def refuse_unprivate(settings: Settings, world: World) -> None:
                 raise ConfigError(f"privacy.gradient_clip needs each example's gradient, and {why}")
 
 
-def _more_than_gradients(settings: Settings, schedule: Sequence[Stage], known: frozenset[str]) -> str:
+def _more_than_gradients(
+    settings: Settings, schedule: Sequence[Stage], known: frozenset[str]
+) -> str:
     if others := sorted({stage.name for stage in schedule} - known):
         return f"stage {others[0]!r} sends what has no noise; leave it out"
     if settings.stream.tasks > 1 or settings.query.again:
@@ -42,5 +50,8 @@ def _more_than_gradients(settings: Settings, schedule: Sequence[Stage], known: f
     if settings.precision != "fp32":
         return f"precision = {settings.precision!r} rounds what is clipped; set fp32"
     if settings.engine == "vectorised":
-        return "engine = 'vectorised' stacks clients, and here examples are stacked; set engine = 'pooled'"
+        return (
+            "engine = 'vectorised' stacks clients, and here examples are stacked; set engine = "
+            "'pooled'"
+        )
     return ""

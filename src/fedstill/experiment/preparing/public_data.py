@@ -1,4 +1,6 @@
-"""The public set of a run: a share of the training set, another data set, a folder of images, or noise."""
+"""The public set of a run: a share of the training set, another data set, a folder of images, or
+noise.
+"""
 
 from __future__ import annotations
 
@@ -57,33 +59,49 @@ class Wanted:
         return self.about.kind == "image"
 
 
-def set_apart(settings: Settings, dataset: Dataset, train: Examples) -> tuple[Examples, Examples | None]:
-    """(what clients share, the public set), as ``[data] public…`` says. A label that is missing or hidden is -1.
+def set_apart(
+    settings: Settings, dataset: Dataset, train: Examples
+) -> tuple[Examples, Examples | None]:
+    """(what clients share, the public set), as ``[data] public…`` says. A label that is missing or
+    hidden is -1.
 
-    Raises ConfigError or DataError for public examples of another shape, or labels of another number of classes.
+    Raises ConfigError or DataError for public examples of another shape, or labels of another
+    number of classes.
     """
     data, public = settings.data, None
     if data.public_from == TRAIN:
         train, public = _share(settings, train, data.public)
     else:
         form = form_like(data, dataset.about)
-        like = Wanted(dataset.input_shape, len(dataset.classes), dataset.mean, dataset.std, dataset.about, form)
+        like = Wanted(
+            dataset.input_shape,
+            len(dataset.classes),
+            dataset.mean,
+            dataset.std,
+            dataset.about,
+            form,
+        )
         public = _made(settings, like, data.public_from, data.folder)
     return train, _as_shown(settings, public)
 
 
 def copied(settings: Settings, copy: str, wanted: Wanted) -> Examples | None:
-    """The public set at a site, from its own copy of what ``[data] public_from`` names; None without a copy.
+    """The public set at a site, from its own copy of what ``[data] public_from`` names; None
+    without a copy.
 
-    ``copy``: a folder, or a data set's name. Noise needs none: it is drawn again. Of a set that the server takes from
-    its own training data, the copy is the public set itself.
+    ``copy``: a folder, or a data set's name. Noise needs none: it is drawn again. Of a set that the
+    server takes from its own training data, the copy is the public set itself.
     """
     source = settings.data.public_from
     public: Examples | None = None
     if source == NOISE:
         public = _noise(settings, wanted)
     elif copy:
-        public = load_dataset(copy, **wanted.form).train if source == TRAIN else _made(settings, wanted, copy, "")
+        public = (
+            load_dataset(copy, **wanted.form).train
+            if source == TRAIN
+            else _made(settings, wanted, copy, "")
+        )
     return _as_shown(settings, public)
 
 
@@ -103,20 +121,27 @@ def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Ex
 
 
 def _made(settings: Settings, wanted: Wanted, source: str, folder: str) -> Examples:
-    return _noise(settings, wanted) if source == NOISE else _fitting(settings, wanted, source, folder)
+    return (
+        _noise(settings, wanted) if source == NOISE else _fitting(settings, wanted, source, folder)
+    )
 
 
 def _noise(settings: Settings, wanted: Wanted) -> Examples:
-    """Standard normal as the network takes it; of images pixels, so rounded and cut at black and white: uint8.
+    """Standard normal as the network takes it; of images pixels, so rounded and cut at black
+    and white: uint8.
 
     Of texts, every token id is equally likely.
     """
     size, shape = settings.data.public, wanted.shape
     if size == 0:
-        raise ConfigError("data.public_from = 'noise' needs data.public, the number of examples to make")
+        raise ConfigError(
+            "data.public_from = 'noise' needs data.public, the number of examples to make"
+        )
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public noise"))
     if wanted.about.vocabulary:
-        return _unlabelled(torch.randint(1, wanted.about.vocabulary, (size, *shape), generator=draw))
+        return _unlabelled(
+            torch.randint(1, wanted.about.vocabulary, (size, *shape), generator=draw)
+        )
     numbers = torch.randn(size, *shape, generator=draw)
     if not wanted.images:
         return _unlabelled(numbers)
@@ -125,7 +150,9 @@ def _noise(settings: Settings, wanted: Wanted) -> Examples:
 
 
 def _fitting(settings: Settings, wanted: Wanted, source: str, folder: str) -> Examples:
-    """``source``: a folder of images, or what ``load_dataset`` reads, with what is in ``folder``."""
+    """``source``: a folder of images, or what ``load_dataset`` reads, with what is in
+    ``folder``.
+    """
     data, place, shape = settings.data, Path(source), wanted.shape
     if wanted.images and images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
@@ -135,14 +162,19 @@ def _fitting(settings: Settings, wanted: Wanted, source: str, folder: str) -> Ex
             other = load_dataset(source, folder=folder or None, **wanted.form)
         public, theirs = other.train, len(other.classes)
         if (other.about.kind, other.vocabulary) != (wanted.about.kind, wanted.about.vocabulary):
-            raise DataError(f"the public examples of {source} are {other.many}, the run's {wanted.many}; name others")
+            raise DataError(
+                f"the public examples of {source} are {other.many}, the run's {wanted.many}; name "
+                "others"
+            )
     if data.public_resize:
         refuse_large(f"data.public_from = {source!r}, resized,", len(public) * math.prod(shape))
         public = Examples(_resized(public.values, shape), public.labels)
     _refuse_unlike(settings, wanted, source, public, theirs)
     size = data.public
     if size > len(public):
-        raise ConfigError(f"data.public = {size} is more than the {len(public)} public {wanted.many} of {source}")
+        raise ConfigError(
+            f"data.public = {size} is more than the {len(public)} public {wanted.many} of {source}"
+        )
     if not size:
         return public
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public images"))
@@ -159,7 +191,9 @@ def _named(in_config: bool) -> Iterator[None]:
         raise (kind(f"data.public_from: {error}") if in_config else error) from error
 
 
-def _refuse_unlike(settings: Settings, wanted: Wanted, source: str, public: Examples, theirs: int | None) -> None:
+def _refuse_unlike(
+    settings: Settings, wanted: Wanted, source: str, public: Examples, theirs: int | None
+) -> None:
     many, own = wanted.many, tuple(public.values.shape[1:])
     if own != wanted.shape:
         remedy = "set data.public_resize = true, or " if wanted.images else ""
@@ -169,7 +203,8 @@ def _refuse_unlike(settings: Settings, wanted: Wanted, source: str, public: Exam
         )
     if settings.data.public_labels and theirs is not None and theirs != wanted.classes:
         raise DataError(
-            f"the public {many} of {source} have {theirs} classes, the run's data {wanted.classes}; "
+            f"the public {many} of {source} have {theirs} classes, the run's data "
+            f"{wanted.classes}; "
             f"set data.public_labels = false to use the {many} alone"
         )
 

@@ -21,11 +21,14 @@ from fedstill.stream import ONE_TASK, Stream
 
 @dataclass(frozen=True)
 class RunWorld:
-    """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the server's if empty.
+    """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the
+    server's if empty.
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
-    ``asking``: the rule by which they raise their queries in the run. ``public``: how many public examples there are.
-    ``stream``: which tasks there are, and who is in which when. ``start``: what ``start_from`` gave.
+    ``asking``: the rule by which they raise their queries in the run. ``public``: how many public
+    examples there are.
+    ``stream``: which tasks there are, and who is in which when. ``start``: what ``start_from``
+    gave.
     """
 
     clients: int
@@ -58,21 +61,31 @@ class RunWorld:
         return self.client_models[client % len(self.client_models)]
 
     def initial(self, client: int) -> Tensors:
-        """Initial parameters, keyed by architecture: equal ones start equal, and nothing needs to be sent."""
+        """Initial parameters, keyed by architecture: equal ones start equal, and nothing needs to
+        be sent.
+        """
         spec = self.model(client)
         if spec not in self._initial:
-            self._initial[spec] = contract.initial(spec, seed_for(self.seed, 0, 0, SERVER, f"initial {spec}"))
+            self._initial[spec] = contract.initial(
+                spec, seed_for(self.seed, 0, 0, SERVER, f"initial {spec}")
+            )
         return self._initial[spec]
 
 
-def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int, vocabulary: int = 0) -> RunWorld:
-    """What every side may know, given an example's shape and the numbers of classes, public examples and token ids."""
+def world_of(
+    settings: Settings, shape: tuple[int, ...], classes: int, public: int, vocabulary: int = 0
+) -> RunWorld:
+    """What every side may know, given an example's shape and the numbers of classes, public
+    examples and token ids.
+    """
     if not shape or min(shape) < 1:
         raise ConfigError(f"examples must be (n, …), not (n, {', '.join(map(str, shape))})")
     model = settings.named.model
 
     def spec_of(name: str, fields: Mapping[str, Any]) -> ModelSpec:
-        return replace(contract.spec_for(name, shape, classes, fields, vocabulary), adds=settings.method.adds)
+        return replace(
+            contract.spec_for(name, shape, classes, fields, vocabulary), adds=settings.method.adds
+        )
 
     server = spec_of(model.name, dict(model.values))
     networks = assigned(settings.of_clients.models, settings.clients)
@@ -80,16 +93,27 @@ def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: i
     specs = {key: spec_of(*n) if n else server for key, n in distinct.items()}
     others = tuple(specs[id(network)] for network in networks) if any(distinct.values()) else ()
     return RunWorld(
-        settings.clients, classes, settings.rounds, settings.seed, settings.plans, server, others, public=public
+        settings.clients,
+        classes,
+        settings.rounds,
+        settings.seed,
+        settings.plans,
+        server,
+        others,
+        public=public,
     )
 
 
 def started(settings: Settings, world: RunWorld) -> RunWorld:
-    """The world in which the server's architecture has the parameters that ``start_from`` names, if it names any."""
+    """The world in which the server's architecture has the parameters that ``start_from`` names, if
+    it names any.
+    """
     if not settings.start_from:
         return world
     spec = world.server_model
-    start = start_of(settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial)
+    start = start_of(
+        settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial
+    )
     if settings.train_only:
         return _holding(settings.train_only, world, start)
     return replace(world, _initial={spec: start.params}, start=start)
@@ -101,19 +125,29 @@ def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunW
     named = {name: value for name, value in start.params.items() if matches(name, train_only)}
     others = {name: value for name, value in start.params.items() if name not in named}
     if not others:
-        raise ConfigError(f"train_only names all {len(named)} entries; leave it out to train the whole network")
+        raise ConfigError(
+            f"train_only names all {len(named)} entries; leave it out to train the whole network"
+        )
     if not named:
         some = ", ".join(list(start.params)[:6])
-        raise ConfigError(f"train_only = {list(train_only)} matches no entry; the network has {some}, …")
+        raise ConfigError(
+            f"train_only = {list(train_only)} matches no entry; the network has {some}, …"
+        )
     if drawn := [name for name in start.new if name in others]:
         raise ConfigError(
-            f"start_from has no entry {drawn[0]!r}, so it cannot be kept from there; add {drawn[0]!r} to train_only"
+            f"start_from has no entry {drawn[0]!r}, so it cannot be kept from there; add "
+            f"{drawn[0]!r} to train_only"
         )
     spec = replace(world.server_model, trains=train_only, held=hold(others))
     for layer in contract.module(spec).modules():
-        if isinstance(layer, contract.NORMS) and layer.track_running_stats and world.plans_train_norms:
+        if (
+            isinstance(layer, contract.NORMS)
+            and layer.track_running_stats
+            and world.plans_train_norms
+        ):
             raise ConfigError(
-                f"train_only keeps the statistics of {type(layer).__name__}, and plan.norm = 'batch' changes them; "
+                f"train_only keeps the statistics of {type(layer).__name__}, and plan.norm = "
+                "'batch' changes them; "
                 "set plan.norm = 'frozen'"
             )
     return replace(world, server_model=spec, _initial={spec: named}, start=start)

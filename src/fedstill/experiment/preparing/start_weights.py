@@ -1,4 +1,6 @@
-"""A model that a run starts from instead of drawn weights: another run's final one, or one in a file."""
+"""A model that a run starts from instead of drawn weights: another run's final one, or one in a
+file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ PICKLED = (".pt", ".pth")
 WRAPPED = ("state_dict", "model_state_dict", "model")
 """Where training programs put the state dict, in a checkpoint that holds more."""
 
-TO_DO = "write torch.save(model.state_dict(), PATH)"  # which is what we read: tensors, never a pickle of anything else
+# which is what we read: tensors, never a pickle of anything else
+TO_DO = "write torch.save(model.state_dict(), PATH)"
 
 PARALLEL = "module."
 """What torch's DataParallel puts before each name."""
@@ -40,7 +43,8 @@ def file_of(place: str) -> Path:
     path = Path(place) / FINAL if Path(place).is_dir() else Path(place)
     if not path.is_file():
         raise ConfigError(
-            f"start_from = {place!r}: there is no model; name the directory of a finished run, or a .safetensors, "
+            f"start_from = {place!r}: there is no model; name the directory of a finished run, or "
+            "a .safetensors, "
             ".pt or .pth file"
         )
     return path
@@ -48,8 +52,8 @@ def file_of(place: str) -> Path:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from: all parameters of its architecture; the names of those that the file has not, and of
-    what is in the file and not in them.
+    """What a run starts from: all parameters of its architecture; the names of those that the file
+    has not, and of what is in the file and not in them.
     """
 
     params: Tensors
@@ -57,35 +61,52 @@ class Start:
     left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        new = f"{len(self.new)} entries are new ({', '.join(self.new)})" if self.new else "no entry is new"
-        out = f"{len(self.left_out)} left out ({', '.join(self.left_out)})" if self.left_out else "none left out"
-        return f"{len(self.params) - len(self.new)} of {len(self.params)} entries are the file's; {new}; {out}"
+        new = (
+            f"{len(self.new)} entries are new ({', '.join(self.new)})"
+            if self.new
+            else "no entry is new"
+        )
+        out = (
+            f"{len(self.left_out)} left out ({', '.join(self.left_out)})"
+            if self.left_out
+            else "none left out"
+        )
+        return (
+            f"{len(self.params) - len(self.new)} of {len(self.params)} entries are the file's; "
+            f"{new}; {out}"
+        )
 
 
-def start_of(place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False) -> Start:
+def start_of(
+    place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False
+) -> Start:
     """The parameters of an architecture that a run starts from.
 
-    ``partial``: entries of the file that fit by name, shape and type are taken, the others are those of ``drawn``.
-    What a method adds to the network may be missing.
-    Raises ConfigError for a model of another architecture, or a file of which nothing fits; CorruptFile for a file
-    that is damaged.
+    ``partial``: entries of the file that fit by name, shape and type are taken, the others are
+    those of ``drawn``. What a method adds to the network may be missing. Raises ConfigError for a
+    model of another architecture, or a file of which nothing fits; CorruptFile for a file that is
+    damaged.
     """
     wanted = contract.initial(spec, 0)
     stored = {**{n: v for n, v in wanted.items() if is_added(spec, n)}, **_stored(file_of(place))}
-    apart = [n for n in sorted({*stored, *wanted}) if _shape(stored.get(n)) != _shape(wanted.get(n))]
+    apart = [
+        n for n in sorted({*stored, *wanted}) if _shape(stored.get(n)) != _shape(wanted.get(n))
+    ]
     if not apart:
         return Start({name: stored[name] for name in wanted})
     if not partial:
         one, other = (_shape(tensors.get(apart[0])) for tensors in (stored, wanted))
         raise ConfigError(
-            f"start_from = {place!r} is no {spec.label}: its {apart[0]!r} is {one}, not {other}; set [model] as it was "
+            f"start_from = {place!r} is no {spec.label}: its {apart[0]!r} is {one}, not {other}; "
+            "set [model] as it was "
             "there, or start_from_partial = true to take what fits"
         )
     new, left = (tuple(n for n in tensors if n in apart) for tensors in (wanted, stored))
     if len(new) == len(wanted):
         some = ", ".join(list(stored)[:3])
         raise ConfigError(
-            f"start_from = {place!r}: nothing in it fits {spec} by name, shape and type; the file has {some}, "
+            f"start_from = {place!r}: nothing in it fits {spec} by name, shape and type; the file "
+            f"has {some}, "
             f"the network {', '.join(list(wanted)[:3])}"
         )
     own = drawn()
@@ -98,7 +119,9 @@ def seal(place: str) -> str:
 
 
 def _stored(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file: safetensors, or a state dict that torch.save wrote; nothing in either is run."""
+    """The tensors in a file: safetensors, or a state dict that torch.save wrote; nothing in either
+    is run.
+    """
     if path.suffix in PICKLED:
         return _state_dict(path)
     try:
@@ -110,19 +133,27 @@ def _stored(path: Path) -> dict[str, Tensor]:
 def _state_dict(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):
-            whole: Any = torch.load(path, map_location="cpu", weights_only=True)  # tensors only, never a pickle's code
+            # tensors only, never a pickle's code
+            whole: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a hostile file makes of it
         if "weights_only" in str(error):
             raise ConfigError(
-                f"start_from = {str(path)!r} holds more than tensors, and could run code when it is opened; {TO_DO} "
+                f"start_from = {str(path)!r} holds more than tensors, and could run code when it "
+                f"is opened; {TO_DO} "
                 "where it comes from, and name that file"
             ) from error
-        raise CorruptFile(f"{path} is damaged, or no file of torch.save: {on_one_line(error)[:120]}") from error
+        raise CorruptFile(
+            f"{path} is damaged, or no file of torch.save: {on_one_line(error)[:120]}"
+        ) from error
     tensors = _inside(whole)
     strange = [k for k, v in tensors.items() if not (isinstance(k, str) and isinstance(v, Tensor))]
     if strange or not tensors:
-        what = f"its {strange[0]!r} is no tensor" if strange else f"it holds a {type(whole).__name__}"
-        raise ConfigError(f"start_from = {str(path)!r} is no state dict, names with tensors: {what}; {TO_DO}")
+        what = (
+            f"its {strange[0]!r} is no tensor" if strange else f"it holds a {type(whole).__name__}"
+        )
+        raise ConfigError(
+            f"start_from = {str(path)!r} is no state dict, names with tensors: {what}; {TO_DO}"
+        )
     bare = all(name.startswith(PARALLEL) for name in tensors)
     return {name.removeprefix(PARALLEL) if bare else name: _own(v) for name, v in tensors.items()}
 
@@ -135,13 +166,17 @@ def _inside(whole: Any) -> Mapping[Any, Any]:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy that shares memory with no other, of what has values and no holes; others as they are, to be refused."""
+    """A copy that shares memory with no other, of what has values and no holes; others as they are,
+    to be refused.
+    """
     plain = tensor.detach()
     return plain.clone(memory_format=torch.contiguous_format) if _dense(plain) else plain
 
 
 def _dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    return (
+        tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    )
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -1,6 +1,8 @@
-"""The sums: the stage before round 1 in which sites send, by column, how many values they know, their sum and squares.
+"""The sums: the stage before round 1 in which sites send, by column, how many values they know,
+their sum and squares.
 
-Of these the server makes the mean and spread by which all standardise (``data.standardise = "summed"``).
+Of these the server makes the mean and spread by which all standardise
+(``data.standardise = "summed"``).
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class SumUp(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={})
 
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
         return self.sent(view.data.values.cpu()), NOTHING
 
     @property
@@ -65,11 +69,19 @@ class SumUp(ClientWork):
 
     def moments(self, answers: Answers) -> Moments:
         """The mean and spread that the clients' answers come to, in their order."""
-        return moments_of([Sums(*(up.tensor(name) for name in SUMS)) for up, _ in answers], self.fixed)
+        return moments_of(
+            [Sums(*(up.tensor(name) for name in SUMS)) for up, _ in answers], self.fixed
+        )
 
     def refuses(self, reply: Reply) -> str:
-        """Why no numbers have these sums; empty if some may, or if the reply's form is for the screen to judge."""
-        sums = [one for name in SUMS if isinstance(one := reply.up.get(name), Tensor) and one.dtype == torch.float64]
+        """Why no numbers have these sums; empty if some may, or if the reply's form is for the
+        screen to judge.
+        """
+        sums = [
+            one
+            for name in SUMS
+            if isinstance(one := reply.up.get(name), Tensor) and one.dtype == torch.float64
+        ]
         if len(sums) < len(SUMS) or len({one.shape for one in sums}) > 1:
             return ""
         count, total, squares = sums
@@ -85,7 +97,9 @@ class SumUp(ClientWork):
 
 @dataclass(frozen=True)
 class Summed:
-    """What the stage gave: the mean and spread, and what was accepted and refused, for the journal."""
+    """What the stage gave: the mean and spread, and what was accepted and refused, for the
+    journal.
+    """
 
     moments: Moments
     stage: Stage
@@ -102,15 +116,19 @@ def sums_stage(world: World) -> Stage:
 def run_sums(work: SumUp, world: World, engine: Engine, watch: Watch, rules: Rules) -> Summed:
     """Ask every client for its sums, and make mean and spread of them.
 
-    Clients that are refused do not count; raises TooFewReplies where fewer are left than the quorum, after
-    ``watch.failed``.
+    Clients that are refused do not count; raises TooFewReplies where fewer are left than the
+    quorum, after ``watch.failed``.
     """
     stage = sums_stage(world)
     downs = {c: Payload() for c in stage.clients}
-    came, downs = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came, downs = replies_of(
+        lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch
+    )
     came = [replace(reply, failure=reply.failure or work.refuses(reply)) for reply in came]
     replies, refused = screen(lambda _: work.expected, stage, downs, came, rules)
     with told(watch, stage, replies, refused, downs):
-        demand_quorum(replace(stage, clients=tuple(downs) or stage.clients), replies, refused, rules)
+        demand_quorum(
+            replace(stage, clients=tuple(downs) or stage.clients), replies, refused, rules
+        )
         moments = work.moments([(reply.up, reply.examples) for reply in replies])
         return Summed(moments, stage, replies, refused, downs)

@@ -1,4 +1,6 @@
-"""Tasks of a run: the training set cut by the stream's kind, split over clients, and put on the stream's clock."""
+"""Tasks of a run: the training set cut by the stream's kind, split over clients, and put on the
+stream's clock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Parts = FlatParts[NDArray[np.int64]]
 
 
 def cut_of(settings: Settings, train: Examples, classes: int) -> Cut | None:
-    """The training set cut into tasks; None for a run without. Raises ConfigError where the kind gave no cut."""
+    """The training set cut into tasks; None for a run without. Raises ConfigError where the kind
+    gave no cut.
+    """
     named, tasks = settings.named.stream, settings.stream.tasks
     if named.name == NO_STREAM:
         return None
@@ -43,20 +47,29 @@ def cut_of(settings: Settings, train: Examples, classes: int) -> Cut | None:
     except FedstillError:
         raise
     except Exception as error:
-        raise ConfigError(f"stream {named.entry.name} failed: {reason(error, named.entry.target)}") from error
+        raise ConfigError(
+            f"stream {named.entry.name} failed: {reason(error, named.entry.target)}"
+        ) from error
     if not isinstance(cut, Cut):
-        raise ConfigError(f"stream {named.entry.name} gave a {type(cut).__name__}, not a fedstill.stream.Cut")
+        raise ConfigError(
+            f"stream {named.entry.name} gave a {type(cut).__name__}, not a fedstill.stream.Cut"
+        )
     if why := _no_cut(cut, len(train), tasks, classes):
         raise ConfigError(f"stream {named.entry.name}: {why}")
     if any(cut.transforms) and not images:
-        raise ConfigError(f"stream {named.entry.name} changes images, and these examples are none; choose a column")
+        raise ConfigError(
+            f"stream {named.entry.name} changes images, and these examples are none; choose a "
+            "column"
+        )
     for change in filter(None, cut.transforms):
         change(train.values[:1])  # refuses images of a shape that it cannot change
     return cut
 
 
 def split_by_task(settings: Settings, train: Examples, cut: Cut) -> Parts:
-    """Each client's positions in the training set, over all tasks; raises InfeasiblePartition, ConfigError."""
+    """Each client's positions in the training set, over all tasks; raises InfeasiblePartition,
+    ConfigError.
+    """
     whole = split(settings, train)
     if cut.mix:
         return _drifting(settings, train, cut, whole)
@@ -69,17 +82,23 @@ def split_by_task(settings: Settings, train: Examples, cut: Cut) -> Parts:
         owners = None if train.owners is None else train.owners[own]
         some = Examples(torch.zeros(len(own), 0), train.labels[own], owners)
         try:
-            parts = _of_owners(settings, train, some, seed) if by_owner else split(settings, some, seed)
+            parts = (
+                _of_owners(settings, train, some, seed) if by_owner else split(settings, some, seed)
+            )
             by_task.append([own[part] for part in parts])
         except InfeasiblePartition as error:
             raise InfeasiblePartition(
-                f"task {task + 1}: {error}; or set stream.compose = 'clients_first', which splits all data once"
+                f"task {task + 1}: {error}; or set stream.compose = 'clients_first', which splits "
+                "all data once"
             ) from error
     return FlatParts.of([np.concatenate(own) for own in zip(*by_task, strict=True)])
 
 
-def _of_owners(settings: Settings, train: Examples, some: Examples, seed: int | None) -> list[NDArray[np.int64]]:
-    """The positions of each client's among some examples: none for one whose column's value is not among these.
+def _of_owners(
+    settings: Settings, train: Examples, some: Examples, seed: int | None
+) -> list[NDArray[np.int64]]:
+    """The positions of each client's among some examples: none for one whose column's value is not
+    among these.
 
     ``train``: all examples, which say whose values are clients; ``seed``: as in ``split``.
     """
@@ -89,7 +108,9 @@ def _of_owners(settings: Settings, train: Examples, some: Examples, seed: int | 
     clients = np.flatnonzero(np.bincount(to_read(train.owners)) >= rules.get("least", 1))
     own = np.flatnonzero(np.isin(codes, clients))
     seed = _split_seed(settings) if seed is None else seed
-    dealt = column(to_read(some.labels)[own], len(clients), codes[own], alpha=rules.get("alpha"), seed=seed)
+    dealt = column(
+        to_read(some.labels)[own], len(clients), codes[own], alpha=rules.get("alpha"), seed=seed
+    )
     there = dict(zip(np.unique(codes[own]).tolist(), dealt, strict=True))
     return [own[there[owner]] if owner in there else own[:0] for owner in clients.tolist()]
 
@@ -103,7 +124,12 @@ def stream_of(settings: Settings, cut: Cut, parts: object) -> Stream:
     there = np.ones((table.tasks, clients), dtype=bool)
     if cut.task is not None and isinstance(parts, FlatParts):
         owners, task = np.repeat(np.arange(clients), parts.sizes), cut.task[parts.order.numpy()]
-        there = np.bincount(task * clients + owners, minlength=table.tasks * clients).reshape(-1, clients) > 0
+        there = (
+            np.bincount(task * clients + owners, minlength=table.tasks * clients).reshape(
+                -1, clients
+            )
+            > 0
+        )
     absent = frozenset((int(t), int(c)) for t, c in np.argwhere(~there))
     stream = Stream(
         table.starts(settings.rounds),
@@ -121,7 +147,10 @@ def stream_of(settings: Settings, cut: Cut, parts: object) -> Stream:
     )
     for round in range(1, settings.rounds + 1):
         if not stream.present(round):
-            raise ConfigError(f"[stream]: in round {round} no client has an example of its task; change the partition")
+            raise ConfigError(
+                f"[stream]: in round {round} no client has an example of its task; change the "
+                "partition"
+            )
     return stream
 
 
@@ -132,12 +161,18 @@ def task_data(stream: Stream, cut: Cut, tests: Mapping[int, Examples]) -> TaskDa
 
 
 def _drifting(settings: Settings, train: Examples, cut: Cut, first: Parts) -> Parts:
-    """Each example at its client of the first split, or of a second one with the probability of its task."""
+    """Each example at its client of the first split, or of a second one with the probability of its
+    task.
+    """
     assert cut.task is not None
     if "seed" not in inspect.signature(settings.named.partition.entry.target).parameters:
-        raise ConfigError("[stream] drift moves from one drawn split to another, and this partition draws nothing")
+        raise ConfigError(
+            "[stream] drift moves from one drawn split to another, and this partition draws nothing"
+        )
     second = split(settings, train, seed_for(_split_seed(settings), 1, 0, SERVER, "drift split"))
-    chance = torch.rand(len(train), generator=generator(seed_for(_seed(settings), 0, 0, SERVER, "drift"))).numpy()
+    chance = torch.rand(
+        len(train), generator=generator(seed_for(_seed(settings), 0, 0, SERVER, "drift"))
+    ).numpy()
     moved = chance < np.asarray(cut.mix)[cut.task]
     owners = np.repeat(np.arange(settings.clients), first.sizes)
     later = np.repeat(np.arange(settings.clients), second.sizes)

@@ -1,4 +1,6 @@
-"""Secure sums in a run: around which engine they go, and what is refused because it looks at single models."""
+"""Secure sums in a run: around which engine they go, and what is refused because it looks at single
+models.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ NEAR = 1e-4
 
 
 def with_masking(engine: Engine, settings: Settings, folder: Path | None = None) -> Engine:
-    """The engine of a run; where its config asks for them, with secure sums. ``folder``: the run's directory."""
+    """The engine of a run; where its config asks for them, with secure sums. ``folder``: the run's
+    directory.
+    """
     masking = Masking.of(settings.privacy, settings.method)
     if masking is None:
         return engine
-    return SummedFleet(engine, masking, folder) if isinstance(engine, FlowerEngine) else MaskedEngine(engine, masking)
+    return (
+        SummedFleet(engine, masking, folder)
+        if isinstance(engine, FlowerEngine)
+        else MaskedEngine(engine, masking)
+    )
 
 
 def refuse_unmaskable(settings: Settings, world: World) -> None:
-    """Raise IncompatibleMethod or ConfigError for what cannot be done when the server knows sums of models only."""
+    """Raise IncompatibleMethod or ConfigError for what cannot be done when the server knows sums of
+    models only.
+    """
     if not settings.privacy.secure_sum:
         return
     require_secure()
@@ -52,23 +62,30 @@ def refuse_unmaskable(settings: Settings, world: World) -> None:
 
 
 def refuse_methods_without_sums(settings: Settings) -> None:
-    """Raise IncompatibleMethod for a method whose server does more with replies than a mean of models."""
+    """Raise IncompatibleMethod for a method whose server does more with replies than a mean of
+    models.
+    """
     name, method = settings.named.method.label, settings.method
     if "linear_fold" not in method.permits:
         raise IncompatibleMethod(
-            f"privacy.secure_sum with method {name}: its server does more with replies than a mean of models; choose "
+            f"privacy.secure_sum with method {name}: its server does more with replies than a mean "
+            "of models; choose "
             "fedavg, fedprox, fedntd or another that permits linear_fold"
         )
     if (how := getattr(method, "aggregation", "")) in ROBUST:
         raise IncompatibleMethod(
-            f"privacy.secure_sum with method.aggregation = {how!r}: a robust mean compares single models, which a "
+            f"privacy.secure_sum with method.aggregation = {how!r}: a robust mean compares single "
+            "models, which a "
             "secure sum hides; choose 'examples' or 'uniform', or leave secure_sum out"
         )
 
 
 def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
     if settings.engine == "flower" and settings.of_clients.attack in FACTORS:
-        return "over Flower clients mask their replies before clients.attack could change them; choose another engine"
+        return (
+            "over Flower clients mask their replies before clients.attack could change them; "
+            "choose another engine"
+        )
     for stage in schedule:
         if SERVER in stage.clients or stage.name == CENSUS:
             continue
@@ -76,14 +93,16 @@ def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
             return f"stage {stage.name!r} sends what is not summed; leave it out"
         if stage.hop or len(stage.clients) < FEWEST_SUMMED:
             return (
-                f"stage {stage.name!r} has {len(stage.clients)} client(s) side by side, and a sum hides one among "
+                f"stage {stage.name!r} has {len(stage.clients)} client(s) side by side, and a sum "
+                "hides one among "
                 f"{FEWEST_SUMMED} or more; set topology.kind = 'parallel', and topology.sampled"
             )
     if settings.query.again:
         return "clients that ask again report why, each for itself; leave query.again out"
     if settings.privacy.trains and settings.on_sites:
         return (
-            "at real sites with gradient_clip the server could not count each client's epsilon, because it learns no "
+            "at real sites with gradient_clip the server could not count each client's epsilon, "
+            "because it learns no "
             "number of examples; leave one of them out"
         )
     return ""
@@ -91,40 +110,64 @@ def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
 
 def _measured(chosen: Mapping[str, Measure]) -> str:
     for name, measure in chosen.items():
-        if measure.needs & OF_ONE or type(measure).at_client is not Measure.at_client or name == "contributions":
-            return f"measure {name!r} looks at single clients' models; leave it out of measure (measure = [])"
+        if (
+            measure.needs & OF_ONE
+            or type(measure).at_client is not Measure.at_client
+            or name == "contributions"
+        ):
+            return (
+                f"measure {name!r} looks at single clients' models; leave it out of measure "
+                "(measure = [])"
+            )
     return ""
 
 
 def _demand_linear(settings: Settings, stage: Stage, world: World) -> None:
-    """Raise IncompatibleMethod if the fold of a stage gives another result for single models than for their mean."""
+    """Raise IncompatibleMethod if the fold of a stage gives another result for single models than
+    for their mean.
+    """
     method, name = settings.method, settings.named.method.label
     try:
         state = method.open(method.setup(world), [stage], world)
         replies = _drawn(stage, state.params, settings.seed)
         by_examples = getattr(method, "aggregation", "examples") == "examples"
-        mean = trees.mean([r.up.params for r in replies], [float(r.examples) if by_examples else 1.0 for r in replies])
+        mean = trees.mean(
+            [r.up.params for r in replies],
+            [float(r.examples) if by_examples else 1.0 for r in replies],
+        )
         summed = [Reply(r.client, Payload(params=mean), 0, {}, r.round, r.stage) for r in replies]
-        near = _alike(method.fold(state, replies, stage, world), method.fold(state, summed, stage, world))
+        near = _alike(
+            method.fold(state, replies, stage, world), method.fold(state, summed, stage, world)
+        )
     except Exception as error:
         raise IncompatibleMethod(
-            f"privacy.secure_sum with method {name}: its fold of stage {stage.name!r} needs more than models' mean: "
+            f"privacy.secure_sum with method {name}: its fold of stage {stage.name!r} needs more "
+            "than models' mean: "
             f"{on_one_line(error)}"
         ) from error
     if not near:
         raise IncompatibleMethod(
-            f"privacy.secure_sum with method {name}: as it is set, its fold of stage {stage.name!r} gives another "
-            "result for single models than for their mean; with method.aggregation = 'uniform' it may, or choose fedavg"
+            f"privacy.secure_sum with method {name}: as it is set, its fold of stage "
+            f"{stage.name!r} gives another "
+            "result for single models than for their mean; with method.aggregation = 'uniform' it "
+            "may, or choose fedavg"
         )
 
 
 def _drawn(stage: Stage, params: Tensors, seed: int) -> list[Reply]:
-    """Three replies that could have come: models near the first, of clients with 1, 2 and 3 examples."""
+    """Three replies that could have come: models near the first, of clients with 1, 2 and 3
+    examples.
+    """
     draw = generator(seed_for(seed, 0, 0, SERVER, "is the fold linear"))
     out = []
     for examples, client in enumerate(stage.clients[:3], 1):
-        up = {k: v + 0.1 * torch.randn(v.shape, generator=draw).to(v) for k, v in trees.floats(params).items()}
-        out.append(Reply(client, Payload(params={**params, **up}), examples, {}, stage.round, stage.index))
+        up = {
+            k: v + 0.1 * torch.randn(v.shape, generator=draw).to(v)
+            for k, v in trees.floats(params).items()
+        }
+        out.append(
+            Reply(client, Payload(params={**params, **up}), examples, {}, stage.round, stage.index)
+        )
     return out
 
 
@@ -134,7 +177,12 @@ def _alike(one: State, other: State) -> bool:
         return False
     groups |= {k: (_tree(one.extra[k]), _tree(other.extra[k])) for k in one.extra}
     return all(
-        torch.allclose(a[k].double(), b[k].double(), rtol=0, atol=NEAR * max(1.0, float(a[k].double().abs().max())))
+        torch.allclose(
+            a[k].double(),
+            b[k].double(),
+            rtol=0,
+            atol=NEAR * max(1.0, float(a[k].double().abs().max())),
+        )
         for a, b in groups.values()
         for k in a
         if a[k].numel()

@@ -1,1 +1,3 @@
-"""The ranking: suites of fixed settings, the choice of fields, entries, their check and their replay, and maps."""
+"""The ranking: suites of fixed settings, the choice of fields, entries, their check and their
+replay, and maps.
+"""

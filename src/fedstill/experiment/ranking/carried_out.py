@@ -1,4 +1,6 @@
-"""Runs of the ranking, done or gone on with, and their scores; a run that diverged counts as far as it came."""
+"""Runs of the ranking, done or gone on with, and their scores; a run that diverged counts as far as
+it came.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,22 @@ class Ended:
 
 def ended(runs: Sequence[Variant], do: Do) -> list[Ended]:
     """Do the runs and score them; raises as ``completed``."""
-    return [Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem) for o in completed(runs, do)]
+    return [
+        Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem)
+        for o in completed(runs, do)
+    ]
 
 
 def completed(runs: Sequence[Variant], do: Do) -> list[Outcome]:
-    """Do the runs, to their end; raises Interrupted if stopped, RunsFailed if one failed but did not diverge."""
+    """Do the runs, to their end; raises Interrupted if stopped, RunsFailed if one failed but did
+    not diverge.
+    """
     own = not_stopped(runs, do)
     if failed := [o for o in own if o.problem and not _diverged(o)]:
         first = failed[0]
         raise RunsFailed(
-            f"{len(failed)} of {len(own)} failed; {first.variant.label}, seed {first.variant.seed}: {first.problem}"
+            f"{len(failed)} of {len(own)} failed; {first.variant.label}, seed "
+            f"{first.variant.seed}: {first.problem}"
         )
     return own
 
@@ -49,7 +57,12 @@ def not_stopped(runs: Sequence[Variant], do: Do) -> list[Outcome]:
 
 
 def _diverged(outcome: Outcome) -> bool:
-    """Whether a run ended because its numbers grew beyond all bounds, not by a mistake in its code."""
+    """Whether a run ended because its numbers grew beyond all bounds, not by a mistake in its
+    code.
+    """
     last = outcome.trace.strip().rpartition("\n")[2]
     kinds = (Diverged, TooFewReplies)
-    return any(last.startswith(f"{kind.__module__}.{kind.__name__}:") for kind in kinds) and "failed" not in last
+    return (
+        any(last.startswith(f"{kind.__module__}.{kind.__name__}:") for kind in kinds)
+        and "failed" not in last
+    )

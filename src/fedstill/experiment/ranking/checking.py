@@ -1,4 +1,6 @@
-"""What an entry says of itself, checked without a run: settings, completeness, digests, draws, sums, and the choice."""
+"""What an entry says of itself, checked without a run: settings, completeness, digests, draws,
+sums, and the choice.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ class Finding:
 def suite_of(entry: Entered, file: Path | None = None) -> Suite:
     """The suite of an entry, with the entry's own row where the suite does not have it.
 
-    ``file``: where the method's own file is to be executed from; without it FedAvg stands in for such a method.
-    Raises CorruptFile for another suite or version than this fedstill has, or a row that the suite has otherwise.
+    ``file``: where the method's own file is to be executed from; without it FedAvg stands in for
+    such a method. Raises CorruptFile for another suite or version than this fedstill has, or a row
+    that the suite has otherwise.
     """
     try:
         suite = load_suite(entry.suite)
@@ -55,15 +58,20 @@ def suite_of(entry: Entered, file: Path | None = None) -> Suite:
         raise CorruptFile(f"{entry.folder / ENTRY}: {error}") from error
     if entry.version != suite.version:
         raise CorruptFile(
-            f"{entry.folder / ENTRY} is of version {entry.version} of {suite.name}; this fedstill has {suite.version}"
+            f"{entry.folder / ENTRY} is of version {entry.version} of {suite.name}; this fedstill "
+            f"has {suite.version}"
         )
     if entry.row in suite.recipe.rows:
         if entry.file or entry.method != suite.method(entry.row)["name"]:
             known = suite.method(entry.row)["name"]
-            raise CorruptFile(f"{entry.folder / ENTRY}: {entry.row} is the method {known} in {suite.name}")
+            raise CorruptFile(
+                f"{entry.folder / ENTRY}: {entry.row} is the method {known} in {suite.name}"
+            )
         return suite
     if not entry.file and entry.method not in names("method"):
-        raise CorruptFile(f"{entry.folder / ENTRY}: {entry.method!r} is no method of the package, and has no file")
+        raise CorruptFile(
+            f"{entry.folder / ENTRY}: {entry.method!r} is no method of the package, and has no file"
+        )
     method = "fedavg" if entry.file and file is None else str(file or entry.method)
     try:
         return suite.with_row(entry.row, method, entry.tries)
@@ -72,7 +80,8 @@ def suite_of(entry: Entered, file: Path | None = None) -> Suite:
 
 
 def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
-    """What was checked of an entry, a line each, without running anything; ``draws``: also against what is drawn here.
+    """What was checked of an entry, a line each, without running anything; ``draws``: also against
+    what is drawn here.
 
     A check that needs what another one has refused is left out.
     """
@@ -96,17 +105,29 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
         if not line.good and check in (_incomplete, _other_files, unlike_suite, _broken_journals):
             return
     if draws:
-        yield _line("splits, tasks and clients of rounds are what is drawn here", entry, suite, _other_draws)
+        yield _line(
+            "splits, tasks and clients of rounds are what is drawn here", entry, suite, _other_draws
+        )
 
 
-def _line(what: str, entry: Entered, suite: Suite, check: Callable[[Entered, Suite], str]) -> Finding:
+def _line(
+    what: str, entry: Entered, suite: Suite, check: Callable[[Entered, Suite], str]
+) -> Finding:
     try:
         return Finding(what, check(entry, suite))
     except DataAbsent as error:
         return Finding(what, absent=str(error))
     except FedstillError as error:
         return Finding(what, str(error))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+    ) as error:
         return Finding(what, f"a file cannot be read: {type(error).__name__}: {error}")
 
 
@@ -115,7 +136,9 @@ def _incomplete(entry: Entered, suite: Suite) -> str:
     needed = {f"{place}/{name}" for place in places for name in RUN_FILES}
     needed -= {f"{place}/summary.json" for place in entry.diverged}
     needed |= {entry.file} if entry.file else set()
-    there = {p.relative_to(entry.folder).as_posix() for p in entry.folder.rglob("*") if p.is_file()} - {ENTRY}
+    there = {
+        p.relative_to(entry.folder).as_posix() for p in entry.folder.rglob("*") if p.is_file()
+    } - {ENTRY}
     there -= {f"{place}/summary.json" for place in entry.diverged}
     if missing := sorted(needed - there):
         return f"{missing[0]} is missing ({len(missing)} files in all)"
@@ -127,7 +150,9 @@ def _other_files(entry: Entered, suite: Suite) -> str:
     named = {p.relative_to(entry.folder).as_posix(): p for p in paths}
     if unlisted := sorted(named.keys() ^ entry.digests.keys()):
         return f"{unlisted[0]} has no digest, or no file"
-    other = [name for name, path in named.items() if digest(path.read_bytes()) != entry.digests[name]]
+    other = [
+        name for name, path in named.items() if digest(path.read_bytes()) != entry.digests[name]
+    ]
     return f"{other[0]} is not the file that was entered: its SHA-256 is another" if other else ""
 
 
@@ -136,13 +161,18 @@ def _broken_journals(entry: Entered, suite: Suite) -> str:
         path = entry.folder / place / "journal.jsonl"
         events, asked = events_of(path), rounds_of(entry.folder / place)
         if not path.read_bytes().endswith(b"\n") or not events or events[0]["event"] != "start":
-            return f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a line"
+            return (
+                f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a "
+                "line"
+            )
         if NOT_FINITE.search(path.read_bytes()):
             return f"{place}/journal.jsonl holds a number that is not finite"
         if events[0]["split"]["sha256"] != digest((entry.folder / place / SPLIT).read_bytes()):
             return f"{place}/{SPLIT} is not the split that the journal names"
         numbers = [e["round"] for e in events if e["event"] == "round"]
-        if numbers != list(range(1, len(numbers) + 1)) or (len(numbers) != asked and place not in entry.diverged):
+        if numbers != list(range(1, len(numbers) + 1)) or (
+            len(numbers) != asked and place not in entry.diverged
+        ):
             return f"{place}/journal.jsonl has not the rounds 1 to {asked}, each once"
         if place in entry.diverged and not _diverges(events, len(numbers), asked):
             return f"{place}/journal.jsonl does not end in a round that diverged"
@@ -162,7 +192,10 @@ def _other_summaries(entry: Entered, suite: Suite) -> str:
         summary = json.loads((entry.folder / place / "summary.json").read_text(encoding="utf-8"))
         for key, value in following(events_of(entry.folder / place / "journal.jsonl")).items():
             if not same_number(summary.get(key), value):
-                return f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal {value!r}"
+                return (
+                    f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal "
+                    f"{value!r}"
+                )
     return ""
 
 
@@ -170,8 +203,12 @@ def _other_choice(entry: Entered, suite: Suite) -> str:
     if entry.choice is None:
         return f"{entry.row} has no scores of its tries" if entry.row in suite.tries else ""
     scores = [score for own in entry.choice.scores for score in own]
-    if {len(own) for own in entry.choice.scores} != {len(CHOOSING_SEEDS)} or not all(0 <= s <= 1 for s in scores):
-        return f"its tries need {len(CHOOSING_SEEDS)} scores each, one a seed of choosing, from 0 to 1"
+    if {len(own) for own in entry.choice.scores} != {len(CHOOSING_SEEDS)} or not all(
+        0 <= s <= 1 for s in scores
+    ):
+        return (
+            f"its tries need {len(CHOOSING_SEEDS)} scores each, one a seed of choosing, from 0 to 1"
+        )
     if min(entry.choice.sent) < 0:
         return "a try has a negative number of bytes"
     tries = suite.tries_of(entry.row) if entry.row in suite.tries else ()
@@ -179,15 +216,25 @@ def _other_choice(entry: Entered, suite: Suite) -> str:
         return f"its tries are not those of {suite.name}"
     best = dict(tries[entry.choice.best])
     if best != dict(entry.fields):
-        return f"its fields are {dict(entry.fields)}, and by its scores try {entry.choice.best + 1} is the best: {best}"
+        return (
+            f"its fields are {dict(entry.fields)}, and by its scores try {entry.choice.best + 1} "
+            f"is the best: {best}"
+        )
     shipped = suite.chosen.get(entry.row)
-    return "its scores are not those that ship with the suite" if shipped not in (None, entry.choice) else ""
+    return (
+        "its scores are not those that ship with the suite"
+        if shipped not in (None, entry.choice)
+        else ""
+    )
 
 
 def _other_draws(entry: Entered, suite: Suite) -> str:
     data: dict[str, Dataset] = {}
     for place in places_of(entry, suite):
-        settings, events = settings_told(entry, place), events_of(entry.folder / place / "journal.jsonl")
+        settings, events = (
+            settings_told(entry, place),
+            events_of(entry.folder / place / "journal.jsonl"),
+        )
         name = settings.data.name
         data |= {} if name in data else {name: read_data(settings)}
         if why := other_draws(settings, events, data[name], bool(entry.file)):

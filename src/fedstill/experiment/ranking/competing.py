@@ -1,4 +1,6 @@
-"""What the commands of the ranking do: fields chosen, runs done, entries written; each goes on where it stopped."""
+"""What the commands of the ranking do: fields chosen, runs done, entries written; each goes on
+where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ REHEARSED = 99
 """The seed of a rehearsal: none that chooses or is reported."""
 
 RATES = 5
-"""How many learning rates are tried of a method that names no tries: those of the suite's FedAvg."""
+"""How many learning rates are tried of a method that names no tries: those of the suite's
+FedAvg.
+"""
 
 
 def suite_at(suite: Suite, out: Path) -> Suite:
@@ -46,7 +50,8 @@ def suite_at(suite: Suite, out: Path) -> Suite:
 def choose_fields(suite: Suite, rows: Sequence[str], out: Path, do: Do) -> Suite:
     """The suite with fields chosen for some rows; each is kept in a file as soon as it is chosen.
 
-    First the row whose learning rate the others have. Trials and file are in the folder of the suite that chooses.
+    First the row whose learning rate the others have. Trials and file are in the folder of the
+    suite that chooses.
     """
     suite, folder = suite_at(suite, out), out / suite.chooses_in.name
     for row in sorted(rows, key=lambda one: one != suite.rate_of):
@@ -59,10 +64,14 @@ def choose_fields(suite: Suite, rows: Sequence[str], out: Path, do: Do) -> Suite
 def keep_choices(suite: Suite, path: Path) -> None:
     """Write what is chosen in a suite to a file."""
     own = {row: suite.chosen[row] for row in suite.tries if row in suite.chosen}
-    write_choices(path, suite.chooses_in.version, own, {row: suite.settings_chosen(row) for row in own})
+    write_choices(
+        path, suite.chooses_in.version, own, {row: suite.settings_chosen(row) for row in own}
+    )
 
 
-def compete(suite: Suite, rows: Sequence[str], out: Path, do: Do, own: Path | None = None) -> list[Entered]:
+def compete(
+    suite: Suite, rows: Sequence[str], out: Path, do: Do, own: Path | None = None
+) -> list[Entered]:
     """Do all runs of some rows, and write an entry of each to ``OUT/entries/SUITE/``.
 
     ``own``: the rows' file, where their method is not in the package.
@@ -80,17 +89,22 @@ def _of(row: str, runs: Iterable[Ended]) -> list[Ended]:
 def newcomer(suite: Suite, file: Path, name: str = "") -> tuple[Suite, str]:
     """The suite with a row of a method's own file, and the row's name.
 
-    Its tries are the class variable ``tries`` of the method, fields by name; without it, the learning rates of FedAvg.
-    Raises ConfigError for a file that is no method, tries that are none, or a name whose folder another row has.
+    Its tries are the class variable ``tries`` of the method, fields by name; without it, the
+    learning rates of FedAvg. Raises ConfigError for a file that is no method, tries that are none,
+    or a name whose folder another row has.
     """
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; name the file of a method")
     method = resolved_name("method", str(file.resolve()), None)
     target = registry.lookup("method", method).target
-    rates = next((each for row, each in suite.tries.items() if suite.method(row)["name"] == "fedavg"), ({},))
+    rates = next(
+        (each for row, each in suite.tries.items() if suite.method(row)["name"] == "fedavg"), ({},)
+    )
     tries: Sequence[Try] = getattr(target, "tries", rates[:RATES])
     if isinstance(tries, (str, dict)) or not all(isinstance(one, dict) for one in tries):
-        raise ConfigError(f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})")
+        raise ConfigError(
+            f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})"
+        )
     row = name or getattr(target, "__name__", file.stem)
     entered = suite.with_row(row, method, tuple(tries))
     refuse_one_folder(suite.name, "rows", entered.recipe.rows)
@@ -98,7 +112,9 @@ def newcomer(suite: Suite, file: Path, name: str = "") -> tuple[Suite, str]:
 
 
 def rehearse(suite: Suite, row: str, do: Do) -> None:
-    """Two rounds of a row, twice: raises FedstillError where it cannot be run, or does not give the same run again."""
+    """Two rounds of a row, twice: raises FedstillError where it cannot be run, or does not give the
+    same run again.
+    """
     tasks = "stream" in suite.recipe.columns[suite.column]
     size = {} if tasks or suite.recipe.common["rounds"] == 1 else {"rounds": 2}
     with tempfile.TemporaryDirectory(prefix="fedstill-rehearsal-") as folder:
@@ -107,9 +123,12 @@ def rehearse(suite: Suite, row: str, do: Do) -> None:
         for outcome in not_stopped(runs, do):
             if outcome.problem:
                 raise FedstillError(f"{row} cannot be run: {outcome.problem}")
-        once, again = ([without_times(e) for e in read_journal(run.folder / "journal.jsonl")] for run in runs)
+        once, again = (
+            [without_times(e) for e in read_journal(run.folder / "journal.jsonl")] for run in runs
+        )
         if once != again:
             raise FedstillError(
-                f"{row} does not give the same run twice: draw random numbers by key (fedstill.keys), and keep what is "
+                f"{row} does not give the same run twice: draw random numbers by key "
+                "(fedstill.keys), and keep what is "
                 "remembered in State and memory"
             )

@@ -1,4 +1,6 @@
-"""What every machine finds alike in a run: who has which examples and acts when, and what follows from what it says."""
+"""What every machine finds alike in a run: who has which examples and acts when, and what follows
+from what it says.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ TOLD = ("classes", "test_counts", "split", "stream", "queries")
 """What the event ``start`` says of them."""
 
 MODELS = ("accuracy", "class_accuracy", "others")
-"""What a round's event says of the server's models, from a pass over the test set: what else it says follows."""
+"""What a round's event says of the server's models, from a pass over the test set: what else it
+says follows.
+"""
 
 TASKS = ("task", "accuracy_seen")
 """What it says of tasks."""
@@ -31,45 +35,70 @@ ANSWERS = ("answers", "personal_class_accuracy")
 """What a score is taken from where clients have models of their own."""
 
 
-def other_draws(settings: Settings, events: Sequence[Event], data: Dataset, own: bool = False) -> str:
-    """What in a journal is not what these settings draw of the data here, or does not follow; empty where all does.
+def other_draws(
+    settings: Settings, events: Sequence[Event], data: Dataset, own: bool = False
+) -> str:
+    """What in a journal is not what these settings draw of the data here, or does not follow; empty
+    where all does.
 
-    ``own``: the method is the entry's own, whose file is not executed: another one stands in for it.
+    ``own``: the method is the entry's own, whose file is not executed: another one stands in for
+    it.
     """
     ready = prepare(settings, data)
     measuring = Measuring(ready)
-    told = measuring.about(seals=False) | ({"split": split_told(measuring.dealt_out)} if measuring.dealt_out else {})
+    told = measuring.about(seals=False) | (
+        {"split": split_told(measuring.dealt_out)} if measuring.dealt_out else {}
+    )
     for key in TOLD:
         has, draws = (json.loads(json.dumps(of.get(key))) for of in (events[0], told))
         if has != draws:
             return f"its {key} is {_short(has)}, and here {_short(draws)} is drawn"
-    return _other_clients(ready, events) or _other_task_ends(measuring, events) or _other_rounds(ready, events, own)
+    return (
+        _other_clients(ready, events)
+        or _other_task_ends(measuring, events)
+        or _other_rounds(ready, events, own)
+    )
 
 
 def _other_clients(ready: Prepared, events: Sequence[Event]) -> str:
     """The first stage in which other clients took part than its schedule has."""
-    acted: dict[int, dict[int, list[int]]] = {e["round"]: {} for e in events if e["event"] == "round"}
+    acted: dict[int, dict[int, list[int]]] = {
+        e["round"]: {} for e in events if e["event"] == "round"
+    }
     done = set(acted)
     for event in events:
         if event["event"] == "client" and event["round"] > 0:
-            acted.setdefault(event["round"], {}).setdefault(event["stage"], []).append(event["client"])
+            acted.setdefault(event["round"], {}).setdefault(event["stage"], []).append(
+                event["client"]
+            )
     for number, stages in acted.items():
-        drawn = {stage.index: stage.clients for stage in ready.settings.topology(number, ready.world)}
+        drawn = {
+            stage.index: stage.clients for stage in ready.settings.topology(number, ready.world)
+        }
         for index in sorted(drawn.keys() | stages.keys() if number in done else stages.keys()):
             has, draws = sorted(stages.get(index, ())), sorted(drawn.get(index, ()))
             if has != draws:
-                return f"in round {number} clients {has} took part in stage {index}, and here {draws} are drawn"
+                return (
+                    f"in round {number} clients {has} took part in stage {index}, and here {draws} "
+                    "are drawn"
+                )
     return ""
 
 
 def _other_task_ends(measuring: Measuring, events: Sequence[Event]) -> str:
-    """The first task's end that is not there, or does not follow from its right answers and its round's."""
+    """The first task's end that is not there, or does not follow from its right answers and its
+    round's.
+    """
     ends = {e["round"]: e for e in events if e["event"] == "task"}
     rounds = {e["round"]: e for e in events if e["event"] == "round"}
     stream = measuring.prepared.world.stream
-    due = {0, *(number for number in rounds if stream.ends(number))} if measuring.tasks.on else set()
+    due = (
+        {0, *(number for number in rounds if stream.ends(number))} if measuring.tasks.on else set()
+    )
     if ends.keys() != due or len(ends) != sum(e["event"] == "task" for e in events):
-        return f"it has task ends after rounds {sorted(ends)}, and here tasks end after {sorted(due)}"
+        return (
+            f"it has task ends after rounds {sorted(ends)}, and here tasks end after {sorted(due)}"
+        )
     for number, event in ends.items():
         told = measuring.tasks.told(number, torch.tensor(event["correct"], dtype=torch.int64))
         if key := _other_key(event, told):
@@ -87,14 +116,23 @@ def _other_answers(measuring: Measuring, end: Event, round: Event) -> str:
     seen = set(measuring.prepared.world.stream.seen(end["task"] - 1))
     among = sum(correct[c] for c in seen) / max(sum(totals[c] for c in seen), 1)
     if not same_number(among, round["accuracy_seen"]):
-        return f"{among} of the examples of classes seen are right, and its round has {round['accuracy_seen']}"
+        return (
+            f"{among} of the examples of classes seen are right, and its round has "
+            f"{round['accuracy_seen']}"
+        )
     alike = range(len(totals)) if len(seen) == len(totals) else set(range(len(totals))) - seen
-    other = [c for c in alike if totals[c] and not same_number(correct[c] / totals[c], round["class_accuracy"][c])]
+    other = [
+        c
+        for c in alike
+        if totals[c] and not same_number(correct[c] / totals[c], round["class_accuracy"][c])
+    ]
     return f"class {other[0]} has other right answers than in its round" if other else ""
 
 
 def _other_rounds(ready: Prepared, events: Sequence[Event], own: bool) -> str:
-    """The first round of which something does not follow from its accuracies and the events of its clients."""
+    """The first round of which something does not follow from its accuracies and the events of its
+    clients.
+    """
     why = ""
     for personal in _personal_stages(events) if own else [None]:
         why = next(_not_following(Measuring(ready), events, personal), "")
@@ -104,14 +142,22 @@ def _other_rounds(ready: Prepared, events: Sequence[Event], own: bool) -> str:
 
 
 def _personal_stages(events: Sequence[Event]) -> Iterator[frozenset[str]]:
-    """After which stages a client's own model may be its answer, in a method of which that is not known."""
-    names = sorted({e["name"] for e in events if e["event"] == "client" and "correct_by_class" in e})
+    """After which stages a client's own model may be its answer, in a method of which that is not
+    known.
+    """
+    names = sorted(
+        {e["name"] for e in events if e["event"] == "client" and "correct_by_class" in e}
+    )
     for count in range(len(names) + 1):
         yield from map(frozenset, combinations(names, count))
 
 
-def _not_following(measuring: Measuring, events: Sequence[Event], personal: frozenset[str] | None) -> Iterator[str]:
-    """``personal``: the method's own stages, where another one stands in for it; then only answers are looked at."""
+def _not_following(
+    measuring: Measuring, events: Sequence[Event], personal: frozenset[str] | None
+) -> Iterator[str]:
+    """``personal``: the method's own stages, where another one stands in for it; then only answers
+    are looked at.
+    """
     if personal is not None:
         measuring.own.stages = measuring.queried.personal = personal
     for event in events:
@@ -119,16 +165,30 @@ def _not_following(measuring: Measuring, events: Sequence[Event], personal: froz
         if event["event"] != "round":
             continue
         measured = {key: event[key] for key in MODELS if key in event}
-        told = measuring.told(event["round"], measured, {key: event[key] for key in TASKS if key in event})
+        told = measuring.told(
+            event["round"], measured, {key: event[key] for key in TASKS if key in event}
+        )
         looked = event if personal is None else {k: event[k] for k in ANSWERS if k in event}
         if key := _other_key(looked, told):
             yield f"round {event['round']} has {_beside(key, event, told)}"
 
 
 def _other_key(event: Mapping[str, Any], told: Mapping[str, Any]) -> str:
-    """The first field of an event that is another than what follows; a field that came later may be missing."""
-    follows = {"event": event.get("event"), **json.loads(json.dumps(json_value(without_times(told))))}
-    return next((k for k, v in without_times(event).items() if k not in follows or not _same(v, follows[k])), "")
+    """The first field of an event that is another than what follows; a field that came later may be
+    missing.
+    """
+    follows = {
+        "event": event.get("event"),
+        **json.loads(json.dumps(json_value(without_times(told)))),
+    }
+    return next(
+        (
+            k
+            for k, v in without_times(event).items()
+            if k not in follows or not _same(v, follows[k])
+        ),
+        "",
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Entries of the ranking: a method's runs in one suite as a folder of small files, written and read.
+"""Entries of the ranking: a method's runs in one suite as a folder of small files, written and
+read.
 
 ```
 NAME/
@@ -8,7 +9,7 @@ NAME/
 ```
 
 An entry from elsewhere is data: it is read with limits, and nothing in it is executed here.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -52,11 +53,13 @@ CPU = "seconds_cpu"
 
 @dataclass(frozen=True)
 class Entered:
-    """A method's runs in one suite. ``file``: its own file's name; empty for a method of the package.
+    """A method's runs in one suite. ``file``: its own file's name; empty for a method of the
+    package.
 
-    ``fields``: what was chosen over the suite's settings, by dotted key. ``tries``, ``choice``: of what, and by which
-    scores; empty and None for a reference. ``made``: software, processor, threads. ``diverged``: by ``COLUMN/seedN``,
-    why. ``digests``: SHA-256 by path of all files but entry.toml.
+    ``fields``: what was chosen over the suite's settings, by dotted key. ``tries``, ``choice``: of
+    what, and by which scores; empty and None for a reference. ``made``: software, processor,
+    threads. ``diverged``: by ``COLUMN/seedN``, why. ``digests``: SHA-256 by path of all files but
+    entry.toml.
     """
 
     folder: Path
@@ -78,13 +81,19 @@ class Entered:
 
     @property
     def sha(self) -> str:
-        """What tells it from another entry of the same row: the beginning of entry.toml's SHA-256."""
+        """What tells it from another entry of the same row: the beginning of entry.toml's
+        SHA-256.
+        """
         return digest((self.folder / ENTRY).read_bytes())[:16]
 
     @property
     def told(self) -> dict[str, Any]:
         """What entry.toml says."""
-        choice = {} if self.choice is None else {"tries": [dict(t) for t in self.tries], **self.choice.table}
+        choice = (
+            {}
+            if self.choice is None
+            else {"tries": [dict(t) for t in self.tries], **self.choice.table}
+        )
         return {
             "suite": self.suite,
             "version": self.version,
@@ -117,8 +126,11 @@ def _rounds_in(config: str) -> int:
     return int(tomllib.loads(config)["rounds"])
 
 
-def write_entry(suite: Suite, row: str, runs: Sequence[Ended], folder: Path, own: Path | None = None) -> Entered:
-    """Write the entry of a row from its finished runs; ``own``: the method's file, where it is not in the package.
+def write_entry(
+    suite: Suite, row: str, runs: Sequence[Ended], folder: Path, own: Path | None = None
+) -> Entered:
+    """Write the entry of a row from its finished runs; ``own``: the method's file, where it is not
+    in the package.
 
     An entry of the same row is replaced. Raises RunExists for a folder that holds anything else.
     """
@@ -139,7 +151,12 @@ def write_entry(suite: Suite, row: str, runs: Sequence[Ended], folder: Path, own
         suite.settings_chosen(row),
         suite.tries_of(row) if row in suite.tries else (),
         suite.chosen.get(row),
-        {**software(), "processor": processor(), "threads": 1, CPU: round(sum(o.score.seconds_cpu for o in runs), 3)},
+        {
+            **software(),
+            "processor": processor(),
+            "threads": 1,
+            CPU: round(sum(o.score.seconds_cpu for o in runs), 3),
+        },
         {path: digest(data) for path, data in files.items()},
         "" if own is None else own.name,
         diverged,
@@ -161,9 +178,16 @@ def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
     config = (folder / "config.toml").read_bytes()
     yield "config.toml", (kept := portable(config.decode()).encode())
     yield SPLIT, (folder / SPLIT).read_bytes()
-    journal = (folder / "journal.jsonl").read_bytes().replace(digest(config).encode(), digest(kept).encode(), 1)
+    journal = (
+        (folder / "journal.jsonl")
+        .read_bytes()
+        .replace(digest(config).encode(), digest(kept).encode(), 1)
+    )
     events = [bare(json.loads(line)) for line in journal.split(b"\n")[:-1]]
-    yield "journal.jsonl", b"".join(json.dumps(e, separators=(",", ":")).encode() + b"\n" for e in events)
+    yield (
+        "journal.jsonl",
+        b"".join(json.dumps(e, separators=(",", ":")).encode() + b"\n" for e in events),
+    )
     if (summary := folder / "summary.json").is_file():
         yield "summary.json", json.dumps(bare(json.loads(summary.read_bytes())), indent=1).encode()
 
@@ -171,18 +195,24 @@ def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
 def portable(config: str) -> str:
     """A config's text with paths below the folder that this process was started in relative to it.
 
-    A suite of one's own may name code and data beside it; an entry is checked where that folder has another place.
+    A suite of one's own may name code and data beside it; an entry is checked where that folder has
+    another place.
     """
     return config.replace(json.dumps(str(Path.cwd()))[:-1] + "/", '"')
 
 
 def bare(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event or a summary without times other than the processor's."""
-    return {**without_times(event), **{key: event[key] for key in (CPU, CONFIG_SEAL) if key in event}}
+    return {
+        **without_times(event),
+        **{key: event[key] for key in (CPU, CONFIG_SEAL) if key in event},
+    }
 
 
 def read_entry(folder: Path) -> Entered:
-    """An entry from its folder, or from a pack that holds it; raises CorruptFile naming what is wrong with it."""
+    """An entry from its folder, or from a pack that holds it; raises CorruptFile naming what is
+    wrong with it.
+    """
     place = readable(folder)
     if not (place / ENTRY).is_file():
         raise CorruptFile(f"{folder} is no entry: there is no {ENTRY} in it")
@@ -191,10 +221,14 @@ def read_entry(folder: Path) -> Entered:
         tree = tomllib.loads((place / ENTRY).read_bytes().decode())
         tries = list(tree.get("choice", {}).get("tries", []))
         choice = read_choice(str(folder), tree["choice"], len(tries)) if "choice" in tree else None
-        if (own := str(tree.get("file", ""))) and not (own.endswith(".py") and (place / Path(own).name).is_file()):
+        if (own := str(tree.get("file", ""))) and not (
+            own.endswith(".py") and (place / Path(own).name).is_file()
+        ):
             raise ValueError(f"its file {own!r} is not in it")
         words = {key: _of(tree, key, str) for key in ("suite", "row", "method")}
-        if strange := [v for v in (*words.values(), *tree["made"].values()) if STRANGE.search(str(v))]:
+        if strange := [
+            v for v in (*words.values(), *tree["made"].values()) if STRANGE.search(str(v))
+        ]:
             raise ValueError(f"{strange[0]!r} contains a character that tables cannot show")
         tables = {key: _of(tree, key, dict) for key in ("fields", "made", "digests")}
         return Entered(
@@ -207,7 +241,15 @@ def read_entry(folder: Path) -> Entered:
             **words,
             **tables,
         )
-    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ConfigError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CorruptFile(f"{folder / ENTRY} cannot be read: {error}") from error
 
 
@@ -222,7 +264,9 @@ def refuse_strange(folder: Path) -> None:
             raise CorruptFile(f"{folder}: {name} is a link; an entry holds plain files")
         if path.is_file() and path.stat().st_size > LARGEST:
             raise CorruptFile(f"{folder}: {name} is larger than {LARGEST >> 20} MB")
-        known = path.name in RUN_FILES or name == ENTRY or ("/" not in name and path.suffix == ".py")
+        known = (
+            path.name in RUN_FILES or name == ENTRY or ("/" not in name and path.suffix == ".py")
+        )
         if path.is_file() and not known:
             raise CorruptFile(f"{folder}: {name} is no file of an entry")
 

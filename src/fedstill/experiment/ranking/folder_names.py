@@ -17,16 +17,18 @@ def slug(name: str) -> str:
 
 
 def refuse_one_folder(suite: str, what: str, names: Iterable[str]) -> None:
-    """Raises ConfigError where two names of a suite's rows or columns would have one folder: one replaces the other.
+    """Raises ConfigError where two names of a suite's rows or columns would have one folder: one
+    replaces the other.
 
     >>> refuse_one_folder("clinics", "columns", ["even", "Even"])
     Traceback (most recent call last):
     ...
     fedstill.errors.ConfigError: suite clinics: the columns 'even' and 'Even' would have one folder, even; rename one
-    """
+    """  # noqa: E501
     folders: dict[str, str] = {}
     for name in names:
         if (other := folders.setdefault(slug(name), name)) != name:
             raise ConfigError(
-                f"suite {suite}: the {what} {other!r} and {name!r} would have one folder, {slug(name)}; rename one"
+                f"suite {suite}: the {what} {other!r} and {name!r} would have one folder, "
+                f"{slug(name)}; rename one"
             )

@@ -11,10 +11,12 @@ from fedstill.experiment.ranking.cell_settings import Setting
 from fedstill.experiment.ranking.where import Grid, MapCell
 
 APART = 0.1
-"""Label distances that differ by this count as much as a factor of two in steps or in the share of clients.
+"""Label distances that differ by this count as much as a factor of two in steps or in the share of
+clients.
 
-A cell that is further than one of these units away in any of the three says nothing of a setting. Neighbours on the
-maps' axes are up to two units apart, so all that lies between cells is near one of them.
+A cell that is further than one of these units away in any of the three says nothing of a setting.
+Neighbours on the maps' axes are up to two units apart, so all that lies between cells is near one
+of them.
 """
 
 MOST_SAID = 3
@@ -24,7 +26,8 @@ MOST_SAID = 3
 def nearest_cell(one: Grid, here: Setting) -> MapCell | None:
     """The cell with the smallest Euclidean distance in units of ``APART`` and of factors of two.
 
-    None where one of the three numbers is further than one unit away, or the map has no settings of its cells.
+    None where one of the three numbers is further than one unit away, or the map has no settings of
+    its cells.
     """
     each = [(away(cell, here), cell) for cell in one.cells if cell.settings]
     if not each:
@@ -44,7 +47,8 @@ def away(cell: MapCell, here: Setting) -> tuple[float, float, float]:
 
 
 def told_of_maps(maps: Mapping[str, Grid], method: str, here: Setting | None) -> Iterator[str]:
-    """What maps, by method, say of a setting: of its method if that has a map, else which methods helped most.
+    """What maps, by method, say of a setting: of its method if that has a map, else which methods
+    helped most.
 
     Nothing where there is no map, or none has a cell that is near enough.
     """
@@ -54,9 +58,12 @@ def told_of_maps(maps: Mapping[str, Grid], method: str, here: Setting | None) ->
     cell = near.get(method) or next(iter(near.values()))
     there, floor = cell.setting, statistics.fmean(score.accuracy for score in cell.theirs.values())
     yield (
-        f"map: the nearest cell of the ranking's maps (digits) is {cell.name}: labels {there.labels_apart:.2f} from the"
-        f" whole (here {here.labels_apart:.2f}), {there.steps_per_example:.3g} local steps an example (here"
-        f" {here.steps_per_example:.3g}), {100 * there.clients_share:.0f} % of clients a round (here"
+        f"map: the nearest cell of the ranking's maps (digits) is {cell.name}: labels "
+        f"{there.labels_apart:.2f} from the"
+        f" whole (here {here.labels_apart:.2f}), {there.steps_per_example:.3g} local steps an "
+        "example (here"
+        f" {here.steps_per_example:.3g}), {100 * there.clients_share:.0f} % of clients a round "
+        "(here"
         f" {100 * here.clients_share:.0f} %). FedAvg reached {100 * floor:.1f} % there."
     )
     if method in near:
@@ -68,12 +75,17 @@ def told_of_maps(maps: Mapping[str, Grid], method: str, here: Setting | None) ->
     yield (
         f"map: most helped there, in points over FedAvg and on all seeds: {gains}."
         if best
-        else f"map: none of {', '.join(maps[n].row for n in near)} was above FedAvg there on all seeds."
+        else f"map: none of {', '.join(maps[n].row for n in near)} was above FedAvg there on all "
+        "seeds."
     )
 
 
 def _said(one: Grid, cell: MapCell) -> str:
     """What a map says of its method in a cell."""
     low, high = (f"{100 * end:+.1f}" for end in (min(cell.gains), max(cell.gains)))
-    how = {1: "it helped on all seeds", -1: "it hurt on all seeds", 0: "not all seeds say the same"}[cell.sign]
+    how = {
+        1: "it helped on all seeds",
+        -1: "it hurt on all seeds",
+        0: "not all seeds say the same",
+    }[cell.sign]
     return f"{one.row} was {100 * cell.gain:+.1f} points from FedAvg there ({low} to {high}): {how}"

@@ -1,7 +1,8 @@
-"""The numbers that the ranking takes from a run's journal: how much was learned, how much of it was kept, what it cost.
+"""The numbers that the ranking takes from a run's journal: how much was learned, how much of it was
+kept, what it cost.
 
-For each class (or task, or client that asked) there are a best row and a last row of a matrix: accuracy = learned x
-kept, exactly.
+For each class (or task, or client that asked) there are a best row and a last row of a matrix:
+accuracy = learned x kept, exactly.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from fedstill.metrics import tasks as over
 from fedstill.metrics.values import Values
 
 SUCCESSIVE = 5
-"""Rows are means of so many successive rounds: single rounds swing by twenty points where data are uneven."""
+"""Rows are means of so many successive rounds: single rounds swing by twenty points where data are
+uneven.
+"""
 
 
 @dataclass(frozen=True)
 class Score:
     """One run's numbers. Accuracies are shares; ``accuracy`` = ``learned`` x ``kept``.
 
-    ``kept``: NaN for a run of two to nine rounds without tasks, which is one row. Of one round all is kept.
-    ``forgetting``: FedNTD's F over rounds. ``average_forgetting``, ``backward_transfer``: over tasks, NaN without.
-    ``sent``: bytes up and down. ``rounds``: how many were done; fewer than asked for where the run diverged.
+    ``kept``: NaN for a run of two to nine rounds without tasks, which is one row. Of one round all
+    is kept.
+    ``forgetting``: FedNTD's F over rounds. ``average_forgetting``, ``backward_transfer``: over
+    tasks, NaN without.
+    ``sent``: bytes up and down. ``rounds``: how many were done; fewer than asked for where the run
+    diverged.
     """
 
     accuracy: float
@@ -56,9 +62,13 @@ class Score:
 
     @staticmethod
     def of(told: Mapping[str, str]) -> Score:
-        """A score from the text of its numbers, by name; an empty text is NaN. Raises KeyError, ValueError."""
+        """A score from the text of its numbers, by name; an empty text is NaN. Raises KeyError,
+        ValueError.
+        """
         whole = ("bytes_up", "bytes_down", "rounds")
-        numbers: dict[str, Any] = {k: int(told[k]) if k in whole else float(told[k] or "nan") for k in NUMBERS}
+        numbers: dict[str, Any] = {
+            k: int(told[k]) if k in whole else float(told[k] or "nan") for k in NUMBERS
+        }
         return Score(**numbers)
 
 
@@ -71,7 +81,9 @@ KEPT = 64
 
 
 def events_of(journal: Path) -> Sequence[Event]:
-    """The events of a finished run's journal; read once for several checks. Raises CorruptFile as ``read_journal``."""
+    """The events of a finished run's journal; read once for several checks. Raises CorruptFile as
+    ``read_journal``.
+    """
     stat = journal.stat() if journal.is_file() else None
     return _read(journal, *((stat.st_mtime_ns, stat.st_size) if stat else (0, 0)))
 
@@ -84,13 +96,16 @@ def _read(journal: Path, changed: int, size: int) -> Sequence[Event]:
 def score_of(folder: Path, asked: int) -> Score:
     """The score of a run's directory; ``asked``: how many rounds it was to have.
 
-    Rounds that it lacks, as it diverged, count as its last one. Raises CorruptFile for a journal that cannot be read.
+    Rounds that it lacks, as it diverged, count as its last one. Raises CorruptFile for a journal
+    that cannot be read.
     """
     events = events_of(folder / "journal.jsonl")
     try:
         return _score(events, asked)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
-        raise CorruptFile(f"{folder / 'journal.jsonl'} cannot be scored: {type(error).__name__}: {error}") from error
+        raise CorruptFile(
+            f"{folder / 'journal.jsonl'} cannot be scored: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _score(events: Sequence[Event], asked: int) -> Score:
@@ -116,13 +131,18 @@ def _score(events: Sequence[Event], asked: int) -> Score:
 def matrix_of(events: Sequence[Event], asked: int) -> Values:
     """The accuracies that a score is taken from, oldest row first, (rows, columns).
 
-    Rows are task ends where there are tasks; before and after where clients asked; else means of successive rounds.
-    Columns are classes, or tasks that are domains, or clients that asked.
+    Rows are task ends where there are tasks; before and after where clients asked; else means of
+    successive rounds. Columns are classes, or tasks that are domains, or clients that asked.
     """
     rounds = [e for e in events if e["event"] == "round"]
     if rounds and "queries" in events[0]:
         answers = rounds[-1]["answers"]
-        return np.array([[_number(a[key]) for a in answers] for key in ("average_accuracy_before", "average_accuracy")])
+        return np.array(
+            [
+                [_number(a[key]) for a in answers]
+                for key in ("average_accuracy_before", "average_accuracy")
+            ]
+        )
     ends = [e for e in events if e["event"] == "task" and e["task"]]
     if "stream" in events[0]:
         tasks = len(events[0]["stream"]["classes"])
@@ -145,7 +165,10 @@ def _end(event: Mapping[str, Any]) -> list[float]:
     """The columns at a task's end: classes where there is one test set, else tasks."""
     if len(event["totals"]) > 1:
         return [_number(v) for v in event["row"]]
-    return [c / n if n else math.nan for c, n in zip(event["correct"][0], event["totals"][0], strict=True)]
+    return [
+        c / n if n else math.nan
+        for c, n in zip(event["correct"][0], event["totals"][0], strict=True)
+    ]
 
 
 def _by_class(event: Mapping[str, Any]) -> list[float]:

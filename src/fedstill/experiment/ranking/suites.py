@@ -1,4 +1,6 @@
-"""Suites of the ranking: recipes without published numbers, which say what may be tried and which rows are bounds."""
+"""Suites of the ranking: recipes without published numbers, which say what may be tried and which
+rows are bounds.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ CHOOSING_SEEDS = (100, 101, 102)
 KEYS = {"paper", "version", "against", "bounds", "choosing", "common", "columns", "rows", "tries"}
 
 CHOOSING = ({"of"}, {"column", "rounds"}, {"column", "rounds", "rate"})
-"""What ``choosing`` says: whose choices are taken; or where fields are chosen, and whose learning rate all have."""
+"""What ``choosing`` says: whose choices are taken; or where fields are chosen, and whose learning
+rate all have.
+"""
 
 Try = Mapping[str, Any]
 """Values by dotted key over a row's."""
@@ -50,13 +54,15 @@ _own: dict[str, Suite] = {}
 class Suite:
     """One track of one tier: its settings, which never change within a version.
 
-    ``tries``: by row, what may be tried; rows without any are bounds, which are not ranked. ``floor``: the row at share
-    0 of the gap; ``ceilings``: the rows at share 1, of which a column has one at most. ``against``: the row that
-    differences are to.
-    ``column``, ``rounds``: where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
-    ``rate_of``: the row whose chosen learning rate all others' tries have, where they set none; "": the suite's.
+    ``tries``: by row, what may be tried; rows without any are bounds, which are not
+    ranked. ``floor``: the row at share 0 of the gap; ``ceilings``: the rows at share 1, of which a
+    column has one at most. ``against``: the row that differences are to. ``column``, ``rounds``:
+    where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
+    ``rate_of``: the row whose chosen learning rate all others' tries have, where they set none; "":
+    the suite's.
     ``chosen``: by row, what was.
-    ``there``: the suite in which all of this is chosen, where it is another; ``column`` is then this one's first.
+    ``there``: the suite in which all of this is chosen, where it is another; ``column`` is then
+    this one's first.
     """
 
     tier: str
@@ -82,7 +88,9 @@ class Suite:
     def title(self) -> str:
         """Tier, track and what it asks; of a suite of yours its name and what it says of itself."""
         asked = TRACKS.get(self.track)
-        return f"{self.tier}, {self.track}: {asked}" if asked else f"{self.name}: {self.recipe.paper}"
+        return (
+            f"{self.tier}, {self.track}: {asked}" if asked else f"{self.name}: {self.recipe.paper}"
+        )
 
     @property
     def chooses_in(self) -> Suite:
@@ -94,7 +102,10 @@ class Suite:
         """The command that chooses its fields."""
         suite = self.chooses_in
         ships = suite.name in suite_names()
-        return f"fedstill rank choose {f'{suite.tier} --track {suite.track}' if ships else f'{suite.name}.toml'}"
+        return (
+            "fedstill rank choose "
+            f"{f'{suite.tier} --track {suite.track}' if ships else f'{suite.name}.toml'}"
+        )
 
     @property
     def competing(self) -> list[str]:
@@ -112,10 +123,16 @@ class Suite:
         return self._rows_by_name[name.lower()]
 
     def rows_named(self, names: Sequence[str]) -> list[str]:
-        """Rows by what people call them, from a list cut at its commas, which a row's name may hold; UnknownName."""
+        """Rows by what people call them, from a list cut at its commas, which a row's name may
+        hold; UnknownName.
+        """
         rows, left = [], list(names)
         while left:
-            held = (n for n in range(len(left), 1, -1) if ", ".join(left[:n]).lower() in self._rows_by_name)
+            held = (
+                n
+                for n in range(len(left), 1, -1)
+                if ", ".join(left[:n]).lower() in self._rows_by_name
+            )
             many = next(held, 1)
             rows.append(self.row_named(", ".join(left[:many])))
             left = left[many:]
@@ -132,7 +149,9 @@ class Suite:
         return {"name": named} if isinstance(named, str) else dict(named)
 
     def settings_chosen(self, row: str) -> Try:
-        """What was chosen for a row over the suite's settings; raises ConfigError where nothing was yet."""
+        """What was chosen for a row over the suite's settings; raises ConfigError where nothing was
+        yet.
+        """
         if row not in self.tries:
             return {}
         if row not in self.chosen:
@@ -140,13 +159,18 @@ class Suite:
         return self.tries_of(row)[self.chosen[row].best]
 
     def tries_of(self, row: str) -> Sequence[Try]:
-        """What may be tried of a row, the learning rate of ``rate_of`` under it; ConfigError before that is chosen.
+        """What may be tried of a row, the learning rate of ``rate_of`` under it; ConfigError before
+        that is chosen.
 
         Else a row that tries learning rates would be compared with rows that could not.
         """
         if not self.rate_of or row == self.rate_of:
             return self.tries[row]
-        rate = {key: value for key, value in self.settings_chosen(self.rate_of).items() if key == "plan.lr"}
+        rate = {
+            key: value
+            for key, value in self.settings_chosen(self.rate_of).items()
+            if key == "plan.lr"
+        }
         return [{**rate, **one} for one in self.tries[row]]
 
     def runs(self, row: str, out: Path, seeds: Sequence[int] = TEST_SEEDS) -> list[Variant]:
@@ -155,39 +179,67 @@ class Suite:
         return self.recipe.variants(cells, seeds, self.settings_chosen(row), out)
 
     def trials(self, row: str, out: Path) -> list[list[Variant]]:
-        """For each try of a row, the runs on the seeds of choosing: tested on training images that clients lack."""
+        """For each try of a row, the runs on the seeds of choosing: tested on training images that
+        clients lack.
+        """
         if self.there:
             return replace(self.there, chosen=self.chosen).trials(row, out)
         fixed = self.trial_settings(row)
         return [
-            self.recipe.variants([(row, self.column)], CHOOSING_SEEDS, {**fixed, **one}, out / f"try{number + 1}")
+            self.recipe.variants(
+                [(row, self.column)], CHOOSING_SEEDS, {**fixed, **one}, out / f"try{number + 1}"
+            )
             for number, one in enumerate(self.tries_of(row))
         ]
 
     def trial_settings(self, row: str) -> Try:
-        """What all trials of a row have over the suite's settings: what they are tested on, and how long they are."""
-        size = {"rounds": self.rounds} if self.rounds and "rounds" not in self.recipe.rows[row] else {}
+        """What all trials of a row have over the suite's settings: what they are tested on, and how
+        long they are.
+        """
+        size = (
+            {"rounds": self.rounds} if self.rounds and "rounds" not in self.recipe.rows[row] else {}
+        )
         return {**size, "data.test_from": "held_out"}
 
     def with_defaults(self, name: str, method: str) -> Suite:
-        """The suite with one row more, of a method with its documented defaults; nothing is tried or chosen of it."""
-        return replace(self, recipe=replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}}))
+        """The suite with one row more, of a method with its documented defaults; nothing is tried
+        or chosen of it.
+        """
+        return replace(
+            self, recipe=replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}})
+        )
 
     def with_row(self, name: str, method: str, tries: Sequence[Try]) -> Suite:
-        """The suite with one row more, of a newcomer's method; raises ConfigError for a name that is taken."""
+        """The suite with one row more, of a newcomer's method; raises ConfigError for a name that
+        is taken.
+        """
         if name in self.recipe.rows:
-            raise ConfigError(f"{self.name} has a row {name!r} already; choose another name with --name")
+            raise ConfigError(
+                f"{self.name} has a row {name!r} already; choose another name with --name"
+            )
         recipe = replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}})
         own = {**self.tries, name: checked_tries(self.name, name, tries)}
-        return replace(self, recipe=recipe, tries=own, there=self.there and self.there.with_row(name, method, tries))
+        return replace(
+            self,
+            recipe=recipe,
+            tries=own,
+            there=self.there and self.there.with_row(name, method, tries),
+        )
 
 
 def suite_names(tier: str = "", track: str = "") -> list[str]:
-    """The suites there are, ``TIER-TRACK``, of a tier and a track where they are named; raises UnknownName."""
+    """The suites there are, ``TIER-TRACK``, of a tier and a track where they are named; raises
+    UnknownName.
+    """
     for what, said, known in (("tier", tier, TIERS), ("track", track, tuple(TRACKS))):
         if said and said not in known:
             raise UnknownName(what, said, known)
-    every = [f"{one}-{other}" for one in TIERS for other in TRACKS if tier in ("", one) and track in ("", other)]
+    every = [
+        f"{one}-{other}"
+        for one in TIERS
+        for other in TRACKS
+        if tier in ("", one) and track in ("", other)
+    ]
     there = {f.name for f in (resources.files("fedstill.recipes") / RANKING).iterdir()}
     return [name for name in every if f"{name}.toml" in there]
 
@@ -202,7 +254,8 @@ def load_suite(name: str) -> Suite:
 
 
 def own_suite(path: Path) -> Suite:
-    """A suite from a file of yours, ``NAME.toml``; ``load_suite`` knows its name from then on, as entries say it.
+    """A suite from a file of yours, ``NAME.toml``; ``load_suite`` knows its name from then on, as
+    entries say it.
 
     Raises ConfigError for a file that is no suite, or has the name of one that ships.
     """
@@ -220,7 +273,8 @@ def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
     if set(tree) != KEYS:
         raise ConfigError(f"suite {name}: it has {sorted(tree)}, and must have {sorted(KEYS)}")
     recipe = recipe_of(
-        f"{RANKING}/{name}", {k: v for k, v in tree.items() if k in ("paper", "common", "columns", "rows")}
+        f"{RANKING}/{name}",
+        {k: v for k, v in tree.items() if k in ("paper", "common", "columns", "rows")},
     )
     for what, named_so in (("rows", recipe.rows), ("columns", recipe.columns)):
         refuse_one_folder(name, what, named_so)
@@ -229,18 +283,30 @@ def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
     bounds, choosing = tree["bounds"], tree["choosing"]
     if set(choosing) not in CHOOSING:
         raise ConfigError(
-            f"suite {name}: choosing has {sorted(choosing)}, and must have column and rounds, also rate; or of"
+            f"suite {name}: choosing has {sorted(choosing)}, and must have column and rounds, also "
+            "rate; or of"
         )
     there = load_suite(choosing["of"]) if "of" in choosing else None
-    column, rounds = (next(iter(recipe.columns)), 0) if there else (choosing["column"], choosing["rounds"])
+    column, rounds = (
+        (next(iter(recipe.columns)), 0) if there else (choosing["column"], choosing["rounds"])
+    )
     rate_of = there.rate_of if there else choosing.get("rate", "")
     named = [*tries, tree["against"], bounds["floor"], *bounds["ceiling"], *filter(None, [rate_of])]
     if strange := sorted(set(named) - set(recipe.rows)):
-        raise ConfigError(f"suite {name}: it says something of a row {strange[0]!r}, which it does not have")
+        raise ConfigError(
+            f"suite {name}: it says something of a row {strange[0]!r}, which it does not have"
+        )
     if column not in recipe.columns:
-        raise ConfigError(f"suite {name}: fields are chosen on {column!r}, which is none of its columns")
+        raise ConfigError(
+            f"suite {name}: fields are chosen on {column!r}, which is none of its columns"
+        )
     if there and (other := [row for row, own in tries.items() if own != there.tries.get(row)]):
-        raise ConfigError(f"suite {name}: {other[0]} has not the tries of {there.name}, in which its fields are chosen")
+        raise ConfigError(
+            f"suite {name}: {other[0]} has not the tries of {there.name}, in which its fields are "
+            "chosen"
+        )
     chosen = there.chosen if there else chosen_from(name, tree["version"], tries)
     ends = (tree["against"], bounds["floor"], tuple(bounds["ceiling"]))
-    return Suite(tier, track, tree["version"], recipe, tries, *ends, column, rounds, rate_of, chosen, there)
+    return Suite(
+        tier, track, tree["version"], recipe, tries, *ends, column, rounds, rate_of, chosen, there
+    )

@@ -15,7 +15,9 @@ FREE = ("plan.lr", "stream.head")
 
 
 def checked_tries(suite: str, row: str, tries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tries of a row with dotted keys; raises ConfigError for a key that is not free, and for too many or none."""
+    """The tries of a row with dotted keys; raises ConfigError for a key that is not free, and for
+    too many or none.
+    """
     if not 1 <= len(tries) <= MOST_TRIES:
         raise ConfigError(f"{row} has {len(tries)} tries; every method has 1 to {MOST_TRIES}")
     return [_dotted(suite, row, one) for one in tries]
@@ -24,9 +26,12 @@ def checked_tries(suite: str, row: str, tries: Sequence[Mapping[str, Any]]) -> l
 def _dotted(suite: str, row: str, one: Mapping[str, Any]) -> dict[str, Any]:
     """A try with dotted keys: a bare one is a field of the method."""
     keys = {key: key if "." in key else f"method.{key}" for key in one}
-    strange = [key for key, whole in keys.items() if not whole.startswith("method.") and whole not in FREE]
+    strange = [
+        key for key, whole in keys.items() if not whole.startswith("method.") and whole not in FREE
+    ]
     if strange or "method.name" in keys.values():
         raise ConfigError(
-            f"{suite}, {row}: a try sets fields of the method, {' and '.join(FREE)}, not {(strange or ['name'])[0]!r}"
+            f"{suite}, {row}: a try sets fields of the method, {' and '.join(FREE)}, not "
+            f"{(strange or ['name'])[0]!r}"
         )
     return {keys[key]: value for key, value in one.items()}

@@ -1,4 +1,6 @@
-"""Where a method helps: its gain over the suite's floor in points, cell by cell, with the fields it ships with."""
+"""Where a method helps: its gain over the suite's floor in points, cell by cell, with the fields it
+ships with.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ MOST_CELLS = 200
 
 @dataclass(frozen=True)
 class MapCell:
-    """One setting: its values by key, the method's and the floor's scores by seed, and where the floor's runs stand."""
+    """One setting: its values by key, the method's and the floor's scores by seed, and where the
+    floor's runs stand.
+    """
 
     values: Mapping[str, Any]
     ours: Mapping[int, Score]
@@ -53,7 +57,9 @@ class MapCell:
     @property
     def setting(self) -> Setting:
         """The mean over seeds of where it stands."""
-        return Setting(*map(statistics.fmean, zip(*map(astuple, self.settings.values()), strict=True)))
+        return Setting(
+            *map(statistics.fmean, zip(*map(astuple, self.settings.values()), strict=True))
+        )
 
     @property
     def gains(self) -> list[float]:
@@ -77,7 +83,9 @@ class MapCell:
 
     @property
     def sign(self) -> int:
-        """1 where the method is above the floor on every seed, -1 where it is below on every seed, 0 else."""
+        """1 where the method is above the floor on every seed, -1 where it is below on every seed,
+        0 else.
+        """
         return int(min(self.gains) > 0) - int(max(self.gains) < 0)
 
 
@@ -107,9 +115,11 @@ class Grid:
 
 
 def row_to_map(suite: Suite, name: str) -> tuple[Suite, str]:
-    """The suite and one of its rows; a method that has none gets one, with its documented defaults, nothing chosen.
+    """The suite and one of its rows; a method that has none gets one, with its documented defaults,
+    nothing chosen.
 
-    ``name``: a row's, a registered method's, or a method's file. Raises UnknownName for what is none of these.
+    ``name``: a row's, a registered method's, or a method's file. Raises UnknownName for what is
+    none of these.
     """
     own_file = name.partition(":")[0].endswith(".py")
     try:
@@ -128,8 +138,8 @@ def row_to_map(suite: Suite, name: str) -> tuple[Suite, str]:
 def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path, do: Do) -> Grid:
     """The map of a row, when its runs are done; the same call goes on where it was stopped.
 
-    Fields are those chosen in the suite, or the documented ones where nothing is tried; the floor's learning rate.
-    Raises ConfigError for too many cells, or values that cannot be run.
+    Fields are those chosen in the suite, or the documented ones where nothing is tried; the floor's
+    learning rate. Raises ConfigError for too many cells, or values that cannot be run.
     """
     each = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     if len(each) > MOST_CELLS:
@@ -145,10 +155,17 @@ def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path
     done = ended([run for own in runs.values() for run in own], do)
     scores = {who: _by_cell([one for one in done if one.run in own]) for who, own in runs.items()}
     ours, theirs = scores[row], scores[suite.floor]
-    return Grid(row, axes, [MapCell(cell, ours[n], theirs[n], standing[n]) for n, cell in named.items()], suite.floor)
+    return Grid(
+        row,
+        axes,
+        [MapCell(cell, ours[n], theirs[n], standing[n]) for n, cell in named.items()],
+        suite.floor,
+    )
 
 
-def _runs(suite: Suite, recipe: Recipe, row: str, columns: Sequence[str], out: Path) -> list[Variant]:
+def _runs(
+    suite: Suite, recipe: Recipe, row: str, columns: Sequence[str], out: Path
+) -> list[Variant]:
     chosen = {k: v for k, v in suite.settings_chosen(row).items() if k != "plan.lr"}
     rate = {k: v for k, v in suite.settings_chosen(suite.floor).items() if k == "plan.lr"}
     return recipe.variants([(row, column) for column in columns], SEEDS, {**chosen, **rate}, out)

@@ -21,10 +21,11 @@ from fedstill.registry import LIVE
 
 
 def settings_of(folder: Path, **live: Any) -> Settings:
-    """The settings of an existing run; raises NoRun where there is none, CorruptFile for one that is damaged.
+    """The settings of an existing run; raises NoRun where there is none, CorruptFile for one that
+    is damaged.
 
-    ``live``: what was handed over from Python when the run began, by table (``method``, ``model``, ``partition``).
-    Raises ConfigError for another table, and for one that the run finds itself.
+    ``live``: what was handed over from Python when the run began, by table (``method``, ``model``,
+    ``partition``). Raises ConfigError for another table, and for one that the run finds itself.
     """
     path = folder / "config.toml"
     try:
@@ -46,7 +47,8 @@ def settings_of(folder: Path, **live: Any) -> Settings:
 def refuse_changed(folder: Path) -> None:
     """Raise CorruptFile for a config.toml that is not the one with which the run began.
 
-    That one's SHA-256 is in the journal's first event; of runs of earlier versions, in the newest checkpoint.
+    That one's SHA-256 is in the journal's first event; of runs of earlier versions, in the newest
+    checkpoint.
     """
     path = folder / "config.toml"
     try:
@@ -57,8 +59,10 @@ def refuse_changed(folder: Path) -> None:
     if not same:
         new = in_shell(path.resolve())
         raise CorruptFile(
-            f"{path} has changed since the run began, and a run goes on with its own settings alone: put it back; with "
-            f"others, more rounds for example, a new run may start from this one's model: fedstill run {new} --out NEW "
+            f"{path} has changed since the run began, and a run goes on with its own settings "
+            "alone: put it back; with "
+            "others, more rounds for example, a new run may start from this one's model: fedstill "
+            f"run {new} --out NEW "
             f"-s start_from={in_shell(folder.resolve())}"
         )
 
@@ -74,20 +78,29 @@ def _config_of(folder: Path) -> str:
 
 
 def refuse_lost(folder: Path) -> None:
-    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it would begin anew."""
+    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it
+    would begin anew.
+    """
     journal = folder / "journal.jsonl"
-    if (folder / "summary.json").is_file() or any((folder / "checkpoints").glob("*.json")) or not journal.is_file():
+    if (
+        (folder / "summary.json").is_file()
+        or any((folder / "checkpoints").glob("*.json"))
+        or not journal.is_file()
+    ):
         return
     if done := max((e.get("round") or 0 for e in read_journal(journal)), default=0):
         text = (
-            f"{folder} has come to round {done}, and has no checkpoint to go on from (a pack keeps none): put its "
+            f"{folder} has come to round {done}, and has no checkpoint to go on from (a pack keeps "
+            "none): put its "
             "folder checkpoints back, or begin it anew with"
         )
         raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The directories of the runs in the folder of a comparison, which has one folder for each of its groups."""
+    """The directories of the runs in the folder of a comparison, which has one folder for each of
+    its groups.
+    """
     return sorted(path.parent for path in folder.glob("*/seed*/config.toml"))
 
 
@@ -95,10 +108,13 @@ def _instead(folder: Path) -> str:
     """What a directory is that holds no run, and what to do."""
     if runs := runs_below(folder):
         return (
-            f"it is the folder of a comparison of {len(runs)} runs; the same `fedstill compare` with --out "
+            f"it is the folder of a comparison of {len(runs)} runs; the same `fedstill compare` "
+            "with --out "
             f"{in_shell(folder)} goes on with all, or name one run, e.g. {in_shell(runs[0])}"
         )
     if folder.is_file():
-        begin = f"; `fedstill run {in_shell(folder)}` begins one" if folder.suffix == ".toml" else ""
+        begin = (
+            f"; `fedstill run {in_shell(folder)}` begins one" if folder.suffix == ".toml" else ""
+        )
         return f"it is a file; name a run's directory{begin}"
     return "there is no config.toml in it" if folder.is_dir() else "there is no such directory"

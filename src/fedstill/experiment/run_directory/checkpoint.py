@@ -1,8 +1,9 @@
 """Checkpoints: all that a run needs to go on after a stage, written whole or not at all.
 
-``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that what has not changed
-is not written again. A checkpoint is a manifest that names objects and memory files; ``LATEST`` names the newest one.
-All of them are durable before the manifest and ``LATEST`` have their names; old files go last.
+``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that
+what has not changed is not written again. A checkpoint is a manifest that names objects and memory
+files; ``LATEST`` names the newest one. All of them are durable before the manifest and ``LATEST``
+have their names; old files go last.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run, all made under one configuration (``config``: its SHA-256).
 
-    ``memory``: the folder of the memory files that they name; they are read and compared too, if it is given.
+    ``memory``: the folder of the memory files that they name; they are read and compared too, if it
+    is given.
     ``every``: those after every so many rounds are kept, beside the last ones; 0: none.
     """
 
@@ -49,7 +51,8 @@ class Checkpoints:
     config: str
     memory: Path | None = None
     every: int = 0
-    _sound: set[str] = field(default_factory=set, compare=False, repr=False)  # objects written or read whole here
+    # objects written or read whole here
+    _sound: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def objects(self) -> Path:
@@ -91,7 +94,9 @@ class Checkpoints:
         return None
 
     def before(self, round: int) -> Restored | None:
-        """The last whole checkpoint before a round's first stage or earlier; None if there is none."""
+        """The last whole checkpoint before a round's first stage or earlier; None if there is
+        none.
+        """
         for name in self._names():
             if name <= _name(round, 0):
                 with suppress(CorruptFile):
@@ -99,7 +104,9 @@ class Checkpoints:
         return None
 
     def _names(self) -> list[str]:
-        """Names from the newest that ``LATEST`` points to; one written later was never completed."""
+        """Names from the newest that ``LATEST`` points to; one written later was never
+        completed.
+        """
         names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
         try:
             newest = (self.folder / "LATEST").read_text(encoding="utf-8").strip()
@@ -108,9 +115,14 @@ class Checkpoints:
         return [n for n in names if n <= newest] or names
 
     def _files(
-        self, state: State, memory: dict[int, tuple[str, str]], journal: Mark, groups: dict[str, str]
+        self,
+        state: State,
+        memory: dict[int, tuple[str, str]],
+        journal: Mark,
+        groups: dict[str, str],
     ) -> Iterator[tuple[Path, bytes]]:
-        """What a checkpoint writes: objects that are not there yet, the manifest that names them, ``LATEST``.
+        """What a checkpoint writes: objects that are not there yet, the manifest that names them,
+        ``LATEST``.
 
         ``groups`` takes up the name of each group's object.
         """
@@ -133,7 +145,10 @@ class Checkpoints:
         }
         body = json.dumps(manifest).encode()
         name = _name(state.round, state.stage)
-        yield self.folder / name, json.dumps({"sha256": digest(body), "manifest": manifest}).encode()
+        yield (
+            self.folder / name,
+            json.dumps({"sha256": digest(body), "manifest": manifest}).encode(),
+        )
         yield self.folder / "LATEST", name.encode()
 
     def _at(self, name: str) -> Path:
@@ -146,10 +161,15 @@ class Checkpoints:
             if manifest["config"] != self.config:
                 raise CorruptFile(f"{path} belongs to another configuration")
             if name != _name(manifest["round"], manifest["stage"]):
-                raise CorruptFile(f"{path} is of round {manifest['round']}, stage {manifest['stage']}: it was moved")
+                raise CorruptFile(
+                    f"{path} is of round {manifest['round']}, stage {manifest['stage']}: it was "
+                    "moved"
+                )
             return self._restored(manifest)
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFile(f"{path} is not laid out as this version's: {type(error).__name__} {error}") from error
+            raise CorruptFile(
+                f"{path} is not laid out as this version's: {type(error).__name__} {error}"
+            ) from error
 
     def _restored(self, manifest: dict[str, Any]) -> Restored:
         groups: dict[str, Any] = {}
@@ -159,7 +179,9 @@ class Checkpoints:
         if model:
             fields = as_pairs(model["fields"])
             shape, widths = tuple(model["input_shape"]), tuple(model.get("widths", ()))
-            model = ModelSpec(model["name"], shape, model["classes"], fields, widths, model.get("vocabulary", 0))
+            model = ModelSpec(
+                model["name"], shape, model["classes"], fields, widths, model.get("vocabulary", 0)
+            )
         extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})
         state = State(groups["params"], extra, manifest["round"], manifest["stage"], model)
         memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
@@ -190,7 +212,9 @@ class Checkpoints:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
     def prune(self, state: State) -> list[str]:
-        """Delete what the last three checkpoints up to a state's don't need; the memory files that they do need."""
+        """Delete what the last three checkpoints up to a state's don't need; the memory files that
+        they do need.
+        """
         newest = _name(state.round, state.stage)
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()

@@ -1,4 +1,6 @@
-"""The directory of a run: a new one for each, and one process at a time in it; so for the folder of a comparison."""
+"""The directory of a run: a new one for each, and one process at a time in it; so for the folder of
+a comparison.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,24 @@ from fedstill.experiment.run_directory.overwriting import clear, holds_run, refu
 from fedstill.files import in_shell, is_leftover, short_name
 
 LOCK, HOLDER = "lock", "holder.json"
-"""The file that is locked, and the one that says by whom. The second is there while somebody writes in the folder."""
+"""The file that is locked, and the one that says by whom. The second is there while somebody writes
+in the folder.
+"""
 
 OTHER = ("choose another directory with out=", "choose another --out")
 """What to do about a directory that cannot be used: in Python, and for who typed a command."""
 
 
 def new_directory(settings: Settings, out: Path | None, overwrite: bool = False) -> Path:
-    """A directory for a new run; raises RunExists if it holds anything already, other than a run to ``overwrite``.
+    """A directory for a new run; raises RunExists if it holds anything already, other than a run to
+    ``overwrite``.
 
     Raises ConfigError if it cannot be made, or for ``overwrite`` without ``out``.
     """
     if overwrite and out is None:
-        raise ConfigError("overwrite=True needs out=, the run's directory", "--overwrite needs --out")
+        raise ConfigError(
+            "overwrite=True needs out=, the run's directory", "--overwrite needs --out"
+        )
     name = settings.named.method.name.rpartition("/")[2].replace(":", "-")
     data = short_name(settings.data.name).replace("/", "-").replace(":", "-")
     base = Path("runs") / f"{name}-{data}-seed{settings.seed}"
@@ -45,7 +52,9 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
             refuse_used(out)
             return out
         base.parent.mkdir(parents=True, exist_ok=True)
-        return next(p for i in range(1, 100_000) if _is_made(p := base.with_name(f"{base.name}-{i}")))
+        return next(
+            p for i in range(1, 100_000) if _is_made(p := base.with_name(f"{base.name}-{i}"))
+        )
     except FileExistsError as error:
         raise RunExists(*(f"{out} is a file; {todo}" for todo in OTHER)) from error
     except OSError as error:
@@ -54,14 +63,20 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
 
 
 def refuse_used(folder: Path) -> None:
-    """Raise RunExists if a directory holds anything; what a killed process left of its first write does not count."""
+    """Raise RunExists if a directory holds anything; what a killed process left of its first write
+    does not count.
+    """
     if any(p.name not in (LOCK, HOLDER) and not is_leftover(p) for p in folder.iterdir()):
         if not holds_run(folder):
-            raise RunExists(*(f"{folder} is not empty, and what it holds is no run; {todo}" for todo in OTHER))
+            raise RunExists(
+                *(f"{folder} is not empty, and what it holds is no run; {todo}" for todo in OTHER)
+            )
         raise RunExists(
-            f"{folder} is not empty; {OTHER[0]}, go on with fedstill.resume({str(folder)!r}), or begin it anew with "
+            f"{folder} is not empty; {OTHER[0]}, go on with fedstill.resume({str(folder)!r}), or "
+            "begin it anew with "
             "overwrite=True",
-            f"{folder} is not empty; {OTHER[1]}, go on with `fedstill resume {in_shell(folder)}`, or begin it anew "
+            f"{folder} is not empty; {OTHER[1]}, go on with `fedstill resume {in_shell(folder)}`, "
+            "or begin it anew "
             "with --overwrite",
         )
 
@@ -77,9 +92,11 @@ def _is_made(folder: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's directory against other processes; the lock ends with this process, however it ends.
+    """Lock a run's directory against other processes; the lock ends with this process, however it
+    ends.
 
-    Raises NoRun without the directory, RunBusy if another process holds it, ConfigError if it cannot be written.
+    Raises NoRun without the directory, RunBusy if another process holds it, ConfigError if it
+    cannot be written.
     """
     if not folder.is_dir():
         raise NoRun(f"there is no directory {folder}")
@@ -91,7 +108,9 @@ def locked(folder: Path) -> Iterator[None]:
             f"{folder} is being written by another process{_holder(folder)}; wait for it, or end it"
         ) from error
     except OSError as error:
-        raise ConfigError(f"cannot write in {folder}: {error.strerror}; make it writable") from error
+        raise ConfigError(
+            f"cannot write in {folder}: {error.strerror}; make it writable"
+        ) from error
     try:
         with contextlib.suppress(OSError):  # it only helps who is refused
             (folder / HOLDER).write_text(json.dumps(_ourselves()), encoding="utf-8")
@@ -106,8 +125,8 @@ def locked(folder: Path) -> Iterator[None]:
 def claimed(folder: Path) -> Iterator[None]:
     """Make the folder of several runs, if it is not there, and lock it against other comparisons.
 
-    Raises RunExists for a file of that name, ConfigError if the folder cannot be made or written, RunBusy if another
-    process holds it.
+    Raises RunExists for a file of that name, ConfigError if the folder cannot be made or written,
+    RunBusy if another process holds it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,13 +140,19 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _ourselves() -> dict[str, str | int]:
-    return {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
 
 
 def _holder(folder: Path) -> str:
     """Which process writes in a folder, if it says so."""
     try:
         said = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
-        return f", {int(said['process'])} on {str(said['host'])[:100]} since {str(said['since'])[:30]}"
+        return (
+            f", {int(said['process'])} on {str(said['host'])[:100]} since {str(said['since'])[:30]}"
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""

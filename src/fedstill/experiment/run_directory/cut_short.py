@@ -11,9 +11,11 @@ from fedstill.experiment.run_directory.journal import Event
 
 
 def refuse_cut(folder: Path, events: Sequence[Event]) -> None:
-    """Raise CorruptFile for the journal of a finished run that lacks its end; nothing of one that is not finished.
+    """Raise CorruptFile for the journal of a finished run that lacks its end; nothing of one that
+    is not finished.
 
-    events: what it has; an unfinished run may end in half a line, and a finished one in its last round or task.
+    events: what it has; an unfinished run may end in half a line, and a finished one in its last
+    round or task.
     """
     path, journal = folder / "summary.json", folder / "journal.jsonl"
     if not path.is_file():
@@ -21,10 +23,15 @@ def refuse_cut(folder: Path, events: Sequence[Event]) -> None:
     try:
         summary = dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CorruptFile(f"{path} is damaged: {error}; delete it, then `fedstill resume` the run") from error
+        raise CorruptFile(
+            f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
+        ) from error
     rounds = [event for event in events if event["event"] == "round"]
     accuracy = rounds[-1].get("accuracy") if rounds else None
-    last, end = events[-1]["event"] if events else "nothing", "task" if "final_accuracy" in summary else "round"
+    last, end = (
+        events[-1]["event"] if events else "nothing",
+        "task" if "final_accuracy" in summary else "round",
+    )
     why = ""
     if len(rounds) != summary.get("rounds", len(rounds)):
         why = f"it has {len(rounds)} rounds, and summary.json {summary['rounds']}"

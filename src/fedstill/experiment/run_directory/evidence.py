@@ -1,4 +1,6 @@
-"""Finished runs as evidence: a folder of them in one compressed file, which is read like the folder."""
+"""Finished runs as evidence: a folder of them in one compressed file, which is read like the
+folder.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from fedstill.files import digest, in_shell, make_folder, write_whole
 log = logging.getLogger("fedstill.pack")
 
 EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT, "entry.toml"})
-"""The files that are packed: what was asked for, what happened, the numbers at the end, who had which data, and what
-an entry of the ranking says of its runs.
+"""The files that are packed: what was asked for, what happened, the numbers at the end, who had
+which data, and what an entry of the ranking says of its runs.
 
-Models and pages are not."""
+Models and pages are not.
+"""
 
 SUFFIX = ".runs.tar.xz"
 
@@ -32,10 +35,11 @@ MOST = 2 << 30
 
 
 def pack(folder: Path) -> Path:
-    """Write the evidence of all runs below a folder to FOLDER.runs.tar.xz; the same runs give the same bytes.
+    """Write the evidence of all runs below a folder to FOLDER.runs.tar.xz; the same runs give the
+    same bytes.
 
-    Warns of runs that are not finished: nobody can go on with them from the file. Raises ConfigError if there is no
-    run, RunExists if the file exists with other runs.
+    Warns of runs that are not finished: nobody can go on with them from the file. Raises
+    ConfigError if there is no run, RunExists if the file exists with other runs.
     """
     files = sorted(_evidence(folder)) if folder.is_dir() else []
     if not files:
@@ -52,7 +56,8 @@ def pack(folder: Path) -> Path:
     data = lzma.compress(out.getvalue(), preset=9 | lzma.PRESET_EXTREME)
     if packed.exists() and _names(packed) - {p.relative_to(folder).as_posix() for p in files}:
         raise RunExists(
-            f"{packed} holds runs that {folder} does not; unpack it first: fedstill unpack {in_shell(packed)}"
+            f"{packed} holds runs that {folder} does not; unpack it first: fedstill unpack "
+            f"{in_shell(packed)}"
         )
     write_whole(packed, data)
     _warn_of_unfinished(files)
@@ -62,7 +67,9 @@ def pack(folder: Path) -> Path:
 def _warn_of_unfinished(files: Sequence[Path]) -> None:
     """Name, at most five, the runs that nobody can go on with from what is packed."""
     finished = {path.parent for path in files if path.name == "summary.json"}
-    if begun := [str(p.parent) for p in files if p.name == "config.toml" and p.parent not in finished]:
+    if begun := [
+        str(p.parent) for p in files if p.name == "config.toml" and p.parent not in finished
+    ]:
         more = f" and {len(begun) - 5} more" if len(begun) > 5 else ""
         text = "not finished: %s%s; the pack has no checkpoints: keep the directory to go on"
         log.warning(text, ", ".join(begun[:5]), more)
@@ -90,8 +97,9 @@ def folder_of(path: Path) -> Path:
 def readable(path: Path) -> Path:
     """A folder to read runs from: the path itself, or, for a pack, its files in the cache.
 
-    A path that does not exist stands for the pack of that name, or for a folder in the pack of a folder above it; a
-    folder without runs, such as one that holds a report alone, for the pack of its name.
+    A path that does not exist stands for the pack of that name, or for a folder in the pack of a
+    folder above it; a folder without runs, such as one that holds a report alone, for the pack of
+    its name.
     """
     if path.name.endswith(SUFFIX) and path.is_file():
         return _cached(path)
@@ -126,7 +134,8 @@ def _holds_runs(folder: Path) -> bool:
 def unpack(packed: Path) -> Path:
     """Write a pack's files to the folder that was packed, beside what it holds.
 
-    Raises ConfigError if there is no such pack, RunExists if the folder holds runs, CorruptFile for a damaged pack.
+    Raises ConfigError if there is no such pack, RunExists if the folder holds runs, CorruptFile for
+    a damaged pack.
     """
     if not packed.name.endswith(SUFFIX) or not packed.is_file():
         raise ConfigError(f"there is no pack {packed}; name a file NAME{SUFFIX}")
@@ -148,7 +157,9 @@ def unpack(packed: Path) -> Path:
 
 
 def restored(folder: Path) -> bool:
-    """Unpack a folder's pack if its runs are in that alone, so that they can go on; whether that was done."""
+    """Unpack a folder's pack if its runs are in that alone, so that they can go on; whether that
+    was done.
+    """
     if not _is_packed(folder):
         return False
     unpack(pack_of(folder))
@@ -179,7 +190,9 @@ def _unpacked(packed: Path, folder: Path) -> Path:
 
 def _check(packed: Path, members: list[tarfile.TarInfo]) -> None:
     """Raises CorruptFile unless all members are files of evidence, and not too large."""
-    strange = [m.name for m in members if not m.isfile() or not _stays_inside(PurePosixPath(m.name))]
+    strange = [
+        m.name for m in members if not m.isfile() or not _stays_inside(PurePosixPath(m.name))
+    ]
     if strange:
         raise CorruptFile(f"{packed} is no pack of runs: it holds {strange[0][:80]!r}")
     if sum(m.size for m in members) > MOST:

@@ -1,4 +1,6 @@
-"""Events of a journal as a table of pandas: one row an event, one column a number, nested names joined by dots."""
+"""Events of a journal as a table of pandas: one row an event, one column a number, nested names
+joined by dots.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,32 @@ BY_CLASS = frozenset(
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Rows as a data frame; what a row lacks is missing there. Raises ConfigError if pandas is not installed."""
+    """Rows as a data frame; what a row lacks is missing there. Raises ConfigError if pandas is not
+    installed.
+    """
     try:
         import pandas
     except ImportError as error:
-        raise ConfigError(f"a data frame needs pandas: pip install 'fedstill[pandas]' ({error})") from error
+        raise ConfigError(
+            f"a data frame needs pandas: pip install 'fedstill[pandas]' ({error})"
+        ) from error
     columns = list(dict.fromkeys(k for row in rows for k in row))
     return pandas.DataFrame([dict(row) for row in rows], columns=columns)
 
 
 def frame_of_events(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:
-    """Events of one kind, in their order. classes: their names, for what is measured of each class."""
-    return data_frame([dict(_flat("", {k: v for k, v in e.items() if k != "event"}, classes)) for e in events])
+    """Events of one kind, in their order. classes: their names, for what is measured of each
+    class.
+    """
+    return data_frame(
+        [dict(_flat("", {k: v for k, v in e.items() if k != "event"}, classes)) for e in events]
+    )
 
 
 def frame_of_clients(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:
-    """Events of clients: ``refused`` is empty for a reply that was accepted, ``idle`` says who had nothing to do."""
+    """Events of clients: ``refused`` is empty for a reply that was accepted, ``idle`` says who had
+    nothing to do.
+    """
     whole = [{**e, "refused": e.get("refused", ""), "idle": e.get("idle", False)} for e in events]
     return frame_of_events(whole, classes)
 
@@ -77,9 +89,13 @@ def _flat(name: str, value: Any, classes: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _keys(name: str, values: Sequence[Any], classes: Sequence[str]) -> Sequence[Any]:
-    """What the entries of a list are called: by their client, by their class, or else by their number."""
+    """What the entries of a list are called: by their client, by their class, or else by their
+    number.
+    """
     if values and all(isinstance(v, Mapping) and "client" in v for v in values):
         return [v["client"] for v in values]
     nested = any(isinstance(v, (Mapping, list, tuple)) for v in values)
-    by_class = not nested and len(values) == len(classes) and not BY_CLASS.isdisjoint(name.split("."))
+    by_class = (
+        not nested and len(values) == len(classes) and not BY_CLASS.isdisjoint(name.split("."))
+    )
     return classes if by_class else range(len(values))

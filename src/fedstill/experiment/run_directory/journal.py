@@ -1,4 +1,6 @@
-"""The journal of a run: one JSON object a line, in the order of events; times are only in fields named ``seconds…``."""
+"""The journal of a run: one JSON object a line, in the order of events; times are only in fields
+named ``seconds…``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ DIGITS = 19
 """The most characters of a whole number that a reader can compute with."""
 
 LONG = re.compile(rb"[-:,\[ \t\r]\d{%d}" % DIGITS)
-"""Found in a line that may have a longer one, behind what may stand before a number: all others are read at once."""
+"""Found in a line that may have a longer one, behind what may stand before a number: all others are
+read at once.
+"""
 
 Mark = tuple[int, str]
 """A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
@@ -56,7 +60,9 @@ class Journal:
         self.append({"event": event, **values})
 
     def append(self, event: Event) -> None:
-        """Append one event, with its name under ``event``; a number that is not finite is written as null."""
+        """Append one event, with its name under ``event``; a number that is not finite is written
+        as null.
+        """
         written = json_value(event)
         line = json.dumps(written, separators=(",", ":"), allow_nan=False)
         data = memoryview(line.encode() + b"\n")
@@ -84,14 +90,20 @@ class Journal:
     def cut(self, mark: Mark) -> None:
         """Drop what was written after a mark: events that the checkpoint does not know.
 
-        Raises CorruptFile, and drops nothing, if the journal is shorter than that, or is not the one that was written.
+        Raises CorruptFile, and drops nothing, if the journal is shorter than that, or is not the
+        one that was written.
         """
         length, sha = mark
         data = self.path.read_bytes()[:length]
         if len(data) < length:
-            raise CorruptFile(f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the file")
+            raise CorruptFile(
+                f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the "
+                "file"
+            )
         if digest(data) != sha:
-            raise CorruptFile(f"{self.path} is not what was written: its first {length} bytes changed; restore it")
+            raise CorruptFile(
+                f"{self.path} is not what was written: its first {length} bytes changed; restore it"
+            )
         self._file.truncate(length)
         self._file.seek(0, os.SEEK_END)
         self._sum = hashlib.sha256(data)
@@ -104,20 +116,26 @@ class Journal:
 def read_journal(path: Path, most: int | None = None) -> list[Event]:
     """The events in a journal, whole lines only (a run that was killed may have left half a line).
 
-    ``most``: how many, from the start; all if it is left out.
-    What a client reported and no version would write now is left out, and a warning names the line: versions before
-    reports were checked wrote it. The file stays as it is. Raises CorruptFile naming the line that is not an event.
+    ``most``: how many, from the start; all if it is left out. What a client reported and no version
+    would write now is left out, and a warning names the line: versions before reports were checked
+    wrote it. The file stays as it is. Raises CorruptFile naming the line that is not an event.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptFile(f"there is no journal at {path}: {error.strerror}; is this a run's directory?") from error
+        raise CorruptFile(
+            f"there is no journal at {path}: {error.strerror}; is this a run's directory?"
+        ) from error
     except OSError as error:
         raise CorruptFile(f"cannot read {path}: {error.strerror}") from error
     events: list[Event] = []
     for number, line in enumerate(lines[:-1][:most], 1):
         try:
-            event = json.loads(line) if LONG.search(line) is None else json.loads(line, parse_int=_whole_number)
+            event = (
+                json.loads(line)
+                if LONG.search(line) is None
+                else json.loads(line, parse_int=_whole_number)
+            )
         except (ValueError, RecursionError) as error:
             raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
@@ -145,11 +163,23 @@ def _warn(path: Path, line: int, client: str, left_out: tuple[str, ...]) -> None
     """Say, once, what of a client's event is not used."""
     if left_out:
         names = cut_reason(", ".join(map(repr, left_out)))
-        log.warning("%s, line %d: what client %s reported as %s is malformed, and not used", path, line, client, names)
+        log.warning(
+            "%s, line %d: what client %s reported as %s is malformed, and not used",
+            path,
+            line,
+            client,
+            names,
+        )
 
 
 def without_times(value: Any) -> Any:
-    """An event without its times and its config's seal: what has the same bits after a resume, and by every engine."""
+    """An event without its times and its config's seal: what has the same bits after a resume, and
+    by every engine.
+    """
     if isinstance(value, Mapping):
-        return {k: without_times(v) for k, v in value.items() if not str(k).startswith("seconds") and k != CONFIG_SEAL}
+        return {
+            k: without_times(v)
+            for k, v in value.items()
+            if not str(k).startswith("seconds") and k != CONFIG_SEAL
+        }
     return [without_times(v) for v in value] if isinstance(value, list) else value

@@ -1,4 +1,6 @@
-"""Which clients were left out of a run, how often, and why the first: what must not stand in the journal alone."""
+"""Which clients were left out of a run, how often, and why the first: what must not stand in the
+journal alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from fedstill.records import SERVER
 class Refusals:
     """The replies of a run that were refused.
 
-    ``refused``, ``accepted``: the events of clients whose reply was, in order. ``clients``: how many the run has.
+    ``refused``, ``accepted``: the events of clients whose reply was, in order. ``clients``: how
+    many the run has.
     ``rounds``: how many rounds are done.
     """
 
@@ -26,7 +29,9 @@ class Refusals:
     def of(events: Sequence[Mapping[str, Any]], clients: int, rounds: int) -> Refusals:
         """From a journal's events of clients."""
         refused = [e for e in events if "refused" in e]
-        return Refusals(refused, [e for e in events if "refused" not in e and "idle" not in e], clients, rounds)
+        return Refusals(
+            refused, [e for e in events if "refused" not in e and "idle" not in e], clients, rounds
+        )
 
     @property
     def who(self) -> list[int]:
@@ -42,7 +47,7 @@ class Refusals:
         '1 of 6 clients refused in every round, first: client 1 in round 1: failed: OSError: gone'
         >>> Refusals.of([no, {"client": 1, "round": 2}], 6, 2).said
         '1 of 2 replies refused, of 1 of 6 clients, in 1 of 2 rounds, first: client 1 in round 1: failed: OSError: gone'
-        """
+        """  # noqa: E501
         if not self.refused:
             return ""
         first, rounds = self.refused[0], {e["round"] for e in self.refused if e["round"] > 0}
@@ -55,7 +60,9 @@ class Refusals:
             how = f"{replies} refused, of {who}, in {len(rounds)} of {self.rounds} rounds"
         name = "the server" if first["client"] == SERVER else f"client {first['client']}"
         when = (
-            f"round {first['round']}" if first["round"] else f"the stage {first.get('name', 'census')!r} before round 1"
+            f"round {first['round']}"
+            if first["round"]
+            else f"the stage {first.get('name', 'census')!r} before round 1"
         )
         return f"{how}, first: {name} in {when}: {first['refused']}"
 
@@ -66,5 +73,9 @@ class Refusals:
         return {"refused": len(self.refused), **(more if self.refused else {})}
 
     def _always(self, rounds: set[int]) -> bool:
-        """Whether none of these clients ever gave a reply that was taken, in a run that has gone on."""
-        return bool(rounds) and not {e["client"] for e in self.accepted if e["round"] > 0} & set(self.who)
+        """Whether none of these clients ever gave a reply that was taken, in a run that has gone
+        on.
+        """
+        return bool(rounds) and not {e["client"] for e in self.accepted if e["round"] > 0} & set(
+            self.who
+        )

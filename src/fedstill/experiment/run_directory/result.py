@@ -38,10 +38,12 @@ QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one mapping a round.
+    """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one
+    mapping a round.
 
-    ``model``: the global model's parameters by name; ``fedstill.load_model`` makes a module of them. ``measures``: what
-    the run's measures gave, one mapping a measure and stage, in order. ``classes``: their names.
+    ``model``: the global model's parameters by name; ``fedstill.load_model`` makes a module of
+    them. ``measures``: what the run's measures gave, one mapping a measure and stage, in
+    order. ``classes``: their names.
     """
 
     accuracy: float
@@ -55,7 +57,9 @@ class Result:
 
     @staticmethod
     def of(folder: Path | str) -> Result:
-        """The result of a finished run's directory; raises CorruptFile for a file that is damaged or gone."""
+        """The result of a finished run's directory; raises CorruptFile for a file that is damaged
+        or gone.
+        """
         folder = named_path(folder)
         path = folder / "summary.json"
         events = journals.read_journal(folder / "journal.jsonl")
@@ -68,21 +72,28 @@ class Result:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             todo = f"delete summary.json, then `fedstill resume {in_shell(folder)}`"
             if not (folder / "checkpoints").is_dir():
-                todo = "put it back: there are no checkpoints to make it from (a pack keeps neither)"
+                todo = (
+                    "put it back: there are no checkpoints to make it from (a pack keeps neither)"
+                )
             raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
-        history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))
+        history, measures = (
+            [e for e in events if e["event"] == kind] for kind in ("round", "measure")
+        )
         classes = tuple(str(c) for e in events[:1] for c in e.get("classes", []))
         return Result(accuracy, forgetting, history, model, folder, summary, measures, classes)
 
     def rounds(self) -> pandas.DataFrame:
-        """One row a round: what ``history`` has, with a column for each number; raises ConfigError without pandas.
+        """One row a round: what ``history`` has, with a column for each number; raises ConfigError
+        without pandas.
 
-        Names inside names are joined by a dot, and a list over the classes has a column for each: ``class_accuracy.3``.
+        Names inside names are joined by a dot, and a list over the classes has a column for each:
+        ``class_accuracy.3``.
         """
         return frame_of_events(self.history, self.classes)
 
     def clients(self) -> pandas.DataFrame:
-        """One row for each client and stage, from the journal: examples, bytes, losses, seconds, who was refused.
+        """One row for each client and stage, from the journal: examples, bytes, losses, seconds,
+        who was refused.
 
         Raises ConfigError without pandas, CorruptFile if the run's directory is gone.
         """
@@ -90,7 +101,8 @@ class Result:
         return frame_of_clients([e for e in events if e["event"] == "client"], self.classes)
 
     def label_counts(self) -> NDArray[np.int64]:
-        """How many training examples of each class each client has: (clients, C); (0, C) of real sites, which keep it.
+        """How many training examples of each class each client has: (clients, C); (0, C) of real
+        sites, which keep it.
 
         Raises CorruptFile if the run's directory is gone or its split is damaged.
         """
@@ -105,13 +117,20 @@ class Result:
     @property
     def _title(self) -> str:
         s = self.summary
-        return f"{s.get('method', 'a run')} on {s.get('dataset', 'data')}, seed {s.get('seed', '?')}"
+        return (
+            f"{s.get('method', 'a run')} on {s.get('dataset', 'data')}, seed {s.get('seed', '?')}"
+        )
 
     @property
     def _numbers(self) -> dict[str, str]:
-        """The result in a few numbers, those of the clients' own models first where they are the answer."""
+        """The result in a few numbers, those of the clients' own models first where they are the
+        answer.
+        """
         s = self.summary
-        own = {"for the clients": "personal_accuracy", "forgetting at clients": "personal_forgetting"}
+        own = {
+            "for the clients": "personal_accuracy",
+            "forgetting at clients": "personal_forgetting",
+        }
         numbers = {name: share(s[key]) for name, key in own.items() if s.get(key) is not None}
         if self.accuracy is not None or not numbers:
             numbers |= {"accuracy": share(self.accuracy), "forgetting": share(self.forgetting)}
@@ -145,9 +164,11 @@ def summary_of(
     clients: Sequence[Mapping[str, Any]] = (),
     measures: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The run in one mapping, with the last, the best and the mean accuracy of the last ten: papers print any of them.
+    """The run in one mapping, with the last, the best and the mean accuracy of the last ten: papers
+    print any of them.
 
-    history, clients: the events of rounds and of clients. measures: seconds of each measure in all rounds.
+    history, clients: the events of rounds and of clients. measures: seconds of each measure in all
+    rounds.
     """
     accuracies = [e["accuracy"] for e in history]
     return {
@@ -168,13 +189,19 @@ def summary_of(
         "bytes_down": sum(e["bytes_down"] for e in history),
         "seconds": sum(e["seconds"] for e in history),
         "seconds_training": sum(e["seconds_training"] for e in history),
-        **({"seconds_cpu": sum(e["seconds_cpu"] for e in history)} if all("seconds_cpu" in e for e in history) else {}),
+        **(
+            {"seconds_cpu": sum(e["seconds_cpu"] for e in history)}
+            if all("seconds_cpu" in e for e in history)
+            else {}
+        ),
         "seconds_measures": dict(measures or {}),
     }
 
 
 def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
-    """Write ``model.safetensors`` and then ``summary.json``, with its SHA-256; a run with that file is finished."""
+    """Write ``model.safetensors`` and then ``summary.json``, with its SHA-256; a run with that file
+    is finished.
+    """
     params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
     write_whole(folder / FINAL, data := safetensors.torch.save(params))
     sealed = {**summary, MODEL_SEAL: digest(data)}

@@ -1,6 +1,8 @@
-"""The split of a run in a file beside its journal: whose examples are where, and their labels; the journal seals it.
+"""The split of a run in a file beside its journal: whose examples are where, and their labels; the
+journal seals it.
 
-Reading: earlier versions wrote the label counts of all clients into the journal's first line; that is read, too.
+Reading: earlier versions wrote the label counts of all clients into the journal's first line; that
+is read, too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ SPLIT = "split.safetensors"
 """The file's name in a run's directory."""
 
 AGAIN = (
-    "restore it, or delete it, and summary.json too if the run is finished, and `fedstill resume` the run: then the "
+    "restore it, or delete it, and summary.json too if the run is finished, and `fedstill resume` "
+    "the run: then the "
     "split is drawn again"
 )
 
@@ -36,9 +39,10 @@ AGAIN = (
 def write_split(folder: Path, split: DealtOut) -> dict[str, Any]:
     """Write a run's split into its directory, whole or not at all; what the journal says of it.
 
-    The file is safetensors: ``positions`` (n,) and their ``labels`` (n,), client after client, and ``ends`` (clients,),
-    where each client's stop; the numbers have the smallest type that holds them. Where networks differ, ``networks``
-    (clients,) are numbers of the names that the journal has.
+    The file is safetensors: ``positions`` (n,) and their ``labels`` (n,), client after client, and
+    ``ends`` (clients,), where each client's stop; the numbers have the smallest type that holds
+    them. Where networks differ, ``networks`` (clients,) are numbers of the names that the journal
+    has.
     """
     write_whole(folder / SPLIT, data := _bytes_of(split))
     return _told(split, data)
@@ -50,7 +54,8 @@ def split_told(split: DealtOut) -> dict[str, Any]:
 
 
 def begun_split(folder: Path) -> DealtOut | None:
-    """The split with which the run in a directory began; None if it names none yet, or the file is not there.
+    """The split with which the run in a directory began; None if it names none yet, or the file is
+    not there.
 
     Raises CorruptFile, naming the file, if it is not what was written.
     """
@@ -69,13 +74,15 @@ def restore_split(folder: Path, start: Mapping[str, Any], split: DealtOut) -> No
         return
     if digest(_bytes_of(split)) != start["split"].get("sha256"):
         raise CorruptFile(
-            f"{folder / SPLIT} is gone, and the split that is drawn now is another than the run began with; restore it"
+            f"{folder / SPLIT} is gone, and the split that is drawn now is another than the run "
+            "began with; restore it"
         )
     write_split(folder, split)
 
 
 def read_split(folder: Path, start: Mapping[str, Any]) -> DealtOut | None:
-    """The split that the event ``start`` of a run's journal names; None where it names none: real sites, old runs.
+    """The split that the event ``start`` of a run's journal names; None where it names none: real
+    sites, old runs.
 
     Raises CorruptFile, naming the file, if it is gone or is not what was written.
     """
@@ -85,22 +92,33 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> DealtOut | None:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CorruptFile(f"{path}, the split of the run, cannot be read: {error.strerror}; {AGAIN}") from error
+        raise CorruptFile(
+            f"{path}, the split of the run, cannot be read: {error.strerror}; {AGAIN}"
+        ) from error
     if digest(data) != start["split"].get("sha256"):
-        raise CorruptFile(f"{path}, the split of the run, is not what was written: its SHA-256 is another; {AGAIN}")
+        raise CorruptFile(
+            f"{path}, the split of the run, is not what was written: its SHA-256 is another; "
+            f"{AGAIN}"
+        )
     try:
         arrays = safetensors.numpy.load(data)
-        order, labels, ends = (arrays[name].astype(np.int64) for name in ("positions", "labels", "ends"))
+        order, labels, ends = (
+            arrays[name].astype(np.int64) for name in ("positions", "labels", "ends")
+        )
     except (SafetensorError, KeyError) as error:
         raise CorruptFile(f"{path} is no split of a run: {error}; {AGAIN}") from error
     names = tuple(str(name) for name in start["split"].get("networks", ()))
-    return DealtOut(FlatParts(order, ends), labels, names, arrays.get("networks", np.zeros(0, dtype=np.int64)))
+    return DealtOut(
+        FlatParts(order, ends), labels, names, arrays.get("networks", np.zeros(0, dtype=np.int64))
+    )
 
 
 def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:
-    """Label counts by client of a run, from its file or an old journal's line; of no client where nobody knows them.
+    """Label counts by client of a run, from its file or an old journal's line; of no client where
+    nobody knows them.
 
-    Raises CorruptFile, naming the file, as ``read_split``; classes: as many as the event ``start`` names.
+    Raises CorruptFile, naming the file, as ``read_split``; classes: as many as the event ``start``
+    names.
     """
     return label_counts_of(read_split(folder, start), start)
 
@@ -108,11 +126,17 @@ def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:
 def label_counts_of(stored: DealtOut | None, start: Mapping[str, Any]) -> LabelCounts:
     """The same, given what ``read_split`` gave."""
     classes = len(start.get("classes", []))
-    return LabelCounts.of_table(start.get("label_counts", []), classes) if stored is None else stored.counts(classes)
+    return (
+        LabelCounts.of_table(start.get("label_counts", []), classes)
+        if stored is None
+        else stored.counts(classes)
+    )
 
 
 def networks_of(stored: DealtOut | None, start: Mapping[str, Any]) -> Sequence[str]:
-    """The network's name of each client, given what ``read_split`` gave; empty where all have the server's."""
+    """The network's name of each client, given what ``read_split`` gave; empty where all have the
+    server's.
+    """
     if stored is None or not stored.names:
         return [str(name) for name in start.get("models", [])]
     return [stored.names[number] for number in stored.networks.tolist()]
@@ -145,6 +169,10 @@ def _bytes_of(split: DealtOut) -> bytes:
 
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:
-    """The same numbers, at least 0, in the smallest type that safetensors and NumPy have in common."""
+    """The same numbers, at least 0, in the smallest type that safetensors and NumPy have in
+    common.
+    """
     most = int(array.max()) if len(array) else 0
-    return array.astype(next(t for t in (np.uint8, np.uint16, np.uint32, np.int64) if most <= np.iinfo(t).max))
+    return array.astype(
+        next(t for t in (np.uint8, np.uint16, np.uint32, np.int64) if most <= np.iinfo(t).max)
+    )

@@ -1,1 +1,3 @@
-"""One run from its beginning or its last checkpoint to its end: the loop over rounds, the journal, the measuring."""
+"""One run from its beginning or its last checkpoint to its end: the loop over rounds, the journal,
+the measuring.
+"""

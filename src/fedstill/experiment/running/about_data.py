@@ -1,4 +1,6 @@
-"""What the first event of a journal says of the data: classes, inputs, the clients' names, what was left out."""
+"""What the first event of a journal says of the data: classes, inputs, the clients' names, what was
+left out.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ MOST_NAMES = 10_000
 def told_of_data(
     prepared: Prepared, test_counts: Sequence[int], asked: Mapping[str, Any], split: bool
 ) -> dict[str, Any]:
-    """Classes, label counts of the test set, what makes inputs of examples; who asks for what; networks and names.
+    """Classes, label counts of the test set, what makes inputs of examples; who asks for what;
+    networks and names.
 
     split: whether a split stands beside the journal, which then says who has which network.
     """
@@ -39,12 +42,18 @@ def told_of_data(
 
 
 def sealed_examples(prepared: Prepared) -> dict[str, Any]:
-    """The SHA-256 of all examples by split; none of real sites' own, nor of features, which differ by the processor."""
+    """The SHA-256 of all examples by split; none of real sites' own, nor of features, which differ
+    by the processor.
+    """
     data = prepared.dataset
     if prepared.settings.on_sites or data.before is not None:
         return {}
     splits = {"train": data.train, "test": data.test, "public": prepared.sites.public}
-    return {"examples_sha256": {name: examples_digest(each) for name, each in splits.items() if each is not None}}
+    return {
+        "examples_sha256": {
+            name: examples_digest(each) for name, each in splits.items() if each is not None
+        }
+    }
 
 
 def _standardised(by: Standard) -> dict[str, Any]:
@@ -53,4 +62,7 @@ def _standardised(by: Standard) -> dict[str, Any]:
         return {}
     own = by.by_client or {}
     each = {str(c): {"mean": list(m.mean), "std": list(m.std)} for c, m in sorted(own.items())}
-    return {"standardise": by.origin, **({"by_client": each} if 0 < len(each) <= MOST_NAMES else {})}
+    return {
+        "standardise": by.origin,
+        **({"by_client": each} if 0 < len(each) <= MOST_NAMES else {}),
+    }

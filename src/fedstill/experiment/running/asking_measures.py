@@ -1,4 +1,6 @@
-"""The functions of measures, called: what they give is checked, and what goes wrong names the measure."""
+"""The functions of measures, called: what they give is checked, and what goes wrong names the
+measure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ EVENT = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
 """Fields of an event that say what happened where: no measure gives one of these names."""
 
 
-def when_they_look(measures: Mapping[str, Measure], prepared: Prepared) -> dict[str, tuple[int, int]]:
+def when_they_look(
+    measures: Mapping[str, Measure], prepared: Prepared
+) -> dict[str, tuple[int, int]]:
     """By name, of measures that look once: the round and the stage in which they do."""
     last, world = prepared.settings.rounds, prepared.world
     stages, method = prepared.settings.topology(last, world), prepared.settings.method
@@ -31,11 +35,15 @@ def when_they_look(measures: Mapping[str, Measure], prepared: Prepared) -> dict[
 
 
 def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
-    """What a measure sees in a finished stage; raises FedstillError, with its place, if it fails."""
+    """What a measure sees in a finished stage; raises FedstillError, with its place, if it
+    fails.
+    """
     world, stage, shown = room.world, seen.stage, _shown(seen)
     where = f"round {stage.round}, stage {stage.name!r}"
     try:
-        with drawing_from(seed_for(world.seed, stage.round, stage.index, SERVER, f"measure {name}")):
+        with drawing_from(
+            seed_for(world.seed, stage.round, stage.index, SERVER, f"measure {name}")
+        ):
             given = measure.look(seen, room)
         shown.check(measure.look)
         if given is None and measure.only_last:
@@ -52,7 +60,10 @@ def _shown(seen: Happened) -> Lent:
     states = {"before": seen.before, "after": seen.after}
     return Lent(
         {
-            **{name: {"params": state.params, "extra": state.extra} for name, state in states.items()},
+            **{
+                name: {"params": state.params, "extra": state.extra}
+                for name, state in states.items()
+            },
             "replies": [reply.up for reply in seen.replies],
             "downs": seen.downs,
         }
@@ -60,7 +71,9 @@ def _shown(seen: Happened) -> Lent:
 
 
 def note_silent(measures: Mapping[str, Measure], reports: Reports) -> None:
-    """Say of which measures that clients take none had anything to report, as where no client has a model."""
+    """Say of which measures that clients take none had anything to report, as where no client has a
+    model.
+    """
     for name, measure in measures.items():
         theirs = type(measure).look is Measure.look and measure.gives
         if theirs and not any({*measure.gives} & event.keys() for event in reports.clients):
@@ -70,14 +83,17 @@ def note_silent(measures: Mapping[str, Measure], reports: Reports) -> None:
 def summed_by_measures(
     measures: Mapping[str, Measure], reports: Reports, taken: Collection[str], over_flower: bool
 ) -> dict[str, Any]:
-    """What the measures make of the clients' reports; over Flower no client's report may end the run.
+    """What the measures make of the clients' reports; over Flower no client's report may end the
+    run.
 
     taken: names of the round's own fields. No two measures may give the same one either.
     """
     made: dict[str, Any] = {}
     for name, measure in measures.items():
         try:
-            made |= journal_fields(measure.of_round, measure.of_round(reports), {*EVENT, *taken, *made})
+            made |= journal_fields(
+                measure.of_round, measure.of_round(reports), {*EVENT, *taken, *made}
+            )
         except Exception as error:
             said = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
             if not over_flower:

@@ -11,7 +11,8 @@ from fedstill.experiment.run_directory.journal import read_journal
 
 
 def begun_sums(folder: Path, settings: Settings) -> Moments | None:
-    """The mean and spread by which a run's examples have been standardised; None where sites have sent no sums (yet).
+    """The mean and spread by which a run's examples have been standardised; None where sites have
+    sent no sums (yet).
 
     Raises CorruptFile for a first event that does not have them.
     """
@@ -20,7 +21,11 @@ def begun_sums(folder: Path, settings: Settings) -> Moments | None:
         return None
     first = read_journal(journal, 1)
     try:
-        mean, std = (tuple(map(float, first[0]["inputs"][key])) for key in ("mean", "std")) if first else ((), ())
+        mean, std = (
+            (tuple(map(float, first[0]["inputs"][key])) for key in ("mean", "std"))
+            if first
+            else ((), ())
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFile(f"{journal}: the start event's inputs are malformed: {error}") from error
     return Moments(mean, std) if mean else None

@@ -1,4 +1,6 @@
-"""The drive through a run: its stages and rounds, what is written when, and how it goes on after a stop."""
+"""The drive through a run: its stages and rounds, what is written when, and how it goes on after a
+stop.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ BEFORE = "sums-name"
 
 @dataclass
 class Driver:
-    """One run from where its directory stands to its end; ``watch`` is told of stages and rounds."""
+    """One run from where its directory stands to its end; ``watch`` is told of stages and
+    rounds.
+    """
 
     prepared: Prepared
     folder: Path
@@ -70,13 +74,21 @@ class Driver:
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
         self.token = ""
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
-        local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
+        # on Flower, memories are on the clients' disks
+        local = isinstance(self.engine, SerialEngine)
         if isinstance(self.engine, SerialEngine):
-            self.engine = replace(self.engine, stops=self.debug or settings.rules.failures == "stop")
+            self.engine = replace(
+                self.engine, stops=self.debug or settings.rules.failures == "stop"
+            )
         self.checkpoints = Checkpoints(
-            self.folder / "checkpoints", config, memory if local else None, settings.keep_checkpoints_every or 0
+            self.folder / "checkpoints",
+            config,
+            memory if local else None,
+            settings.keep_checkpoints_every or 0,
         )
-        self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
+        self.measuring = Measuring(
+            self.prepared, folder=self.folder, memory=self.engine.memory if local else None
+        )
         self.saving = 0.0
         self.before: State | None = None
         self.stages: Sequence[Stage] = ()
@@ -93,8 +105,12 @@ class Driver:
     def _start(self) -> Result:
         summed = self._sums()
         with part(self.method, "setup", "before round 1"):
-            state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
-        told = self._told() | ({"split": write_split(self.folder, s)} if (s := self.measuring.dealt_out) else {})
+            state = self.before = returned(
+                self.method.setup(self.world), State, self.method.setup, "a State"
+            )
+        told = self._told() | (
+            {"split": write_split(self.folder, s)} if (s := self.measuring.dealt_out) else {}
+        )
         self.journal.write("start", seconds_since_1970=time.time(), **told)
         self.journal.write("initial", **self.measuring.initial(asked := self._predictors(state)))
         self._task_end(0, asked)
@@ -107,10 +123,11 @@ class Driver:
         return self._rounds(state)
 
     def _sums(self) -> Summed | None:
-        """What real sites' sums came to, where they are standardised by these; the run then goes on with them as facts.
+        """What real sites' sums came to, where they are standardised by these; the run then goes on
+        with them as facts.
 
-        It is the first that happens, so that the journal's first line says by what inputs are standardised. Until there
-        is one, sites know the run by a name of its own.
+        It is the first that happens, so that the journal's first line says by what inputs are
+        standardised. Until there is one, sites know the run by a name of its own.
         """
         ready = self.prepared
         if not (self.settings.on_sites and ready.by.origin == "summed"):
@@ -120,7 +137,13 @@ class Driver:
             self.engine = informed(self.engine, ready)
         self.token = self._named_before()
         work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
-        summed = run_sums(work, self.world, WithinBudget(self.engine, self.measuring.budget), self, self.settings.rules)
+        summed = run_sums(
+            work,
+            self.world,
+            WithinBudget(self.engine, self.measuring.budget),
+            self,
+            self.settings.rules,
+        )
         self.token = ""
         self.prepared = prepare(self.settings, ready.dataset, sent=summed.moments)
         self.world, self.engine = self.prepared.world, informed(self.engine, self.prepared)
@@ -153,12 +176,18 @@ class Driver:
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            summed = with_masking(with_hostile(self.engine, self.settings), self.settings, self.folder)
+            summed = with_masking(
+                with_hostile(self.engine, self.settings), self.settings, self.folder
+            )
             engine = WithinBudget(summed, self.measuring.budget)
-            state = run_round(self.method, state, self.stages, self.world, engine, self, self.settings.rules)
+            state = run_round(
+                self.method, state, self.stages, self.world, engine, self, self.settings.rules
+            )
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
-            event = self.measuring.round(state.round - 1, asked := self._predictors(state), training, saving)
+            event = self.measuring.round(
+                state.round - 1, asked := self._predictors(state), training, saving
+            )
             self.journal.write("round", **event)
             self._task_end(state.round - 1, asked)
             self.watch.round(event, last)
@@ -166,12 +195,15 @@ class Driver:
                 self.on_round(dict(event))
         self.journal.sync()
         events = journals.read_journal(self.journal.path)
-        rounds, clients, ends = ([e for e in events if e["event"] == kind] for kind in ("round", "client", "task"))
+        rounds, clients, ends = (
+            [e for e in events if e["event"] == kind] for kind in ("round", "client", "task")
+        )
         summary = summary_of(self.settings, rounds, clients, self.measuring.seconds)
         summary |= summed_up([e["row"] for e in ends if e["task"]])
         write_result(self.folder, state, summary)
         self.tracking.finished(summary)
-        if "refusals" in summary and isinstance(self.watch, Quiet):  # whoever watches the run shows it
+        # whoever watches the run shows it
+        if "refusals" in summary and isinstance(self.watch, Quiet):
             log.warning("%s: %s", self.folder, summary["refusals"])
         return Result.of(self.folder)
 
@@ -197,9 +229,15 @@ class Driver:
             raise Interrupted(str(self.folder))
 
     def failed(
-        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
     ) -> None:
-        """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the last."""
+        """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the
+        last.
+        """
         if self.token:  # of a stage before the journal's first line
             self.journal.write("start", seconds_since_1970=time.time(), **self._told())
         self._append(stage, replies, refused, downs)
@@ -210,7 +248,11 @@ class Driver:
             self.journal.append(event)
 
     def _append(
-        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
     ) -> None:
         for event in self.measuring.stage(stage, replies, refused, downs):
             self.journal.append(event)
@@ -219,24 +261,33 @@ class Driver:
         seal = {journals.CONFIG_SEAL: self.checkpoints.config}
         return {**versions(self.settings, self.world), **seal, **self.measuring.about()}
 
-    def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
+    def _happened(
+        self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State
+    ) -> Happened:
         ends_round = stage.index + 1 == len(self.stages)
         ends_run = ends_round and stage.round == self.settings.rounds
         return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
 
     def _save(self, state: State) -> None:
         memory, journal = self.engine.memory, self.journal
-        memory.prune(self.checkpoints.save(state, dict(memory.index), journal.mark(), beside=journal.sync))
+        memory.prune(
+            self.checkpoints.save(state, dict(memory.index), journal.mark(), beside=journal.sync)
+        )
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.threads[1])
         where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
         with part(self.method, "predictors", where):
             named = evaluated_answers(self.method, state, self.world)
-        return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
+        return {
+            name: within(self.method, "predictors", where, predict)
+            for name, predict in named.items()
+        }
 
     def _named_before(self) -> str:
-        """What sites call the run before its journal begins: one name, so that sums with noise are not drawn twice."""
+        """What sites call the run before its journal begins: one name, so that sums with noise are
+        not drawn twice.
+        """
         path = self.folder / BEFORE
         if not path.is_file():
             write_whole(path, secrets.token_hex(8).encode())

@@ -18,7 +18,12 @@ from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.run_directory.split_file import split_of_sites
 from fedstill.experiment.running.about_data import sealed_examples, told_of_data
-from fedstill.experiment.running.asking_measures import looked, note_silent, summed_by_measures, when_they_look
+from fedstill.experiment.running.asking_measures import (
+    looked,
+    note_silent,
+    summed_by_measures,
+    when_they_look,
+)
 from fedstill.experiment.running.evaluation import evaluated, tests_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.own_tests import OwnTests
@@ -41,9 +46,11 @@ TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
 
 @dataclass
 class Measuring:
-    """Turns what happens into journal events, and remembers what later measures need; all of it is in the journal.
+    """Turns what happens into journal events, and remembers what later measures need; all of it is
+    in the journal.
 
-    It does not grow with the rounds: of those before, the last one's accuracies by class and the best so far are kept.
+    It does not grow with the rounds: of those before, the last one's accuracies by class and the
+    best so far are kept.
     """
 
     prepared: Prepared
@@ -54,8 +61,10 @@ class Measuring:
     _before: Accuracies = ()  # accuracies by class after the last round
     _best: Accuracies = ()  # of all rounds so far
     _replies: list[dict[str, Any]] = field(default_factory=list)
-    _acted: list[tuple[int, int]] = field(default_factory=list)  # the last two links of a chain: client, round
-    _cpu: float = field(default_factory=time.process_time)  # this process's CPU seconds when the last round ended
+    # the last two links of a chain: client, round
+    _acted: list[tuple[int, int]] = field(default_factory=list)
+    # this process's CPU seconds when the last round ended
+    _cpu: float = field(default_factory=time.process_time)
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -66,7 +75,10 @@ class Measuring:
         self._last = when_they_look(self.measures, self.prepared)
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world
-        self.dealt_out, classes = split_of_sites(self.prepared.sites, world.client_models), world.classes
+        self.dealt_out, classes = (
+            split_of_sites(self.prepared.sites, world.client_models),
+            world.classes,
+        )
         self._totals = tests_by_class(self.prepared.sites, classes)
         counts = self.dealt_out.counts(classes) if self.dealt_out else ()
         self.own = OwnAnswers(settings.method.personal, counts, self._totals)
@@ -74,21 +86,31 @@ class Measuring:
         self.own_tests = OwnTests(self.prepared.sites, settings.method.personal)
 
     def about(self, seals: bool = True) -> dict[str, Any]:
-        """What the journal's first event says of the data; ``seals``: also the SHA-256 of all examples."""
+        """What the journal's first event says of the data; ``seals``: also the SHA-256 of all
+        examples.
+        """
         asked = self.queried.before() if self.queried.anyone else {}
         told = told_of_data(self.prepared, self._totals, asked, split=self.dealt_out is not None)
         return {**told, **self.tasks.about(), **(sealed_examples(self.prepared) if seals else {})}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
-        accuracies = evaluated(predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all)
+        accuracies = evaluated(
+            predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all
+        )
         self._before = accuracies["class_accuracy"]
         return accuracies
 
     def stage(
-        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
     ) -> Iterator[dict[str, Any]]:
-        """The events of a finished stage: one for each client that replied, was refused, or had nothing to do."""
+        """The events of a finished stage: one for each client that replied, was refused, or had
+        nothing to do.
+        """
         where = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
         world = self.prepared.world
         asked = queries_raised(replies, stage, world)
@@ -114,12 +136,16 @@ class Measuring:
             for r in refused
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
-        self.budget.mark(stage, events, {r.client: r.up for r in refused} | {r.client: r.up for r in replies})
+        self.budget.mark(
+            stage, events, {r.client: r.up for r in refused} | {r.client: r.up for r in replies}
+        )
         self._note(events)
         yield from events
 
     def look(self, seen: Happened) -> Iterator[dict[str, Any]]:
-        """The events of the measures that look at a finished stage, each with the seconds it took."""
+        """The events of the measures that look at a finished stage, each with the seconds it
+        took.
+        """
         room = self.prepared.room(self.folder, self.memory)
         if room is None or seen.stage.round not in self.rounds:
             return
@@ -140,13 +166,22 @@ class Measuring:
                 yield {"event": "measure", "measure": name, **where, **fields, "seconds": seconds}
 
     def round(
-        self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], training: float, saving: float
+        self,
+        round: int,
+        predictors: Mapping[str, Callable[[Tensor], Tensor]],
+        training: float,
+        saving: float,
     ) -> dict[str, Any]:
-        """The event of a finished round, given the seconds that its stages took and that checkpoints took."""
+        """The event of a finished round, given the seconds that its stages took and that
+        checkpoints took.
+        """
         began = time.perf_counter()
         clients = sum(e.get("seconds_training", 0.0) for e in self._replies)
-        of_tasks = self.tasks.of_round(round, predictors)  # its pass over the test set is the one that is evaluated
-        measured = evaluated(predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all)
+        # its pass over the test set is the one that is evaluated
+        of_tasks = self.tasks.of_round(round, predictors)
+        measured = evaluated(
+            predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all
+        )
         event = {
             **self.told(round, measured, {**self.own_tests.round(predictors), **of_tasks}),
             "seconds_training": training,
@@ -159,18 +194,23 @@ class Measuring:
         event["seconds"] = training + saving + event["seconds_measuring"]
         return event
 
-    def told(self, round: int, measured: Mapping[str, Any], looked: Mapping[str, Any]) -> dict[str, Any]:
-        """The event of a round, without times: what follows from the events of its stages and its accuracies.
+    def told(
+        self, round: int, measured: Mapping[str, Any], looked: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The event of a round, without times: what follows from the events of its stages and its
+        accuracies.
 
-        ``measured``: accuracies of the server's models; ``looked``: what else a pass over test sets gave. Ends the
-        round.
+        ``measured``: accuracies of the server's models; ``looked``: what else a pass over test sets
+        gave. Ends the round.
         """
         replies, self._replies = self._replies, []
         before, classes = self._before, measured["class_accuracy"]
         about = {
             "round": round,
             **measured,
-            "forgetting": None if measured["accuracy"] is None else forgetting([self._best or classes, classes]),
+            "forgetting": None
+            if measured["accuracy"] is None
+            else forgetting([self._best or classes, classes]),
             "consistency": consistency(before, classes),
         }
         rest = {
@@ -196,15 +236,23 @@ class Measuring:
 
     def _passed(self, classes: Accuracies) -> None:
         best = self._best or classes
-        self._best = [a if b is None or (a is not None and a > b) else b for a, b in zip(classes, best, strict=True)]
+        self._best = [
+            a if b is None or (a is not None and a > b) else b
+            for a, b in zip(classes, best, strict=True)
+        ]
         self._before = classes
 
     def _as_weights(self, replies: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """For methods that send none: what weights would have cost, once down and once up for each client."""
+        """For methods that send none: what weights would have cost, once down and once up for each
+        client.
+        """
         if "same_shapes" in self.prepared.settings.method.requires():
             return {}
         took_part = {e["client"] for e in replies if "steps" in e and e["client"] != SERVER}
-        return {"bytes_as_weights": 2 * sum(Payload(params=self.prepared.world.initial(c)).nbytes for c in took_part)}
+        return {
+            "bytes_as_weights": 2
+            * sum(Payload(params=self.prepared.world.initial(c)).nbytes for c in took_part)
+        }
 
     def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Remember what a journal says, as if it had happened here."""
@@ -233,7 +281,8 @@ class Measuring:
         self.own.note(events)
         self.own_tests.note(events)
         self.tasks.said.note(events)
-        for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
+        # the stage's already
+        for name, seconds in seconds_at_clients(events, list(self.measures)).items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.queried.note(events)
         done = [e for e in events if not {"refused", "idle"} & e.keys() and e["name"] in self._hops]

@@ -1,4 +1,6 @@
-"""What the clients' own models could do when they were last measured: remembered over rounds, from journal events."""
+"""What the clients' own models could do when they were last measured: remembered over rounds, from
+journal events.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ UNTRAINED = "round 1 left the server's model as it was, so its accuracy says not
 class OwnAnswers:
     """The answers of a method that leaves each client a model of its own; empty for all others.
 
-    ``stages``: those after which a client's own model is its answer; of several, the last in which it acted counts.
-    ``label_counts``: (clients, C), empty where nobody knows them. ``totals``: test examples by class (C,).
+    ``stages``: those after which a client's own model is its answer; of several, the last in which
+    it acted counts.
+    ``label_counts``: (clients, C), empty where nobody knows them. ``totals``: test examples by
+    class (C,).
     """
 
     stages: Collection[str]
@@ -48,13 +52,19 @@ class OwnAnswers:
         """Fields of the round's event; empty if no client was measured in it. Ends the round."""
         told = personal_answers(self._now, self._best, self.label_counts) if self._looked else {}
         for client in self._looked:
-            self._best[client] = np.fmax(self._best.get(client, self._now[client]), self._now[client])
+            self._best[client] = np.fmax(
+                self._best.get(client, self._now[client]), self._now[client]
+            )
         self._looked.clear()
         return told
 
 
-def evaluated_answers(method: Method, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The method's predictors; none where clients have models of their own and nobody has trained the server's."""
+def evaluated_answers(
+    method: Method, state: State, world: World
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The method's predictors; none where clients have models of their own and nobody has trained
+    the server's.
+    """
     if state.round == 1 or not same_bits(state.params, world.initial(SERVER)):
         return dict(method.predictors(state, world))
     if state.round == 2 and not method.personal:
@@ -67,4 +77,7 @@ def _why_untrained(world: World) -> str:
     if not any(plan.epochs or plan.steps for plan in world.plans.values()):
         return "no plan has epochs or steps, so nobody trained; set plan.epochs above 0"
     own = "the method says after which stages: personal = frozenset({'train'})"
-    return f"if clients have models of their own, {own}; if not, look at what fold gives, and at plan.lr"
+    return (
+        f"if clients have models of their own, {own}; if not, look at what fold gives, and at "
+        "plan.lr"
+    )

@@ -31,10 +31,17 @@ class OwnTests:
 
     @cached_property
     def everyone(self) -> tuple[Examples, Tensor]:
-        """All own test examples, and whose each is (n,): one pass of a common model then serves all clients."""
+        """All own test examples, and whose each is (n,): one pass of a common model then serves all
+        clients.
+        """
         tests = self.sites.own_tests
-        values, labels = (torch.cat([getattr(own, name) for own in tests.values()]) for name in ("values", "labels"))
-        owners = torch.repeat_interleave(torch.tensor([*tests]), torch.tensor([len(own) for own in tests.values()]))
+        values, labels = (
+            torch.cat([getattr(own, name) for own in tests.values()])
+            for name in ("values", "labels")
+        )
+        owners = torch.repeat_interleave(
+            torch.tensor([*tests]), torch.tensor([len(own) for own in tests.values()])
+        )
         return Examples(values, labels), owners
 
     def note(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -46,8 +53,8 @@ class OwnTests:
     def round(self, predictors: Predictors) -> dict[str, Any]:
         """Fields of a round's event; empty where clients have no tests of their own.
 
-        ``own_test_accuracy``: each client's answer on its own test set, the mean over clients; ``own_test_worst``: the
-        least of them; ``own_test_by_client``: by client, as text.
+        ``own_test_accuracy``: each client's answer on its own test set, the mean over
+        clients; ``own_test_worst``: the least of them; ``own_test_by_client``: by client, as text.
         """
         if not self.sites.own_tests:
             return {}
@@ -57,7 +64,9 @@ class OwnTests:
         return {
             "own_test_accuracy": sum(by_client.values()) / len(by_client),
             "own_test_worst": min(by_client.values()),
-            "own_test_by_client": {str(client): value for client, value in sorted(by_client.items())},
+            "own_test_by_client": {
+                str(client): value for client, value in sorted(by_client.items())
+            },
         }
 
     def _by_client(self, predictors: Predictors) -> dict[int, float]:
@@ -70,7 +79,9 @@ class OwnTests:
         if not predictors:
             return {}
         examples, owners = self.everyone
-        right = right_by_example(next(iter(predictors.values())), examples, self.sites.inputs, workers()).double()
+        right = right_by_example(
+            next(iter(predictors.values())), examples, self.sites.inputs, workers()
+        ).double()
         most = int(owners.max()) + 1
         hits, counts = torch.bincount(owners, right, most), torch.bincount(owners, minlength=most)
         return {c: float(hits[c] / counts[c]) for c in self.sites.own_tests}

@@ -1,4 +1,6 @@
-"""What clients asked for in a run, why, and what they gained and lost: all from the journal's events."""
+"""What clients asked for in a run, why, and what they gained and lost: all from the journal's
+events.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Whys = dict[str, Any]
 
 @dataclass
 class RunQueries:
-    """The queries of a run: those known before, or those that clients raised in their last stage ``fit``.
+    """The queries of a run: those known before, or those that clients raised in their last stage
+    ``fit``.
 
     It also keeps each client's event of that stage, by which its answer is measured.
     """
@@ -34,7 +37,9 @@ class RunQueries:
         self._queries = {c: tuple(query) for c, query in world.queries.items()}
         if settings.query.by is not None and sites.parts:
             before = reasons_before(settings, world, sites.all_counts)
-            self._why = {c: {str(q): dict(why) for q, why in each.items()} for c, each in before.items()}
+            self._why = {
+                c: {str(q): dict(why) for q, why in each.items()} for c, each in before.items()
+            }
 
     @property
     def anyone(self) -> bool:
@@ -42,7 +47,9 @@ class RunQueries:
         return bool(self._queries) or self.prepared.world.asking is not None
 
     def before(self) -> dict[str, Any]:
-        """For the event ``start``: the queries that are known before the run, and why, where a config says by what."""
+        """For the event ``start``: the queries that are known before the run, and why, where a
+        config says by what.
+        """
         why = {"why_asked": {str(c): each for c, each in self._why.items()}} if self._why else {}
         return {"queries": {str(c): list(query) for c, query in self._queries.items()}, **why}
 
@@ -55,12 +62,20 @@ class RunQueries:
                 self._queries.pop(client, None)
                 if event.get("query"):
                     self._queries[client] = tuple(event["query"])
-                    self._why[client] = {str(q): event.get(WHY, {}).get(str(q), {}) for q in event["query"]}
+                    self._why[client] = {
+                        str(q): event.get(WHY, {}).get(str(q), {}) for q in event["query"]
+                    }
 
     def answers(
-        self, round: int, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], totals: Sequence[int]
+        self,
+        round: int,
+        replies: Sequence[Mapping[str, Any]],
+        measured: Mapping[str, Any],
+        totals: Sequence[int],
     ) -> dict[str, Any]:
-        """What clients gained and lost by their queries of a round, given its client events; with ``why_asked``."""
+        """What clients gained and lost by their queries of a round, given its client events; with
+        ``why_asked``.
+        """
         sites = self.prepared.sites
         if not self._queries or not sites.parts:
             return {}

@@ -48,21 +48,27 @@ def run(
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
-    ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
-    Flower grid whose nodes are the clients; without one they work in this process. ``debug``: the first client that
-    fails ends the run with ClientFailed, its own exception chained, whatever ``clients.failures`` says. ``overwrite``:
-    what fedstill wrote in ``out`` before is deleted, when everything else has been checked.
-    ``on_round``: called after every round with what the journal says of it; what it raises ends the run, and ``resume``
-    goes on with that round measured again. ``track``: trackers that are told of every round: ``"tensorboard"``,
-    ``"mlflow"``, ``"wandb"``, or your own (``experiment.tracking.tracker.Tracker``); one that fails is a warning.
-    Raises a ConfigError before anything is trained, RunExists for a directory that holds something, ClientFailed,
-    TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
+    ``data``: a data set in memory, instead of the one that the config names. ``grid``: for
+    ``engine = "flower"``, the Flower grid whose nodes are the clients; without one they work in
+    this process. ``debug``: the first client that fails ends the run with ClientFailed, its own
+    exception chained, whatever ``clients.failures`` says. ``overwrite``: what fedstill wrote in
+    ``out`` before is deleted, when everything else has been checked.
+    ``on_round``: called after every round with what the journal says of it; what it raises ends the
+    run, and ``resume`` goes on with that round measured again. ``track``: trackers that are told of
+    every round: ``"tensorboard"``, ``"mlflow"``, ``"wandb"``, or your own
+    (``experiment.tracking.tracker.Tracker``); one that fails is a warning. Raises a ConfigError
+    before anything is trained, RunExists for a directory that holds something, ClientFailed,
+    TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good
+    state.
     """
     settings = settle(experiment if data is None else with_data(experiment, data))
     _refuse_debug(debug, settings)
     where = elsewhere(settings) if grid is None else ""
     if data is not None and where == "federation":
-        raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
+        raise ConfigError(
+            "data in memory stay in this process: name data that the server has, or leave "
+            "federation out"
+        )
     if settings.engine == "flower":
         require_flower()  # before there is a directory
     if where == "federation":
@@ -72,7 +78,9 @@ def run(
     say_cautions(prepared)
     folder = new_directory(settings, named_path(out) if out else None, overwrite)
     if where == "ray":
-        again = partial(run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track)
+        again = partial(
+            run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track
+        )
         return simulate(settings, data, folder, lambda ray: again(grid=ray))
     if where:
         return submit(settings, folder, False, watch or Quiet())
@@ -95,11 +103,14 @@ def resume(
     track: Track = (),
     **live: Any,
 ) -> Result:
-    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once.
+    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its
+    result at once.
 
-    ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run had go on by themselves.
-    ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run was given in Python,
-    where another process began it. Raises CorruptFile if it is another one, and for a run whose checkpoints are gone.
+    ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run had go on
+    by themselves.
+    ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run
+    was given in Python, where another process began it. Raises CorruptFile if it is another one,
+    and for a run whose checkpoints are gone.
     """
     folder = named_path(directory)
     refuse_changed(folder)
@@ -110,12 +121,15 @@ def resume(
     _refuse_debug(debug, settings)
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
         if elsewhere(settings) == "ray":
-            again = partial(resume, folder, data, watch, debug=debug, on_round=on_round, track=track)
+            again = partial(
+                resume, folder, data, watch, debug=debug, on_round=on_round, track=track
+            )
             return simulate(settings, data, folder, lambda ray: again(grid=ray))
         refuse_calls(on_round, track)
         return submit(settings, folder, True, watch or Quiet())
     trackers = wanted(track)
-    done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()  # which one that was killed leaves
+    # which one that was killed leaves
+    done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()
     if done and not behind(folder, settings, trackers):
         return Result.of(folder)  # nothing is written, so that the folder may be read only
     with locked(folder):
@@ -125,10 +139,14 @@ def resume(
             return result
         sweep(folder)
         prepared = prepare(settings, data, begun_split(folder), begun_sums(folder, settings))
-        with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)) as driver:
+        with closing(
+            Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
+        ) as driver:
             return driver.go()
 
 
 def _refuse_debug(debug: bool, settings: Settings) -> None:
     if debug and settings.engine == "flower":
-        raise ConfigError("debug: clients on Flower keep their tracebacks; debug a run with engine = 'serial'")
+        raise ConfigError(
+            "debug: clients on Flower keep their tracebacks; debug a run with engine = 'serial'"
+        )

@@ -15,8 +15,8 @@ Row = Sequence[float | None]
 class SiteRows:
     """Each site's row of the task under way.
 
-    ``personal``: the stages after which a client's own model is its answer; empty: sites test the global model in a
-    stage of its own.
+    ``personal``: the stages after which a client's own model is its answer; empty: sites test the
+    global model in a stage of its own.
     """
 
     personal: Collection[str]
@@ -35,7 +35,8 @@ class SiteRows:
 
 
 def mean_row(rows: Collection[Row], tasks: int) -> list[float | None]:
-    """The mean over sites of the accuracy on each task, (T,); None for one on which no site has tested.
+    """The mean over sites of the accuracy on each task, (T,); None for one on which no site has
+    tested.
 
     >>> mean_row([[1.0, None], [0.5, None]], 2)
     [0.75, None]

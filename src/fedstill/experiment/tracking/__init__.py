@@ -1,1 +1,3 @@
-"""Trackers: other tools that are told what a run does, round by round: TensorBoard, MLflow, Weights & Biases."""
+"""Trackers: other tools that are told what a run does, round by round: TensorBoard, MLflow, Weights
+& Biases.
+"""

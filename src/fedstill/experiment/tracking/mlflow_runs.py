@@ -1,4 +1,6 @@
-"""MLflow: a run of its for each of ours, on the server or in the database that ``MLFLOW_TRACKING_URI`` names."""
+"""MLflow: a run of its for each of ours, on the server or in the database that
+``MLFLOW_TRACKING_URI`` names.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,44 @@ MARK = "seconds"
 
 
 class MLflow:
-    """Sends settings as parameters, the numbers of each round as metrics, and where the run is as tags."""
+    """Sends settings as parameters, the numbers of each round as metrics, and where the run is as
+    tags.
+    """
 
     def ready(self) -> None:
-        """Make the experiment, if it is not there; raises ConfigError where the extra is not installed."""
+        """Make the experiment, if it is not there; raises ConfigError where the extra is not
+        installed.
+        """
         self._experiment(_client())
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
-        """Begin a run, or go on with the one of the memo; the last round is asked of MLflow itself."""
+        """Begin a run, or go on with the one of the memo; the last round is asked of MLflow
+        itself.
+        """
         self._client = _client(memo.get("uri"))
         if "run" in memo:
             self._run = memo["run"]
             self._client.update_run(self._run, status="RUNNING")
-            return max((m.step for m in self._client.get_metric_history(self._run, MARK)), default=last)
+            return max(
+                (m.step for m in self._client.get_metric_history(self._run, MARK)), default=last
+            )
         place = str(run.folder.resolve())
         tags = {f"fedstill.version.{name}": version for name, version in run.versions.items()}
-        tags |= {"fedstill.directory": place, "fedstill.seed": str(run.seed), "fedstill.runs": run.shared_name}
+        tags |= {
+            "fedstill.directory": place,
+            "fedstill.seed": str(run.seed),
+            "fedstill.runs": run.shared_name,
+        }
         tags["mlflow.note.content"] = f"The run's directory: {place}"
         made = self._client.create_run(self._experiment(self._client), run_name=run.name, tags=tags)
         self._run = memo["run"] = made.info.run_id
         if (uri := self._client.tracking_uri).startswith(("sqlite:", "file:")):
-            memo["uri"] = uri  # a server's address is taken from the environment: it may hold a password
+            # a server's address is taken from the environment: it may hold a password
+            memo["uri"] = uri
         param = importlib.import_module("mlflow.entities").Param
-        params = [param(_legal(key), str(value)[:LONGEST_PARAM]) for key, value in run.settings.items()]
+        params = [
+            param(_legal(key), str(value)[:LONGEST_PARAM]) for key, value in run.settings.items()
+        ]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
         return last
@@ -62,11 +79,20 @@ class MLflow:
             self._client.log_batch(self._run, metrics=every[first : first + MOST_METRICS])
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """Say how the run ended; the numbers of a finished run's summary are metrics, its words are tags."""
-        metric, tag = (getattr(importlib.import_module("mlflow.entities"), name) for name in ("Metric", "RunTag"))
+        """Say how the run ended; the numbers of a finished run's summary are metrics, its words are
+        tags.
+        """
+        metric, tag = (
+            getattr(importlib.import_module("mlflow.entities"), name)
+            for name in ("Metric", "RunTag")
+        )
         now = int(1000 * time.time())
         words = [tag(f"summary.{_legal(k)}", v) for k, v in summary.items() if isinstance(v, str)]
-        numbers = [metric(f"summary/{_legal(k)}", v, now, 0) for k, v in summary.items() if isinstance(v, (int, float))]
+        numbers = [
+            metric(f"summary/{_legal(k)}", v, now, 0)
+            for k, v in summary.items()
+            if isinstance(v, (int, float))
+        ]
         self._client.log_batch(self._run, metrics=numbers, tags=words)
         self._client.set_terminated(self._run, STATUS[how])
 
@@ -77,12 +103,16 @@ class MLflow:
 
 
 def _client(uri: str | None = None) -> Any:
-    """MLflow's client; a server that does not answer is tried twice, not for minutes, if nothing else is said."""
+    """MLflow's client; a server that does not answer is tried twice, not for minutes, if nothing
+    else is said.
+    """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     try:
         mlflow = importlib.import_module("mlflow")
     except ImportError as error:
-        raise ConfigError("MLflow is not installed; get it with: pip install 'fedstill[mlflow]'") from error
+        raise ConfigError(
+            "MLflow is not installed; get it with: pip install 'fedstill[mlflow]'"
+        ) from error
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     return mlflow.MlflowClient(tracking_uri=uri)

@@ -13,11 +13,13 @@ PLACES = ("event", "measure", "round", "stage", "client", "previous")
 
 
 class RoundNumbers:
-    """Takes a journal's events in order, and gives the numbers of a round when its last event has come.
+    """Takes a journal's events in order, and gives the numbers of a round when its last event has
+    come.
 
     Names of classes stand below ``class_accuracy/``, what a measure saw below the measure's name
-    (``divergence/mean_l2``: the mean over the round's looks), and below ``loss/`` the terms of the training loss: the
-    mean over the round's clients, weighted by their examples. Lists are left out.
+    (``divergence/mean_l2``: the mean over the round's looks), and below ``loss/`` the terms of the
+    training loss: the mean over the round's clients, weighted by their examples. Lists are left
+    out.
     """
 
     def __init__(self, classes: Sequence[str] = ()) -> None:
@@ -32,10 +34,16 @@ class RoundNumbers:
             self.classes = [str(name) for name in event.get("classes", [])]
         elif kind == "measure":
             self._looks.append(event)
-        elif kind == "client" and not event.get("refused") and isinstance(event.get("loss"), Mapping):
+        elif (
+            kind == "client" and not event.get("refused") and isinstance(event.get("loss"), Mapping)
+        ):
             self._losses.append((event.get("examples") or 0, event["loss"]))
         elif kind in ("initial", "round"):
-            numbers = {**dict(_of_event(event, self.classes)), **_mean_losses(self._losses), **_mean_looks(self._looks)}
+            numbers = {
+                **dict(_of_event(event, self.classes)),
+                **_mean_losses(self._losses),
+                **_mean_looks(self._looks),
+            }
             self._losses, self._looks = [], []
             return int(event.get("round", 0)), numbers
         return None

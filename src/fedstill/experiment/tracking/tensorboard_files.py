@@ -22,12 +22,16 @@ class TensorBoard:
         _writer_class()
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
-        """Open a new file; the settings are a text. What earlier files have after the last round does not count."""
+        """Open a new file; the settings are a text. What earlier files have after the last round
+        does not count.
+        """
         folder = self.folder or run.folder / "tensorboard"
         self._writer: Any = _writer_class()(str(folder), purge_step=last + 1 if last >= 0 else None)
         if last < 0:
             about = {"directory": run.folder.resolve(), **run.versions, **run.settings}
-            self._writer.add_text("settings", "\n".join(f"- {key}: {value}" for key, value in about.items()), 0)
+            self._writer.add_text(
+                "settings", "\n".join(f"- {key}: {value}" for key, value in about.items()), 0
+            )
         return last
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -39,7 +43,9 @@ class TensorBoard:
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
         """Close the file; a finished run's summary is a text."""
         if summary:
-            self._writer.add_text("summary", "\n".join(f"- {key}: {value}" for key, value in summary.items()), 0)
+            self._writer.add_text(
+                "summary", "\n".join(f"- {key}: {value}" for key, value in summary.items()), 0
+            )
         self._writer.close()
 
 

@@ -13,7 +13,8 @@ HowEnded = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class AboutRun:
-    """What a run is: its directory, its name, the name it shares with its other seeds, its settings by dotted key.
+    """What a run is: its directory, its name, the name it shares with its other seeds, its settings
+    by dotted key.
 
     ``versions``: of fedstill, torch, NumPy and Python.
     """
@@ -33,10 +34,11 @@ class Tracker(Protocol):
         """Called before anything is trained; raises ConfigError if the tracker cannot work here."""
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
-        """The run begins, or goes on; the last round that the tracker has, or -1: it is sent none of these again.
+        """The run begins, or goes on; the last round that the tracker has, or -1: it is sent none
+        of these again.
 
-        ``memo``: empty at first. What the tracker puts there is kept in the run's directory, and is there when the run
-        goes on. ``last``: the last round that it took before, -1 if none.
+        ``memo``: empty at first. What the tracker puts there is kept in the run's directory, and is
+        there when the run goes on. ``last``: the last round that it took before, -1 if none.
         """
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -47,4 +49,6 @@ class Tracker(Protocol):
 
 
 Track = str | Tracker | Sequence[str | Tracker]
-"""Which trackers: names (``"mlflow"``, or several with commas), trackers of your own, or a list of both."""
+"""Which trackers: names (``"mlflow"``, or several with commas), trackers of your own, or a list of
+both.
+"""

@@ -34,7 +34,9 @@ Named = dict[str, Tracker]
 
 
 def wanted(track: Track) -> Named:
-    """The trackers that are asked for, each ready; raises UnknownName, or ConfigError for one that cannot work here."""
+    """The trackers that are asked for, each ready; raises UnknownName, or ConfigError for one that
+    cannot work here.
+    """
     trackers = dict(_each(track))
     for tracker in trackers.values():
         tracker.ready()
@@ -50,20 +52,27 @@ def _each(track: Track) -> Iterator[tuple[str, Tracker]]:
     elif isinstance(track, Iterable):
         for one in track:
             yield from _each(one)
-    elif isinstance(track, type) or not all(hasattr(track, call) for call in ("ready", "begin", "log", "end")):
+    elif isinstance(track, type) or not all(
+        hasattr(track, call) for call in ("ready", "begin", "log", "end")
+    ):
         raise ConfigError(
-            f"track: {track!r} is neither a name ({', '.join(TRACKERS)}) nor has ready, begin, log and end"
+            f"track: {track!r} is neither a name ({', '.join(TRACKERS)}) nor has ready, begin, log "
+            "and end"
         )
     else:
         yield type(track).__name__, track
 
 
 def behind(folder: Path, settings: Settings, trackers: Named) -> bool:
-    """Whether a tracker of a finished run, or one of ``trackers``, has not been told that it is finished."""
+    """Whether a tracker of a finished run, or one of ``trackers``, has not been told that it is
+    finished.
+    """
     return Tracking(folder, settings, trackers).behind
 
 
-def send_late(folder: Path, settings: Settings, trackers: Named, summary: Mapping[str, Any]) -> None:
+def send_late(
+    folder: Path, settings: Settings, trackers: Named, summary: Mapping[str, Any]
+) -> None:
     """Send to the trackers of a finished run, and to ``trackers``, what they do not have."""
     tracking = Tracking(folder, settings, trackers)
     if tracking.behind:
@@ -111,7 +120,12 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         stopped = kind is not None and issubclass(kind, (Interrupted, KeyboardInterrupt))
         how: HowEnded = "stopped" if stopped else "failed" if kind else "finished"
         words = {k: v for k, v in self._summary.items() if isinstance(v, (int, float, str))}
@@ -153,16 +167,22 @@ class Tracking:
         except Exception as error:
             self._begun.pop(name, None)
             reason = cut_reason(f"{type(error).__name__}: {error}")
-            todo = f"the run goes on without it; `fedstill resume {in_shell(self.folder)}` sends what it missed"
+            todo = (
+                f"the run goes on without it; `fedstill resume {in_shell(self.folder)}` sends what "
+                "it missed"
+            )
             log.warning("%s did not take %s (%s): %s", name, what, reason, todo)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What each tracker has; nothing if the file is not there, or is none of ours: then all is sent anew."""
+    """What each tracker has; nothing if the file is not there, or is none of ours: then all is sent
+    anew.
+    """
     try:
         memos = json.loads(path.read_bytes())
         return {
-            str(n): {"round": int(m["round"]), "memo": dict(m["memo"]), "how": m.get("how")} for n, m in memos.items()
+            str(n): {"round": int(m["round"]), "memo": dict(m["memo"]), "how": m.get("how")}
+            for n, m in memos.items()
         }
     except FileNotFoundError:
         return {}

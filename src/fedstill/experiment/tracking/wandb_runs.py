@@ -1,4 +1,6 @@
-"""Weights & Biases: a run of its for each of ours; with ``WANDB_MODE=offline``, in files for ``wandb sync``."""
+"""Weights & Biases: a run of its for each of ours; with ``WANDB_MODE=offline``, in files for
+``wandb sync``.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,15 @@ class WandB:
     """Sends settings as the config, the numbers of each round as its history, and the summary."""
 
     def ready(self) -> None:
-        """Raises ConfigError where the extra is not installed, or nobody is logged in and runs are to be sent."""
+        """Raises ConfigError where the extra is not installed, or nobody is logged in and runs are
+        to be sent.
+        """
         wandb = _wandb()
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise ConfigError("Weights & Biases knows no account here: run `wandb login`, or set WANDB_MODE=offline")
+            raise ConfigError(
+                "Weights & Biases knows no account here: run `wandb login`, or set "
+                "WANDB_MODE=offline"
+            )
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
         """Begin a run, or go on with the one of the memo."""
@@ -54,4 +61,6 @@ def _wandb() -> Any:
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
-        raise ConfigError("Weights & Biases is not installed; get it with: pip install 'fedstill[wandb]'") from error
+        raise ConfigError(
+            "Weights & Biases is not installed; get it with: pip install 'fedstill[wandb]'"
+        ) from error

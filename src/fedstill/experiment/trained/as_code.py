@@ -1,4 +1,6 @@
-"""A network as lines of Python that need torch alone: what ``torch.export`` traced, with the weights by name."""
+"""A network as lines of Python that need torch alone: what ``torch.export`` traced, with the
+weights by name.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def as_code(network: nn.Module, example: Tensor) -> tuple[str, dict[str, Tensor]]:
-    """The lines of a function of ``weights`` and ``examples`` that gives ``(logits,)``, and its weights by name.
+    """The lines of a function of ``weights`` and ``examples`` that gives ``(logits,)``, and its
+    weights by name.
 
-    example: two normalised examples (2, …). Raises ConfigError for a network that cannot be traced, or
-    whose trace is more than calls of torch's own functions.
+    example: two normalised examples (2, …). Raises ConfigError for a network that cannot be traced,
+    or whose trace is more than calls of torch's own functions.
     """
     program = exported(network, example)
     tensors = {**program.state_dict, **program.constants}
@@ -41,7 +44,9 @@ def as_code(network: nn.Module, example: Tensor) -> tuple[str, dict[str, Tensor]
 
 
 def _calls(program: ExportedProgram) -> Iterator[str]:
-    """The traced calls, one a line, on the device of the examples; without those that only check."""
+    """The traced calls, one a line, on the device of the examples; without those that only
+    check.
+    """
     code = program.graph_module.graph.python_code("self")
     _, _, body = code.src.partition("def forward(")
     for line in map(str.strip, body.splitlines()[1:]):
@@ -52,4 +57,6 @@ def _calls(program: ExportedProgram) -> Iterator[str]:
 
 
 def _refused(why: str) -> ConfigError:
-    return ConfigError(f"the network cannot be written down as plain code: {why}; export it as ONNX or with --pt2")
+    return ConfigError(
+        f"the network cannot be written down as plain code: {why}; export it as ONNX or with --pt2"
+    )

@@ -1,4 +1,6 @@
-"""A trained model as a program that needs no fedstill, of ``torch.export`` or ONNX; it is tried before it is kept."""
+"""A trained model as a program that needs no fedstill, of ``torch.export`` or ONNX; it is tried
+before it is kept.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,27 @@ NEAR = 1e-3
 
 
 def exported(network: nn.Module, example: Tensor) -> ExportedProgram:
-    """A network traced by ``torch.export`` with a batch of any size; raises ConfigError if it cannot be traced."""
+    """A network traced by ``torch.export`` with a batch of any size; raises ConfigError if it
+    cannot be traced.
+    """
     if any(isinstance(m, OnlyCalled) for m in network.modules()):
         raise ConfigError(
-            "this method's predictors() gives a function, whose weights nobody can see; to export its model, "
+            "this method's predictors() gives a function, whose weights nobody can see; to export "
+            "its model, "
             "let it give a torch.nn.Module, or an object with as_module()"
         )
     try:
         with quiet():
-            return torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},), strict=False)
+            return torch.export.export(
+                network, (example,), dynamic_shapes=({0: Dim("batch")},), strict=False
+            )
     except Exception as error:
         raise ConfigError(f"torch.export cannot trace the network: {on_one_line(error)}") from error
 
 
 def write_program(model: TrainedModel, path: Path) -> float:
-    """Write a model as a program of ``torch.export``, which ``torch.export.load`` reads; how far its logits are off.
+    """Write a model as a program of ``torch.export``, which ``torch.export.load`` reads; how far
+    its logits are off.
 
     Raises ConfigError over a file that is no such program.
     """
@@ -58,29 +66,40 @@ def write_program(model: TrainedModel, path: Path) -> float:
 
 
 def write_onnx(model: TrainedModel, path: Path) -> float | None:
-    """Write a model as ONNX: ``images`` in, as the model takes them, ``logits`` out, a batch of any size.
+    """Write a model as ONNX: ``images`` in, as the model takes them, ``logits`` out, a batch of any
+    size.
 
     What is no image goes in as ``values``.
 
-    The names of the classes, as JSON, and what was trained on what stand in its metadata. Gives how far its logits are
-    off in onnxruntime; None if that is not installed. Raises ConfigError without onnx and onnxscript, and over a file
-    that is no ONNX model.
+    The names of the classes, as JSON, and what was trained on what stand in its metadata. Gives how
+    far its logits are off in onnxruntime; None if that is not installed. Raises ConfigError without
+    onnx and onnxscript, and over a file that is no ONNX model.
     """
     refuse_other_kind(path, ONNX)
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"ONNX needs packages that are not here: pip install 'fedstill[onnx]' ({error})") from error
+        raise ConfigError(
+            f"ONNX needs packages that are not here: pip install 'fedstill[onnx]' ({error})"
+        ) from error
     program = exported(model, model.noise(2))
     try:
         with quiet():
             made: Any = torch.onnx.export(
-                program, dynamo=True, input_names=[_name_of(model)], output_names=["logits"], verbose=False
+                program,
+                dynamo=True,
+                input_names=[_name_of(model)],
+                output_names=["logits"],
+                verbose=False,
             )
     except Exception as error:
-        raise ConfigError(f"torch.onnx cannot translate the network: {on_one_line(error)}") from error
-    data = _described(made.model_proto, {"classes": model.classes, **_made_of(model), **model.about})
+        raise ConfigError(
+            f"torch.onnx cannot translate the network: {on_one_line(error)}"
+        ) from error
+    data = _described(
+        made.model_proto, {"classes": model.classes, **_made_of(model), **model.about}
+    )
     away = _in_onnxruntime(model, data)
     make_folder(path.absolute().parent)
     write_over(path, data, ONNX)
@@ -115,12 +134,15 @@ def furthest(model: TrainedModel, other: Any) -> float:
         finite = ours.isfinite()
         if theirs.shape != ours.shape or not torch.equal(finite, theirs.isfinite()):
             raise FedstillError(
-                f"the exported program gives other logits on {count} {model.inputs.many} of noise; it is not kept"
+                f"the exported program gives other logits on {count} {model.inputs.many} of noise; "
+                "it is not kept"
             )
         scale = max(1.0, float(ours[finite].abs().max()) if bool(finite.any()) else 1.0)
         away = max([away, *((ours - theirs)[finite].abs() / scale).tolist()])
     if away > NEAR:
-        raise FedstillError(f"the exported program's logits are off by {away:.1e} of the largest; it is not kept")
+        raise FedstillError(
+            f"the exported program's logits are off by {away:.1e} of the largest; it is not kept"
+        )
     return away
 
 
@@ -130,7 +152,9 @@ def _in_onnxruntime(model: TrainedModel, data: bytes) -> float | None:
     except ImportError:
         return None
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    return furthest(model, lambda noise: session.run(["logits"], {_name_of(model): noise.numpy()})[0])
+    return furthest(
+        model, lambda noise: session.run(["logits"], {_name_of(model): noise.numpy()})[0]
+    )
 
 
 def _name_of(model: TrainedModel) -> str:
@@ -138,7 +162,9 @@ def _name_of(model: TrainedModel) -> str:
 
 
 def _made_of(model: TrainedModel) -> dict[str, Any]:
-    """What an example is made of, where it is no image: for whoever makes examples without fedstill."""
+    """What an example is made of, where it is no image: for whoever makes examples without
+    fedstill.
+    """
     return {} if model.inputs.kind == "image" else {"inputs": model.made_of}
 
 

@@ -1,4 +1,6 @@
-"""The model that a run trained: from its last checkpoint, with what the run stored of its data; no data are read."""
+"""The model that a run trained: from its last checkpoint, with what the run stored of its data; no
+data are read.
+"""
 
 from __future__ import annotations
 
@@ -47,19 +49,23 @@ Versions = Mapping[int, tuple[str, str]]
 """Which file, with which SHA-256, holds what a client remembers."""
 
 
-def load_model(run: Result | Path | str, client: int | str | None = None, data: Dataset | None = None) -> TrainedModel:
-    """The model that a run trained, with its normalisation or standardisation inside, in evaluation mode.
+def load_model(
+    run: Result | Path | str, client: int | str | None = None, data: Dataset | None = None
+) -> TrainedModel:
+    """The model that a run trained, with its normalisation or standardisation inside, in evaluation
+    mode.
 
-    run: a result, or the run's directory; of a run that was stopped, the model of its last checkpoint. client: of a
-    method that answers with a model for each client, whose; of one that groups clients, which, "cluster 1", as its
-    predictors are named; else left out. data: the run's data set, for a run that an
-    earlier version began and did not write down what normalises the images.
-    Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On the run's test set, in
-    batches of 100, it has the accuracy that the run printed. Where each client standardised its own columns, it takes
-    raw numbers with ``client``, and without it numbers that are standardised. With ``data.features_of`` it takes what
-    the backbone took, which is inside. The data are not read. Raises ConfigError
-    for a directory without models, for a pack, for a client without a model, and where a client must be named;
-    CorruptFile for a file that is damaged.
+    run: a result, or the run's directory; of a run that was stopped, the model of its last
+    checkpoint. client: of a method that answers with a model for each client, whose; of one that
+    groups clients, which, "cluster 1", as its predictors are named; else left out. data: the run's
+    data set, for a run that an earlier version began and did not write down what normalises the
+    images. Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On
+    the run's test set, in batches of 100, it has the accuracy that the run printed. Where each
+    client standardised its own columns, it takes raw numbers with ``client``, and without it
+    numbers that are standardised. With ``data.features_of`` it takes what the backbone took, which
+    is inside. The data are not read. Raises ConfigError for a directory without models, for a pack,
+    for a client without a model, and where a client must be named; CorruptFile for a file that is
+    damaged.
     """
     folder = run.directory if isinstance(run, Result) else named_path(run)
     _refuse_pack(folder)
@@ -68,10 +74,13 @@ def load_model(run: Result | Path | str, client: int | str | None = None, data: 
     start = journals.read_journal(folder / "journal.jsonl")[:1]
     if not start:
         raise ConfigError(
-            f"{folder} has no model yet: it stopped before it began; `fedstill resume {in_shell(folder)}`"
+            f"{folder} has no model yet: it stopped before it began; `fedstill resume "
+            f"{in_shell(folder)}`"
         )
     _warn_of_changes(settings, start[0])
-    inputs = inputs_of(folder, settings, start[0], data, client if isinstance(client, int) else None)
+    inputs = inputs_of(
+        folder, settings, start[0], data, client if isinstance(client, int) else None
+    )
     world = _world(settings, start[0], inputs)
     state, versions = _last(folder)
     name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
@@ -87,16 +96,23 @@ def load_model(run: Result | Path | str, client: int | str | None = None, data: 
     network = network_of(predict)
     if settings.data.features_of is not None:
         inputs, body = _backbone(folder, settings, start[0])
-        about["network"] = f"{about['network']} on the features of {settings.data.features_of['name']}"
+        about["network"] = (
+            f"{about['network']} on the features of {settings.data.features_of['name']}"
+        )
         network = nn.Sequential(body, network)
     made = (network, start[0]["classes"], inputs.shape, inputs.mean, inputs.std, about)
     return TrainedModel(*made, inputs.type, inputs.about)
 
 
-def _backbone(folder: Path, settings: Settings, start: Mapping[str, Any]) -> tuple[StoredInputs, nn.Module]:
+def _backbone(
+    folder: Path, settings: Settings, start: Mapping[str, Any]
+) -> tuple[StoredInputs, nn.Module]:
     """What the backbone of ``data.features_of`` takes, and its body."""
     if "backbone_inputs" not in start:
-        raise ConfigError(f"{folder} was begun by a version that did not store what its backbone takes; run it again")
+        raise ConfigError(
+            f"{folder} was begun by a version that did not store what its backbone takes; run it "
+            "again"
+        )
     inputs = stored_inputs(folder, start["backbone_inputs"])
     given = (inputs.shape, len(start["classes"]), inputs.about.vocabulary, start["features_of"])
     return inputs, body_of(settings.data.features_of or {}, *given)
@@ -116,22 +132,35 @@ class _Trained:
 def _refuse_pack(folder: Path) -> None:
     packed = folder.name.endswith(SUFFIX) or (not folder.exists() and readable(folder).is_dir())
     if packed:
-        raise ConfigError(f"{folder} is packed, and a pack keeps what runs measured, not their models; run it again")
+        raise ConfigError(
+            f"{folder} is packed, and a pack keeps what runs measured, not their models; run it "
+            "again"
+        )
 
 
 def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -> RunWorld:
-    made = world_of(settings, inputs.shape, len(start["classes"]), settings.data.public, inputs.about.vocabulary)
+    made = world_of(
+        settings, inputs.shape, len(start["classes"]), settings.data.public, inputs.about.vocabulary
+    )
     if settings.train_only:  # what stays as it is, is in that file alone
         made = started(settings, made)
-    return replace(made, queries={int(c): tuple(asked) for c, asked in start.get("queries", {}).items()})
+    return replace(
+        made, queries={int(c): tuple(asked) for c, asked in start.get("queries", {}).items()}
+    )
 
 
 def _last(folder: Path) -> tuple[State, Versions]:
-    """The state of the last checkpoint; without one, the final model. Raises ConfigError if there is neither."""
-    restored = Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes())).latest()
+    """The state of the last checkpoint; without one, the final model. Raises ConfigError if there
+    is neither.
+    """
+    restored = Checkpoints(
+        folder / "checkpoints", digest((folder / "config.toml").read_bytes())
+    ).latest()
     if restored is not None:
         if restored.state.round == 1 and restored.state.stage == 0:
-            raise ConfigError(f"{folder} has trained nothing yet; go on with: fedstill resume {in_shell(folder)}")
+            raise ConfigError(
+                f"{folder} has trained nothing yet; go on with: fedstill resume {in_shell(folder)}"
+            )
         return restored.state, restored.memory
     path = folder / FINAL
     if not path.is_file():
@@ -139,7 +168,9 @@ def _last(folder: Path) -> tuple[State, Versions]:
         todo = f"go on: fedstill resume {in_shell(folder)}"
         if done:
             todo = f"train it again: fedstill run {in_shell(folder / 'config.toml')}"
-        raise ConfigError(f"{folder} holds no model, neither in checkpoints/ nor in {FINAL}; {todo}")
+        raise ConfigError(
+            f"{folder} holds no model, neither in checkpoints/ nor in {FINAL}; {todo}"
+        )
     try:
         return State(safetensors.torch.load(read_final(path))), {}
     except (SafetensorError, OSError, ValueError) as error:
@@ -151,7 +182,9 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
     method, world = run.settings.method, run.world
     name = run.settings.named.method.name
     if isinstance(client, int) and not 0 <= client < world.clients:
-        raise ConfigError(f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other")
+        raise ConfigError(
+            f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other"
+        )
     with part(method, "predictors", f"after the last checkpoint of {run.folder}"):
         # Where clients have models of their own, the server's may be one that nobody trained.
         learned = not method.personal or not same_bits(run.state.params, world.initial(SERVER))
@@ -161,11 +194,16 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
         if not everybody:
             who = f"name one from 0 to {world.clients - 1}, e.g. client = 0 (--client 0)"
             groups = "".join(f", or client = {n!r}" for n in named if not n.startswith("client "))
-            raise ConfigError(f"{name} trains a model for each client and none for all; {who}{groups}")
+            raise ConfigError(
+                f"{name} trains a model for each client and none for all; {who}{groups}"
+            )
         return everybody, named[everybody]
     if isinstance(client, str):
         if client not in named:
-            raise ConfigError(f"client = {client!r} is none of {name}'s models: {', '.join(named) or 'it has none'}")
+            raise ConfigError(
+                f"client = {client!r} is none of {name}'s models: "
+                f"{', '.join(named) or 'it has none'}"
+            )
         return client, named[client]
     if f"client {client}" in named:
         return f"client {client}", named[f"client {client}"]
@@ -174,7 +212,9 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
     own = answered(run.state).get(client, fitted(run.state).get(client))
     own = own or _remembered(run, client).get("params")
     if own is None:
-        raise ConfigError(f"client {client} has no model of its own in {run.folder}: it has not trained one")
+        raise ConfigError(
+            f"client {client} has no model of its own in {run.folder}: it has not trained one"
+        )
     after = [s for s in run.settings.topology(world.rounds, world) if s.name in method.personal]
     spec = world.model(client)
     answer = frozen(method.work(after[-1]).answer(own, spec) if after else own, spec)
@@ -192,15 +232,26 @@ def _remembered(run: _Trained, client: int) -> Payload:
         identity = digest(file.readline())[:16]
     desk = Desk(run.folder / "sites", identity, client)
     if not desk.place.is_dir():
-        raise ConfigError(f"the model of client {client} is at its site: this machine does not have it")
+        raise ConfigError(
+            f"the model of client {client} is at its site: this machine does not have it"
+        )
     return desk.remembered(version)
 
 
 def _networks(predict: Callable[[Tensor], Tensor]) -> str:
     """The networks that a predictor consists of, in words."""
-    each = [predict] if isinstance(predict, Predictor) else predict.each if isinstance(predict, Joined) else []
+    each = (
+        [predict]
+        if isinstance(predict, Predictor)
+        else predict.each
+        if isinstance(predict, Joined)
+        else []
+    )
     kinds = Counter(str(one.spec) for one in each)
-    return ", ".join(f"{count} x {kind}" if len(each) > 1 else kind for kind, count in kinds.items()) or "unknown"
+    return (
+        ", ".join(f"{count} x {kind}" if len(each) > 1 else kind for kind, count in kinds.items())
+        or "unknown"
+    )
 
 
 def _counted(start: Mapping[str, Any]) -> dict[str, int]:
@@ -244,4 +295,6 @@ def _warn_of_changes(settings: Settings, start: Mapping[str, Any]) -> None:
     noted = start.get("sources", {})
     for path, sha in sources(settings).items():
         if noted.get(path, sha) != sha:
-            log.warning("%s has changed since the run began; the model may compute something else", path)
+            log.warning(
+                "%s has changed since the run began; the model may compute something else", path
+            )

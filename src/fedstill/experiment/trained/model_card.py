@@ -1,4 +1,6 @@
-"""A model card: what was trained on what, how good it is at each class and what it has forgotten, and how to use it."""
+"""A model card: what was trained on what, how good it is at each class and what it has forgotten,
+and how to use it.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,17 @@ TASKS = {
 FILES = {
     "model.safetensors": "the weights",
     "config.json": "classes, what goes in, normalisation, and what was trained on what",
-    "model.py": "loads them with torch and safetensors alone; `python model.py` checks what a machine computes",
+    "model.py": "loads them with torch and safetensors alone; `python model.py` checks what a "
+    "machine computes",
     "check.safetensors": "examples of noise and their logits, for that check",
 }
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measured of a model on its test set, last: ``class_accuracy`` (C,), and (rounds, C) of all rounds."""
+    """What a run measured of a model on its test set, last: ``class_accuracy`` (C,), and (rounds,
+    C) of all rounds.
+    """
 
     round: int
     accuracy: float
@@ -56,17 +61,30 @@ class Measured:
 def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured | None:
     """What a journal says of a model on the test set, by class; None if it was not measured."""
     name, stages = about["model"], about.get("own_after", ())
-    each = {e["round"]: of for e in events if e["event"] == "round" if (of := _of(e, name)) is not None}
+    each = {
+        e["round"]: of for e in events if e["event"] == "round" if (of := _of(e, name)) is not None
+    }
     if not each and name.startswith("client "):
-        own = [e for e in events if e["event"] == "client" and f"client {e['client']}" == name and e["name"] in stages]
+        own = [
+            e
+            for e in events
+            if e["event"] == "client" and f"client {e['client']}" == name and e["name"] in stages
+        ]
         totals = events[0].get("test_counts", ())
         each = {
-            e["round"]: _counted(e["correct_by_class"], totals) for e in own if "correct_by_class" in e and any(totals)
+            e["round"]: _counted(e["correct_by_class"], totals)
+            for e in own
+            if "correct_by_class" in e and any(totals)
         }
     if not each:
         return None
     round, last = list(each.items())[-1]  # of several stages in a round, the last
-    return Measured(round, last["accuracy"], last["class_accuracy"], [of["class_accuracy"] for of in each.values()])
+    return Measured(
+        round,
+        last["accuracy"],
+        last["class_accuracy"],
+        [of["class_accuracy"] for of in each.values()],
+    )
 
 
 def _of(event: Event, name: str) -> Mapping[str, Any] | None:
@@ -80,7 +98,9 @@ def _counted(right: Sequence[int], totals: Sequence[int]) -> dict[str, Any]:
 
 
 def model_card(model: TrainedModel, measured: Measured | None) -> str:
-    """The text of README.md, with the head that the Hugging Face hub reads; the licence is for the user to state."""
+    """The text of README.md, with the head that the Hugging Face hub reads; the licence is for the
+    user to state.
+    """
     about = model.about
     head = "\n".join(
         [
@@ -95,7 +115,8 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
     parts = [
         head,
         f"# {about['method']} on {about['dataset']}, seed {about['seed']}",
-        f"A classifier of {model.inputs.many}, with {len(model.classes)} classes, trained by federated learning with "
+        f"A classifier of {model.inputs.many}, with {len(model.classes)} classes, trained by "
+        "federated learning with "
         f"fedstill, over {about['clients']} clients whose data differ.",
         _table(["", ""], [*_facts(model).items()]),
         "## Accuracy and forgetting",
@@ -104,7 +125,8 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
         USE.format(many=_word(model), inputs=_inputs(model)),
         *_limits(model),
         "## Licence",
-        "Not stated yet. Whoever shares this model states it here, after checking what the data allow.",
+        "Not stated yet. Whoever shares this model states it here, after checking what the data "
+        "allow.",
         "## Files",
         _table(["file", "what it is"], [(f"`{name}`", what) for name, what in FILES.items()]),
     ]
@@ -114,10 +136,14 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
 def _facts(model: TrainedModel) -> dict[str, str]:
     about = model.about
     numbers = sum(p.numel() for p in model.network.parameters())
-    of = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}.get(about["model"])
+    of = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}.get(
+        about["model"]
+    )
     what = of or f"the own model of {about['model']}"
     done = "" if about["finished"] else ", unfinished"
-    data = about["dataset"] + _count(about, "train_examples", f"training {model.inputs.many_or_examples}")
+    data = about["dataset"] + _count(
+        about, "train_examples", f"training {model.inputs.many_or_examples}"
+    )
     versions = [f"{k} {about[k]}" for k in ("fedstill", "torch", "numpy", "python") if k in about]
     return {
         "what": f"{what}, after round {about['round']} of {about['rounds']}{done}",
@@ -125,7 +151,8 @@ def _facts(model: TrainedModel) -> dict[str, str]:
         "input": _inputs(model),
         "output": f"logits (N, {len(model.classes)})",
         "method": f"{_with_fields(about, 'method')}{_summary(about['method'])}",
-        "data": f"{data}, split by {_with_fields(about, 'partition')} over {about['clients']} clients",
+        "data": f"{data}, split by {_with_fields(about, 'partition')} over {about['clients']} "
+        "clients",
         "schedule": f"{_with_fields(about, 'topology')}; {about['rounds']} rounds",
         "seed": str(about["seed"]),
         "versions": ", ".join(versions),
@@ -143,10 +170,18 @@ def _word(model: TrainedModel) -> str:
 def _inputs(model: TrainedModel) -> str:
     shape = f"(N, {', '.join(map(str, model.input_shape))})"
     if model.inputs.kind == "text":
-        how = f"made by {model.made_of['tokenizer']}" if model.inputs.tokenizer else "as in the run's data"
+        how = (
+            f"made by {model.made_of['tokenizer']}"
+            if model.inputs.tokenizer
+            else "as in the run's data"
+        )
         return f"{shape}, token ids from 0 (padding) to {model.inputs.vocabulary - 1}, {how}"
     if model.inputs.kind != "image":
-        inside = "; they are standardised inside, and NaN (missing) is the mean" if len(model.mean) else ""
+        inside = (
+            "; they are standardised inside, and NaN (missing) is the mean"
+            if len(model.mean)
+            else ""
+        )
         return f"{shape}, {model.inputs.many}, numbers as in the run's data{inside}"
     if model.pixels != "uint8":
         return f"{shape}, floats as in the run's data"
@@ -154,7 +189,9 @@ def _inputs(model: TrainedModel) -> str:
 
 
 def _with_fields(about: Mapping[str, Any], kind: str) -> str:
-    fields = ", ".join(f"{k} = {v}" for k, v in about[f"{kind}_fields"].items() if v not in (None, "", []))
+    fields = ", ".join(
+        f"{k} = {v}" for k, v in about[f"{kind}_fields"].items() if v not in (None, "", [])
+    )
     return f"{about[kind]} ({fields})" if fields else str(about[kind])
 
 
@@ -168,18 +205,34 @@ def _summary(method: str) -> str:
 def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
     if measured is None:
         return ["The run did not measure this model by class on its test set."]
-    lost = forgetting_by_class([[np.nan if v is None else v for v in row] for row in measured.history])
+    lost = forgetting_by_class(
+        [[np.nan if v is None else v for v in row] for row in measured.history]
+    )
     each = zip(model.classes, measured.class_accuracy, lost.tolist(), strict=True)
     if len(measured.history) == 1:
-        said = f"On the run's test set, after its only round: accuracy {_percent(measured.accuracy)}."
-        return [said, _table(["class", "accuracy"], [(name, _percent(now)) for name, now, _ in each])]
-    rows = [(name, _percent(now), _percent(gone + (now or 0)), _percent(gone)) for name, now, gone in each]
-    later = "" if measured.round == model.about["round"] else " The model has been trained further since."
+        said = (
+            f"On the run's test set, after its only round: accuracy {_percent(measured.accuracy)}."
+        )
+        return [
+            said,
+            _table(["class", "accuracy"], [(name, _percent(now)) for name, now, _ in each]),
+        ]
+    rows = [
+        (name, _percent(now), _percent(gone + (now or 0)), _percent(gone))
+        for name, now, gone in each
+    ]
+    later = (
+        ""
+        if measured.round == model.about["round"]
+        else " The model has been trained further since."
+    )
     mean = _percent(float(np.nanmean(lost)) if not np.isnan(lost).all() else None)
     tested = _count(model.about, "test_examples", model.inputs.many_or_examples)
     return [
-        f"On the run's test set{tested}, after round {measured.round}: accuracy {_percent(measured.accuracy)}, "
-        f"forgetting {mean}. Forgetting is how far a class is below its best earlier round, and the mean over the "
+        f"On the run's test set{tested}, after round {measured.round}: accuracy "
+        f"{_percent(measured.accuracy)}, "
+        f"forgetting {mean}. Forgetting is how far a class is below its best earlier round, and "
+        "the mean over the "
         f"classes.{later}",
         _table(["class", "accuracy", "best earlier round", "forgotten"], rows),
     ]
@@ -188,13 +241,18 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
 def _limits(model: TrainedModel) -> list[str]:
     lines = ["It knows these classes only: whatever goes in, the answer is one of them."]
     if of_the_batch(model.network):
-        lines.append("Its normalisation uses the statistics of the batch; the accuracy above is for batches of 100.")
+        lines.append(
+            "Its normalisation uses the statistics of the batch; the accuracy above is for batches "
+            "of 100."
+        )
     return ["## Limits", *lines]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in lines)
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in lines
+    )
 
 
 def _percent(share: float | None) -> str:

@@ -1,4 +1,6 @@
-"""A trained model as people use it: examples as they are go in, logits come out; the normalisation is inside."""
+"""A trained model as people use it: examples as they are go in, logits come out; the normalisation
+is inside.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,24 @@ from fedstill.models.joined import module_of
 from fedstill.origin import of_kind
 
 SLACK = 0.5
-"""How far beyond 0 and 1 floats may be: enlarging a picture overshoots a little, other scales are far off."""
+"""How far beyond 0 and 1 floats may be: enlarging a picture overshoots a little, other scales are
+far off.
+"""
 
 
 class TrainedModel(nn.Module):
     """A network with its normalisation inside, in evaluation mode. Gives logits (N, C).
 
-    Of images (N, channels, height, width), uint8 from 0 to 255 as a data set holds them, or floats from 0 to 1, the
-    same divided by 255. A run whose images are floats takes those as they are. Of a table, vectors or series: numbers
-    as the data have them, (N, features) in the order of ``inputs.features``, names as columns of 0 and 1; they are
-    standardised inside, and NaN, a value that is missing, becomes the mean. Of texts: token ids (N, length).
-    ``encode`` makes these of rows and texts.
-    ``classes``: the names of the C classes; ``input_shape``: of one example; ``network``: the network alone, for what
-    is normalised already; ``mean``, ``std``: buffers, a number a channel or column; ``inputs``: what an example is
-    made of; ``about``: what was trained on what (method, data, seed, round, versions). Raises ConfigError for examples
-    of another shape, type or scale.
+    Of images (N, channels, height, width), uint8 from 0 to 255 as a data set holds them, or floats
+    from 0 to 1, the same divided by 255. A run whose images are floats takes those as they are. Of
+    a table, vectors or series: numbers as the data have them, (N, features) in the order of
+    ``inputs.features``, names as columns of 0 and 1; they are standardised inside, and NaN, a value
+    that is missing, becomes the mean. Of texts: token ids (N, length). ``encode`` makes these of
+    rows and texts.
+    ``classes``: the names of the C classes; ``input_shape``: of one example; ``network``: the
+    network alone, for what is normalised already; ``mean``, ``std``: buffers, a number a channel or
+    column; ``inputs``: what an example is made of; ``about``: what was trained on what (method,
+    data, seed, round, versions). Raises ConfigError for examples of another shape, type or scale.
     """
 
     def __init__(
@@ -67,9 +72,15 @@ class TrainedModel(nn.Module):
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """What an example is made of, without what is not so: kind, features, columns, names, tokenizer, ids."""
+        """What an example is made of, without what is not so: kind, features, columns, names,
+        tokenizer, ids.
+        """
         known = {k: v for k, v in asdict(self.inputs).items() if k not in ("owners", "notes") and v}
-        return {**known, "tokenizer": Path(self.inputs.tokenizer).name} if self.inputs.tokenizer else known
+        return (
+            {**known, "tokenizer": Path(self.inputs.tokenizer).name}
+            if self.inputs.tokenizer
+            else known
+        )
 
     def forward(self, examples: Tensor) -> Tensor:
         """Logits (N, C) of examples, a tensor or an array of NumPy's."""
@@ -79,11 +90,13 @@ class TrainedModel(nn.Module):
         return self.network(channels_last(self.normalised(examples)))  # type: ignore[no-any-return]
 
     def encode(self, given: Any) -> Tensor:
-        """Examples as the model takes them: of a data frame or a list of dicts (a table), or of a list of texts.
+        """Examples as the model takes them: of a data frame or a list of dicts (a table), or of a
+        list of texts.
 
-        A table has the run's columns, others are left out, and its names become columns of 0 and 1 as in the run;
-        texts become token ids as in the run. Raises ConfigError for other kinds, or where the run's data were tensors;
-        DataError for a column that lacks, or a value that the run did not know.
+        A table has the run's columns, others are left out, and its names become columns of 0 and 1
+        as in the run; texts become token ids as in the run. Raises ConfigError for other kinds, or
+        where the run's data were tensors; DataError for a column that lacks, or a value that the
+        run did not know.
         """
         return as_taken(self.inputs, given, self.input_shape[-1])
 
@@ -109,7 +122,9 @@ class TrainedModel(nn.Module):
         if plain:
             return noise
         spread = self.std.cpu()
-        return (noise * spread.masked_fill(spread >= NO_SPREAD, 0.0) + self.mean.cpu()).to(torch.float32)
+        return (noise * spread.masked_fill(spread >= NO_SPREAD, 0.0) + self.mean.cpu()).to(
+            torch.float32
+        )
 
     def _standardised(self, examples: Tensor) -> Tensor:
         if not examples.is_floating_point():
@@ -125,9 +140,17 @@ class TrainedModel(nn.Module):
         if isinstance(examples, np.ndarray):
             with contextlib.suppress(TypeError):  # of texts or objects
                 return torch.from_numpy(np.array(examples)).to(self.mean.device)
-        rows = "; encode makes one of rows and texts" if self.inputs.kind in ("table", "text") else ""
-        kind = f"an array of {examples.dtype}" if isinstance(examples, np.ndarray) else of_kind(examples)
-        raise ConfigError(f"{self.inputs.many} are {kind}; give a tensor, or an array of numbers{rows}")
+        rows = (
+            "; encode makes one of rows and texts" if self.inputs.kind in ("table", "text") else ""
+        )
+        kind = (
+            f"an array of {examples.dtype}"
+            if isinstance(examples, np.ndarray)
+            else of_kind(examples)
+        )
+        raise ConfigError(
+            f"{self.inputs.many} are {kind}; give a tensor, or an array of numbers{rows}"
+        )
 
     def _check(self, examples: Tensor) -> None:
         many = self.inputs.many
@@ -135,32 +158,45 @@ class TrainedModel(nn.Module):
             shape = ", ".join(map(str, self.input_shape))
             one = "image" if many == "images" else "example"
             raise ConfigError(
-                f"{many} must be (N, {shape}), not {tuple(examples.shape)}; of one {one}, give {one}[None]"
+                f"{many} must be (N, {shape}), not {tuple(examples.shape)}; of one {one}, give "
+                f"{one}[None]"
             )
         whole, kind = examples.dtype == torch.uint8, examples.dtype
         if self.inputs.vocabulary:
             if examples.is_floating_point() or examples.dtype == torch.bool:
-                raise ConfigError(f"texts are {kind}; give token ids, whole numbers, as encode(texts) makes them")
+                raise ConfigError(
+                    f"texts are {kind}; give token ids, whole numbers, as encode(texts) makes them"
+                )
             self._check_range(examples)
             return
         if not (examples.is_floating_point() or (whole and self.pixels == "uint8")):
-            wanted = "uint8, or floats from 0 to 1" if self.pixels == "uint8" else "floats, as in the run's data"
+            wanted = (
+                "uint8, or floats from 0 to 1"
+                if self.pixels == "uint8"
+                else "floats, as in the run's data"
+            )
             raise ConfigError(f"{many} are {kind}; give {wanted}")
         if self.pixels == "uint8" and not whole and examples.numel():
             low, high = (float(end) for end in examples.detach().aminmax())
             if not -SLACK <= low <= high <= 1 + SLACK:
                 raise ConfigError(
-                    f"float images must be from 0 to 1, and these are from {low:.3g} to {high:.3g}; "
-                    "give pixels as they are, uint8, or divided by 255: the model normalises them itself"
+                    f"float images must be from 0 to 1, and these are from {low:.3g} to "
+                    f"{high:.3g}; "
+                    "give pixels as they are, uint8, or divided by 255: the model normalises them "
+                    "itself"
                 )
 
     def _check_range(self, ids: Tensor) -> None:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.inputs.vocabulary:
-            raise ConfigError(f"token ids must be from 0 to {self.inputs.vocabulary - 1}, 0 for padding")
+            raise ConfigError(
+                f"token ids must be from 0 to {self.inputs.vocabulary - 1}, 0 for padding"
+            )
 
 
 class OnlyCalled(nn.Module):
-    """A predictor of a method that gives a function and no module: it can be called, not exported."""
+    """A predictor of a method that gives a function and no module: it can be called, not
+    exported.
+    """
 
     def __init__(self, predict: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -172,6 +208,8 @@ class OnlyCalled(nn.Module):
 
 
 def network_of(predict: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A predictor as a module: with its weights if it shows them, else one that can only be called."""
+    """A predictor as a module: with its weights if it shows them, else one that can only be
+    called.
+    """
     made = module_of(predict)
     return OnlyCalled(predict) if made is None else made

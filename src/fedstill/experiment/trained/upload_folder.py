@@ -1,4 +1,6 @@
-"""A folder to share: weights, what they are of, a model card, and a script that needs torch and safetensors alone."""
+"""A folder to share: weights, what they are of, a model card, and a script that needs torch and
+safetensors alone.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ LINES = "    raise NotImplementedError  # an export has the network's own lines 
 
 
 def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
-    """Write a model to a new folder that can be uploaded as it is; how far its script's logits are off.
+    """Write a model to a new folder that can be uploaded as it is; how far its script's logits are
+    off.
 
-    run: the run's directory, for what it measured. Raises ConfigError for a folder that holds something, or a network
-    that cannot be written down.
+    run: the run's directory, for what it measured. Raises ConfigError for a folder that holds
+    something, or a network that cannot be written down.
     """
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigError(f"{place} is there already; name a new folder")
@@ -54,7 +57,9 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
         "model.py": _script(lines).encode(),
     }
     make_folder(place.absolute().parent)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.absolute().parent) as aside:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{place.name}.", dir=place.absolute().parent
+    ) as aside:
         made = Path(aside) / "made"
         make_folder(made)
         for name, data in files.items():
@@ -82,5 +87,6 @@ def _loaded(folder: Path, like: torch.Tensor) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the network cannot be written down as plain code: {on_one_line(error)}; export it as ONNX or with --pt2"
+            f"the network cannot be written down as plain code: {on_one_line(error)}; export it as "
+            "ONNX or with --pt2"
         ) from error

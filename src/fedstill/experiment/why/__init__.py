@@ -1,1 +1,3 @@
-"""Why the model forgot: which moment, who contributed, and what would have been without a client."""
+"""Why the model forgot: which moment, who contributed, and what would have been without a
+client.
+"""

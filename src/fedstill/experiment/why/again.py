@@ -1,4 +1,6 @@
-"""Rounds of a run gone through again, in memory: all draws are keyed, so they come out as they did, or without one."""
+"""Rounds of a run gone through again, in memory: all draws are keyed, so they come out as they did,
+or without one.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class TakenUp:
         if self.restored is None:
             return 1
         state, settings = self.restored.state, self.prepared.settings
-        return state.round + (state.stage >= len(settings.topology(state.round, self.prepared.world)))
+        return state.round + (
+            state.stage >= len(settings.topology(state.round, self.prepared.world))
+        )
 
     def memory(self) -> Memory:
         """What clients remembered then, in this process."""
@@ -62,16 +66,24 @@ class TakenUp:
 
 
 def taken_up(folder: Path, before: int, data: Dataset | None = None) -> TakenUp:
-    """A run with its last checkpoint at or before a round. Raises ConfigError for real sites or secure sums."""
+    """A run with its last checkpoint at or before a round. Raises ConfigError for real sites or
+    secure sums.
+    """
     settings = settings_of(folder)
     if settings.on_sites:
-        raise ConfigError(f"{folder} was trained on real sites, whose rounds cannot be gone through again here")
+        raise ConfigError(
+            f"{folder} was trained on real sites, whose rounds cannot be gone through again here"
+        )
     if settings.privacy.secure_sum:
-        raise ConfigError(f"{folder} has secure sums: its server knew no single client's part in a round")
+        raise ConfigError(
+            f"{folder} has secure sums: its server knew no single client's part in a round"
+        )
     config = digest((folder / "config.toml").read_bytes())
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").before(before)
     engine = "auto" if settings.engine == "flower" else settings.engine
-    prepared = prepare(replace(settings, engine=engine), data, begun_split(folder), begun_sums(folder, settings))
+    prepared = prepare(
+        replace(settings, engine=engine), data, begun_split(folder), begun_sums(folder, settings)
+    )
     return TakenUp(folder, prepared, restored)
 
 
@@ -111,14 +123,27 @@ class _Looking:
         state: State,
     ) -> None:
         """Look at a stage that is done (``watch.Watch``)."""
-        if self.measure is not None and self.room is not None and stage.round == self.round and self.before:
+        if (
+            self.measure is not None
+            and self.room is not None
+            and stage.round == self.round
+            and self.before
+        ):
             ends = stage.index == self.last
             happened = Happened(stage, replies, downs, self.before, state, ends, False)
             room = replace(self.room, world=as_asked(self.room.world, state))
             told = looked("contributions", self.measure, happened, room)
             if told is not None:
                 where = {"round": stage.round, "stage": stage.index, "name": stage.name}
-                self.seen.append({"event": "measure", "measure": "contributions", **where, **told, "seconds": 0.0})
+                self.seen.append(
+                    {
+                        "event": "measure",
+                        "measure": "contributions",
+                        **where,
+                        **told,
+                        "seconds": 0.0,
+                    }
+                )
         self.before = state
 
     def failed(self, *_: object) -> None:
@@ -126,28 +151,42 @@ class _Looking:
 
 
 def refuse_many(kept: TakenUp, round: int) -> None:
-    """Raise ConfigError if a stage that makes the global model has more clients than all coalitions are asked of."""
+    """Raise ConfigError if a stage that makes the global model has more clients than all coalitions
+    are asked of.
+    """
     settings, world = kept.prepared.settings, kept.prepared.world
-    stages = [s for s in settings.topology(round, world) if not s.hop and s.name not in settings.method.personal]
+    stages = [
+        s
+        for s in settings.topology(round, world)
+        if not s.hop and s.name not in settings.method.personal
+    ]
     if (many := max((len(s.clients) for s in stages), default=0)) > MOST_EXACT:
         raise ConfigError(
-            f"--exact: round {round} has {many} clients, and all coalitions of at most {MOST_EXACT} are asked; "
+            f"--exact: round {round} has {many} clients, and all coalitions of at most "
+            f"{MOST_EXACT} are asked; "
             "leave it out"
         )
 
 
-def looked_at(kept: TakenUp, round: int, measure: Measure, again: OnAgain) -> list[dict[str, object]]:
-    """What a measure sees in a round, after the rounds since the checkpoint have been gone through again.
+def looked_at(
+    kept: TakenUp, round: int, measure: Measure, again: OnAgain
+) -> list[dict[str, object]]:
+    """What a measure sees in a round, after the rounds since the checkpoint have been gone through
+    again.
 
     Raises ConfigError for a run without a common test set.
     """
     memory = kept.memory()
     room = kept.prepared.room(None, memory)
     if room is None:
-        raise ConfigError(f"{kept.folder} has no common test set, and contributions are measured on one")
+        raise ConfigError(
+            f"{kept.folder} has no common test set, and contributions are measured on one"
+        )
     looking = _Looking(measure, round, room)
     with closing(kept.prepared.engine(memory)) as made:
-        engine = replace(made, measures=ClientMeasures({"contributions": measure}, frozenset({round})), kept=None)
+        engine = replace(
+            made, measures=ClientMeasures({"contributions": measure}, frozenset({round})), kept=None
+        )
         _through(kept, engine, round, looking, again)
     return looking.seen
 
@@ -155,7 +194,8 @@ def looked_at(kept: TakenUp, round: int, measure: Measure, again: OnAgain) -> li
 def accuracies(
     kept: TakenUp, first: int, last: int, without: Without | None, again: OnAgain
 ) -> dict[int, list[float | None]]:
-    """The global model's class accuracies (C,) after rounds ``first`` to ``last``, gone through again.
+    """The global model's class accuracies (C,) after rounds ``first`` to ``last``, gone through
+    again.
 
     Raises ConfigError for a method without a global model, or a run without a common test set.
     """
@@ -165,28 +205,38 @@ def accuracies(
         round = state.round - 1
         if round >= first:
             named = evaluated_answers(kept.prepared.settings.method, state, kept.prepared.world)
-            known[round] = evaluated(named, kept.prepared.sites, kept.prepared.world.classes)["class_accuracy"]
+            known[round] = evaluated(named, kept.prepared.sites, kept.prepared.world.classes)[
+                "class_accuracy"
+            ]
 
     with closing(kept.prepared.engine(kept.memory(), measured=False)) as engine:
-        _through(kept, replace(engine, kept=None), last, _Looking(None, 0, None), again, without, after)
+        _through(
+            kept, replace(engine, kept=None), last, _Looking(None, 0, None), again, without, after
+        )
     if not any(a is not None for row in known.values() for a in row):
         raise ConfigError(f"{kept.folder} has no global model on a common test set to compare")
     return known
 
 
 def as_in_company(engine: SerialEngine) -> SerialEngine:
-    """The engine that gives a client that acts alone the threads, and so the bits, that it has beside others."""
+    """The engine that gives a client that acts alone the threads, and so the bits, that it has
+    beside others.
+    """
     return replace(engine, threads=(engine.threads[0], engine.threads[0]))
 
 
 def _is_left_alone(before: Sequence[Stage], after: Sequence[Stage]) -> bool:
     """Whether a client acts alone now that acted beside others."""
-    least = [min((len(s.clients) for s in stages if not s.hop), default=0) for stages in (before, after)]
+    least = [
+        min((len(s.clients) for s in stages if not s.hop), default=0) for stages in (before, after)
+    ]
     return least[1] == 1 < least[0]
 
 
 def gone_to(kept: TakenUp, engine: SerialEngine, round: int, again: OnAgain) -> State:
-    """The state before a round, after the rounds since the checkpoint have been gone through again."""
+    """The state before a round, after the rounds since the checkpoint have been gone through
+    again.
+    """
     return _through(kept, engine, round - 1, _Looking(None, 0, None), again)
 
 

@@ -1,4 +1,6 @@
-"""How far who was drawn explains a round: the same round, from the same state, with other clients drawn by key."""
+"""How far who was drawn explains a round: the same round, from the same state, with other clients
+drawn by key.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ TRIES = 20
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's clients, what they have of each class in it (C,), and the global model's class accuracies (C,).
+    """A round's clients, what they have of each class in it (C,), and the global model's class
+    accuracies (C,).
 
     An accuracy is None where the class has no test examples.
     """
@@ -33,13 +36,18 @@ class Cohort:
 
 
 def round_of_others(
-    kept: TakenUp, round: int, count: int, again: OnAgain, done: Callable[[int], None] = lambda number: None
+    kept: TakenUp,
+    round: int,
+    count: int,
+    again: OnAgain,
+    done: Callable[[int], None] = lambda number: None,
 ) -> list[Cohort]:
     """The cohort of a round as it was, then ``count`` others, each from the state before the round.
 
-    They are drawn as the topology draws, by other keys, so all are different; clients that are in several train in each
-    as they did, for their draws are keyed by themselves. ``done`` is called after each with its number, from 0.
-    Raises ConfigError where no other clients can be drawn, or there is no global model on a common test set.
+    They are drawn as the topology draws, by other keys, so all are different; clients that are in
+    several train in each as they did, for their draws are keyed by themselves. ``done`` is called
+    after each with its number, from 0. Raises ConfigError where no other clients can be drawn, or
+    there is no global model on a common test set.
     """
     settings, world = kept.prepared.settings, kept.prepared.world
     drawn, counts = _drawn(kept, round, count), kept.prepared.sites.all_counts(round)
@@ -50,11 +58,15 @@ def round_of_others(
         cohorts = []
         for number, stages in enumerate(drawn):
             own = with_hostile(replace(engine, memory=memory.in_process()), settings)
-            after = run_round(settings.method, state, stages, world, own, Unwatched(), settings.rules)
+            after = run_round(
+                settings.method, state, stages, world, own, Unwatched(), settings.rules
+            )
             named = evaluated_answers(settings.method, after, world)
             accuracy = evaluated(named, kept.prepared.sites, world.classes)["class_accuracy"]
             clients = _clients(stages)
-            cohorts.append(Cohort(clients, tuple(counts[list(clients)].sum(0).tolist()), tuple(accuracy)))
+            cohorts.append(
+                Cohort(clients, tuple(counts[list(clients)].sum(0).tolist()), tuple(accuracy))
+            )
             done(number)
     if all(a is None for a in cohorts[0].after):
         raise ConfigError(f"{kept.folder} has no global model on a common test set to compare")
@@ -62,7 +74,9 @@ def round_of_others(
 
 
 def _drawn(kept: TakenUp, round: int, count: int) -> list[list[Stage]]:
-    """The round's stages as they were, and ``count`` times with other clients. Raises ConfigError if there are none."""
+    """The round's stages as they were, and ``count`` times with other clients. Raises ConfigError
+    if there are none.
+    """
     settings, world = kept.prepared.settings, kept.prepared.world
     own = list(settings.topology(round, world))
     different = {_everybody(own): own}
@@ -73,7 +87,9 @@ def _drawn(kept: TakenUp, round: int, count: int) -> list[list[Stage]]:
         if len(different) > count:
             return list(different.values())
     said = "every client acts in it" if len(different) == 1 else f"there are {len(different) - 1}"
-    raise ConfigError(f"round {round} cannot be gone through with {count} other draws of clients: {said}")
+    raise ConfigError(
+        f"round {round} cannot be gone through with {count} other draws of clients: {said}"
+    )
 
 
 def _everybody(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:

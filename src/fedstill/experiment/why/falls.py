@@ -1,4 +1,6 @@
-"""Moments at which a class fell, and what is known of one: of what the change consists, and who contributed."""
+"""Moments at which a class fell, and what is known of one: of what the change consists, and who
+contributed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from fedstill.files import write_whole
 from fedstill.fitting import FIT
 
 BESIDE = "why.jsonl"
-"""What `fedstill why` found out later, beside the journal: one event of the measure ``contributions`` a line."""
+"""What `fedstill why` found out later, beside the journal: one event of the measure
+``contributions`` a line.
+"""
 
 Look = dict[str, Any]
 """An event of the measure ``contributions``: one stage of one round."""
@@ -38,11 +42,17 @@ class Moment:
 
 
 def all_falls(events: Sequence[Mapping[str, Any]]) -> list[Moment]:
-    """Every class in every round of a journal, where it was measured, from the deepest fall on; round 1 comes last.
+    """Every class in every round of a journal, where it was measured, from the deepest fall on;
+    round 1 comes last.
 
-    Before round 1 the model is untrained, and mostly answers with one class: what that one loses was never learned.
+    Before round 1 the model is untrained, and mostly answers with one class: what that one loses
+    was never learned.
     """
-    rows = [(e.get("round", 0), e["class_accuracy"]) for e in events if e["event"] in ("initial", "round")]
+    rows = [
+        (e.get("round", 0), e["class_accuracy"])
+        for e in events
+        if e["event"] in ("initial", "round")
+    ]
     every = [
         Moment(round, c, was, is_)
         for (_, before), (round, now) in pairwise(rows)
@@ -53,25 +63,40 @@ def all_falls(events: Sequence[Mapping[str, Any]]) -> list[Moment]:
 
 
 def the_moment(folder: Path, of: int | None, round: int | None) -> Moment:
-    """The deepest fall of a run, or of a class, or in a round. Raises ConfigError where there is none."""
+    """The deepest fall of a run, or of a class, or in a round. Raises ConfigError where there is
+    none.
+    """
     every = all_falls(journals.read_journal(folder / "journal.jsonl"))
     if not every:
-        peers = "; what a client learned from its peers: --client 0" if FIT in settings_of(folder).plans else ""
-        raise ConfigError(f"{folder} has no round in which a global model's classes were measured{peers}")
+        peers = (
+            "; what a client learned from its peers: --client 0"
+            if FIT in settings_of(folder).plans
+            else ""
+        )
+        raise ConfigError(
+            f"{folder} has no round in which a global model's classes were measured{peers}"
+        )
     fitting = [m for m in every if of in (None, m.of) and round in (None, m.round)]
     if not fitting:
         last = max(m.round for m in every)
-        raise ConfigError(f"{folder} has measured no such class and round; it has rounds 1 to {last}")
+        raise ConfigError(
+            f"{folder} has measured no such class and round; it has rounds 1 to {last}"
+        )
     return fitting[0]
 
 
 def looks_of(folder: Path, measures: Sequence[Look] = ()) -> list[Look]:
-    """All looks of the measure in a run: its journal's, and those that were added later, which count for more."""
+    """All looks of the measure in a run: its journal's, and those that were added later, which
+    count for more.
+    """
     own = measures or journals.read_journal(folder / "journal.jsonl")
     known = [e for e in own if e.get("measure") == "contributions"]
     added = _added(folder)
     later = {look["round"] for look in added}
-    return sorted([*(e for e in known if e["round"] not in later), *added], key=lambda e: (e["round"], e["stage"]))
+    return sorted(
+        [*(e for e in known if e["round"] not in later), *added],
+        key=lambda e: (e["round"], e["stage"]),
+    )
 
 
 def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
@@ -88,14 +113,17 @@ def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
 
 
 def of_one_model(looks: Sequence[Look]) -> list[Look]:
-    """Looks that show one change: the global model's where any does, else of each round those at the same clients.
+    """Looks that show one change: the global model's where any does, else of each round those at
+    the same clients.
 
-    looks: a run's, or a round's, in the order of their stages. Left out are stages in which clients train models of
-    their own beside the global one.
+    looks: a run's, or a round's, in the order of their stages. Left out are stages in which clients
+    train models of their own beside the global one.
     """
     clients: dict[int, list[int]] = {}
     return [look for look in looks if look.get("model") != "own"] or [
-        look for look in looks if look["clients"] == clients.setdefault(look["round"], look["clients"])
+        look
+        for look in looks
+        if look["clients"] == clients.setdefault(look["round"], look["clients"])
     ]
 
 
@@ -120,12 +148,14 @@ def _added(folder: Path) -> list[Look]:
 class Told:
     """What is known of a class's change in a round.
 
-    ``parts``: how far each part of the round moved it, by name, in order; they sum to the change on the examples that
-    were looked at. ``clients``: each client's contribution in soft accuracy, with what it may be off by (``error``).
+    ``parts``: how far each part of the round moved it, by name, in order; they sum to the change on
+    the examples that were looked at. ``clients``: each client's contribution in soft accuracy, with
+    what it may be off by (``error``).
     ``nobody``: what the server changes in it when all clients are idle, by momentum for example.
-    ``game``, ``rule``: how they were divided; empty where nobody was asked. ``drawn``: the class's share of the data of
-    the round's clients over its share of what all clients have then; None where that is not known. ``had``: in a run
-    with tasks, the task that each client was in, its examples of the class in it, and all of them.
+    ``game``, ``rule``: how they were divided; empty where nobody was asked. ``drawn``: the class's
+    share of the data of the round's clients over its share of what all clients have then; None
+    where that is not known. ``had``: in a run with tasks, the task that each client was in, its
+    examples of the class in it, and all of them.
     """
 
     moment: Moment
@@ -140,7 +170,9 @@ class Told:
 
 
 def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
-    """What looks at a round's stages say of a class; None where there are none, or none asked about this class."""
+    """What looks at a round's stages say of a class; None where there are none, or none asked about
+    this class.
+    """
     own = [look for look in of_one_model(looks) if look["round"] == moment.round]
     if not own:
         return None
@@ -165,8 +197,20 @@ def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
     had = {
         client: (task, counts[moment.of], sum(counts))
         for look in divided
-        for client, task, counts in zip(look["clients"], look.get("tasks", ()), look.get("had", ()), strict=False)
+        for client, task, counts in zip(
+            look["clients"], look.get("tasks", ()), look.get("had", ()), strict=False
+        )
     }
     first: Look = divided[0] if divided else {}
     shares = drawn[0] if drawn else None
-    return Told(moment, parts, clients, error, first.get("game", ""), first.get("rule", ""), shares, had, nobody)
+    return Told(
+        moment,
+        parts,
+        clients,
+        error,
+        first.get("game", ""),
+        first.get("rule", ""),
+        shares,
+        had,
+        nobody,
+    )

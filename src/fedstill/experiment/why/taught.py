@@ -1,4 +1,6 @@
-"""What a client learned from its peers: by phase, and by teacher, its exchange gone through again with some of them."""
+"""What a client learned from its peers: by phase, and by teacher, its exchange gone through again
+with some of them.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,21 @@ from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
 
 FEW = 4
-"""Teachers up to which all coalitions are asked (16 exchanges); more are asked at two ends (2m + 2)."""
+"""Teachers up to which all coalitions are asked (16 exchanges); more are asked at two ends (2m +
+2).
+"""
 
 
 @dataclass(frozen=True)
 class Taught:
-    """What an exchange did to a client's model, in class accuracy on the common test set; each tensor is (C,) float64.
+    """What an exchange did to a client's model, in class accuracy on the common test set; each
+    tensor is (C,) float64.
 
-    ``before``: its model from the stage ``fit``. ``parts``: the change by phase; they sum to the whole change.
-    ``alone``: what the same phases do without any teacher. ``teachers``: each teacher's contribution; with ``alone``
-    they sum to the change, within ``gap``. ``own``: the client's examples by class. ``rule``: how it was divided, as in
-    ``report/why_said.py``.
+    ``before``: its model from the stage ``fit``. ``parts``: the change by phase; they sum to the
+    whole change.
+    ``alone``: what the same phases do without any teacher. ``teachers``: each teacher's
+    contribution; with ``alone`` they sum to the change, within ``gap``. ``own``: the client's
+    examples by class. ``rule``: how it was divided, as in ``report/why_said.py``.
     """
 
     client: int
@@ -69,8 +75,14 @@ class _Exchange(Unwatched):
         """Keep the state after a stage (``watch.Watch``)."""
         self.after[stage.name] = state
         if stage.name != FIT and self.client in downs:
-            said = [r.metrics.get("report", {}).get("teachers") for r in replies if r.client == self.client]
-            used = said[0] if said and said[0] is not None else list(downs[self.client].many("peer"))
+            said = [
+                r.metrics.get("report", {}).get("teachers")
+                for r in replies
+                if r.client == self.client
+            ]
+            used = (
+                said[0] if said and said[0] is not None else list(downs[self.client].many("peer"))
+            )
             self.teachers = self.teachers or sorted(map(int, used))
 
 
@@ -86,32 +98,48 @@ class _Lesson:
     def through(self, state: State) -> _Exchange:
         """The rest of a round's stages, in which nobody asks but the client."""
         settings, seen = self.kept.prepared.settings, _Exchange(self.client)
-        own = [s if s.name == FIT or SERVER in s.clients else replace(s, clients=(self.client,)) for s in self.stages]
+        own = [
+            s if s.name == FIT or SERVER in s.clients else replace(s, clients=(self.client,))
+            for s in self.stages
+        ]
         engine = replace(as_in_company(self.engine), memory=self.engine.memory.in_process())
         acts = with_hostile(engine, settings)
         run_round(settings.method, state, own, self.kept.prepared.world, acts, seen, settings.rules)
         return seen
 
     def with_some(self, fit: State, teachers: Sequence[int]) -> Tensor:
-        """What the client knows (C,) after the exchange, given the state after the stage ``fit``, with these alone."""
+        """What the client knows (C,) after the exchange, given the state after the stage ``fit``,
+        with these alone.
+        """
         there = {self.client, *teachers}
-        others = (f"{kind}.{c}" for c in fitted(fit) if c not in there for kind in ("model", "size"))
-        return _known(self.kept, self.client, list(self.through(fit.without(*others)).after.values())[-1])
+        others = (
+            f"{kind}.{c}" for c in fitted(fit) if c not in there for kind in ("model", "size")
+        )
+        return _known(
+            self.kept, self.client, list(self.through(fit.without(*others)).after.values())[-1]
+        )
 
 
 def taught_by_peers(
-    kept: TakenUp, client: int, round: int, again: OnAgain, exchanges: Callable[[int], None] = lambda count: None
+    kept: TakenUp,
+    client: int,
+    round: int,
+    again: OnAgain,
+    exchanges: Callable[[int], None] = lambda count: None,
 ) -> Taught:
     """A client's exchange with its peers in a round, by phase and by teacher.
 
-    The phases sum to the change. Teachers are the players of a game: what some of them are worth is what the client
-    knows after the exchange with these alone; all coalitions are asked of at most ``FEW``, two ends of more.
-    ``exchanges`` is told how often the client's exchange will be gone through.
-    Raises ConfigError for a method without such an exchange, a client that had no teacher, or no common test set.
+    The phases sum to the change. Teachers are the players of a game: what some of them are worth is
+    what the client knows after the exchange with these alone; all coalitions are asked of at most
+    ``FEW``, two ends of more. ``exchanges`` is told how often the client's exchange will be gone
+    through. Raises ConfigError for a method without such an exchange, a client that had no teacher,
+    or no common test set.
     """
     stages = list(kept.prepared.settings.topology(round, kept.prepared.world))
     if stages[0].name != FIT or len(stages) == 1 or kept.prepared.sites.common_test is None:
-        raise ConfigError(f"{kept.folder} has no exchange between clients that is measured on a common test set")
+        raise ConfigError(
+            f"{kept.folder} has no exchange between clients that is measured on a common test set"
+        )
     with closing(kept.prepared.engine(kept.memory(), measured=False)) as engine:
         lesson = _Lesson(kept, client, engine, stages)
         state = gone_to(kept, engine, round, again)
@@ -119,7 +147,10 @@ def taught_by_peers(
         whole = lesson.through(state)
         fit, players = whole.after[FIT], len(whole.teachers)
         if not players:
-            raise ConfigError(f"client {client} learned from nobody in round {round}: it asked for nothing, or in vain")
+            raise ConfigError(
+                f"client {client} learned from nobody in round {round}: it asked for nothing, or "
+                "in vain"
+            )
         few = players <= FEW
         exchanges(2**players if few else 2 * players + 2)
         divided = (exact if few else two_ends)(
@@ -141,7 +172,9 @@ def taught_by_peers(
 
 
 def _known(kept: TakenUp, client: int, state: State) -> Tensor:
-    """Class accuracies (C,) float64 of a client's model, or of what it answers with; NaN without test examples."""
+    """Class accuracies (C,) float64 of a client's model, or of what it answers with; NaN without
+    test examples.
+    """
     test, world = kept.prepared.sites.common_test, as_asked(kept.prepared.world, state)
     assert test is not None
     predict = kept.prepared.settings.method.predictors(state, world).get(f"client {client}")
