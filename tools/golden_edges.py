@@ -131,15 +131,14 @@ def chain_begin(self: Any, payload: Any, memory: Any, view: Any, world: Any) -> 
     return training_start(payload.params, trace=trace, constants={"visits": visits})
 
 
-def chain_after_step(
-    self: Any, before: Any, gradients: Any, after: Any, trace: Any, start: Any
-) -> Any:
+def chain_after_step(self: Any, before: Any, gradients: Any, after: Any, *rest: Any) -> Any:
     """Adds each step's work to the trace."""
+    trace = rest[0]
     moved = {k: (gradients[k] * (after[k] - before[k])).abs() for k in gradients}
     return after, {k: trace[k] + moved[k] if k in moved else trace[k] for k in trace}
 
 
-def chain_end(self: Any, params: Any, start: Any, result: Any, view: Any, world: Any) -> Any:
+def chain_end(self: Any, params: Any, start: Any, result: Any, *rest: Any) -> Any:
     """The model, the trace and the number of visits."""
     visits = start["visits"] + 1
     content = fedstill.Payload(params=params, trace=result.trace, visits=visits)
@@ -161,8 +160,9 @@ def idle_payload(self: Any, state: Any, client: int, stage: Any, world: Any) -> 
 # ----------------------------------------------------------------------------
 
 
-def failing_end(self: Any, params: Any, start: Any, result: Any, view: Any, world: Any) -> Any:
+def failing_end(self: Any, params: Any, start: Any, result: Any, *rest: Any) -> Any:
     """Client 1 raises an error, client 2 sends numbers that are not finite, client 3 too many."""
+    view = rest[0]
     if view.client == 1:
         raise RuntimeError("this client fails")
     if view.client == 2:

@@ -121,7 +121,8 @@ def _permutations(
     """Each epoch's order of n examples; of none there are no epochs."""
     if n == 0:
         return
-    for _ in range(
-        plan.epochs if not plan.steps else -(-plan.steps // plan.batches_per_epoch(n, joined))
-    ):
+    epochs = plan.epochs
+    if plan.steps:
+        epochs = -(-plan.steps // plan.batches_per_epoch(n, joined))
+    for _ in range(epochs):
         yield torch.randperm(n, generator=order) if plan.shuffle else torch.arange(n)

@@ -127,15 +127,17 @@ def _is_stackable(begun: Begun, how: How) -> bool:
     """Whether a client trains the site's network on examples, in batches as ``Timetable`` has
     them.
     """
-    carry, view = begun.carry, begun.view
+    carry = begun.carry
     if trains_its_own(carry) or not carry.params:
         return False
-    of_site = len(stage_examples(view, how.stage))
-    chosen = of_site if carry.only is None else len(carry.only)
-    further = 0 if carry.more is None else len(carry.more)
-    return bool(of_site or further) and not joins_last_example(
-        view.model, how.plan, chosen + further
-    )
+    stored = len(stage_examples(begun.view, how.stage))
+    size = stored
+    if carry.only is not None:
+        size = len(carry.only)
+    if carry.more is not None:
+        stored += len(carry.more)
+        size += len(carry.more)
+    return stored > 0 and not joins_last_example(begun.view.model, how.plan, size)
 
 
 @dataclass
