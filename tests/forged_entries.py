@@ -14,8 +14,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.errors import CorruptFile
-from fedstill.experiment.ranking.checking import checked_entry
-from fedstill.experiment.ranking.derived import following
+from fedstill.experiment.ranking.checking import checked_entry, summary_from
 from fedstill.experiment.ranking.entries import Entered, entries_below, read_entry
 from fedstill.files import digest
 
@@ -30,7 +29,7 @@ def refusals(folder: Path) -> list[str]:
         entry = read_entry(folder)
     except CorruptFile as error:
         return [str(error)]
-    return [f"{line.what}: {line.wrong}" for line in checked_entry(entry) if not line.good]
+    return [f"{one.check}: {one.problem}" for one in checked_entry(entry) if one.problem]
 
 
 def told(entry: Entered, change: Callable[[dict[str, Any]], object]) -> None:
@@ -39,6 +38,11 @@ def told(entry: Entered, change: Callable[[dict[str, Any]], object]) -> None:
     tree = tomllib.loads(path.read_text())
     change(tree)
     path.write_text(tomli_w.dumps(tree))
+
+
+def made_on(entry: Entered, processor: str) -> None:
+    """Say that an entry was made on a processor."""
+    told(entry, lambda tree: tree["made"].update(processor=processor))
 
 
 def sealed(entry: Entered) -> None:
@@ -64,7 +68,7 @@ def forged(entry: Entered, change: Callable[[Events], Events | None]) -> None:
         path.write_text("".join(json.dumps(e, separators=(",", ":")) + "\n" for e in events))
         if (summary := path.with_name("summary.json")).is_file():
             summary.write_text(
-                json.dumps(json.loads(summary.read_text()) | following(events), indent=1)
+                json.dumps(json.loads(summary.read_text()) | summary_from(events), indent=1)
             )
     sealed(entry)
 
@@ -72,3 +76,51 @@ def forged(entry: Entered, change: Callable[[Events], Events | None]) -> None:
 def rounds(events: Events) -> Events:
     """The events of rounds."""
     return [e for e in events if e["event"] == "round"]
+
+
+def with_accuracy(events: Events, share: float, first: int = 1) -> None:
+    """Invent accuracies that rise to a share from a round on; classes, forgetting and consistency
+    agree with them.
+    """
+    counts = events[0]["test_counts"]
+    for event in rounds(events)[first - 1 :]:
+        correct = [round(share * count) for count in counts]
+        event["class_accuracy"] = [
+            right / count for right, count in zip(correct, counts, strict=True)
+        ]
+        event |= {"accuracy": sum(correct) / sum(counts), "forgetting": 0.0, "consistency": 0.99}
+
+
+def with_losses(events: Events, factor: float) -> None:
+    """Invent the losses of all clients: a share of what they were."""
+    for event in events:
+        if "loss" in event:
+            event["loss"] = {term: factor * value for term, value in event["loss"].items()}
+
+
+def invented(events: Events) -> None:
+    """Losses and accuracies of nobody's run: 91.2 %."""
+    with_losses(events, 0.5)
+    with_accuracy(events, 0.912)
+
+
+def with_outlier(events: Events) -> None:
+    """One client's loss in round 1 is far away, as an unstable client's may be."""
+    client = next(e for e in events if e["event"] == "client" and e["round"] == 1)
+    term = next(iter(client["loss"]))
+    client["loss"][term] += 0.5
+
+
+def invented_with_outlier(events: Events) -> None:
+    """All rounds are invented, and one loss of round 1 is far away."""
+    with_accuracy(events, 0.912)
+    with_outlier(events)
+
+
+def with_spread(events: Events) -> None:
+    """Accuracies from 81.2 to 100 %, by the first client of a run: the seeds' spread is forged
+    too.
+    """
+    first = next(e["client"] for e in events if e["event"] == "client")
+    with_accuracy(events, min(1.0, 0.812 + 0.06 * first))
+    with_outlier(events)

@@ -34,6 +34,11 @@ Which methods forget, and which learn? This page is made from the entries that s
 `fedstill rank page` writes the same as one HTML file, with pictures and tables to sort.
 [How to enter a method, and what is checked](enter_the_ranking.md).
 
+The column *replayed* says how one repeated run of each entry compared: *bits* (identical), *tolerance* (within what
+rounding changes on another processor), *outliers* (the same, but for single numbers), *disagrees*, or *not replayed*.
+A replay proves nothing about runs that were not repeated:
+[what a replay proves, and what not](enter_the_ranking.md#what-a-replay-proves).
+
 {MEANS}
 
 {HOW}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 
+import forged_entries
 import tiny_ranking
 from fedstill.cli import call
 from fedstill.errors import DataAbsent
 from fedstill.experiment.comparing.compare import Outcome
 from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.ranking import checking, suites, where
+from fedstill.experiment.ranking import replaying, suites, where
+from fedstill.experiment.ranking.entries import read_entry
 from fedstill.report import map_file, ranked, side_by_side
 
 FEW = """
@@ -164,14 +167,42 @@ def test_a_forged_entry_is_said_and_left_out(
     path.write_text(path.read_text().replace("epochs = 1", "epochs = 9"))
     capsys.readouterr()
     assert call(["rank", "check", str(forged.parent)]) == 1
-    assert (
-        "REFUSED  files are those of entry.toml: even/seed0/config.toml is not the file"
-        in capsys.readouterr().out
-    )
+    assert "even/seed0/config.toml is not the file that was entered" in capsys.readouterr().out
     assert call(["rank", "page", str(forged.parent), "--out", "page"]) == 1
-    assert "left out: fedntd: files are those of entry.toml" in capsys.readouterr().err
+    assert "left out: fedntd: " in capsys.readouterr().err
     rows = csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text()))
     assert {r["method"] for r in rows} == {"FedAvg"}
+
+
+def test_invented_entries_are_rejected_by_one_replayed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        call(["rank", "run", "digits", "--track", "space", "--methods", "fedntd", "--out", "out"])
+        == 0
+    )
+    honest = tmp_path / "out" / "entries" / "digits-space" / "fedntd"
+    for change in (
+        forged_entries.invented,
+        forged_entries.invented_with_outlier,
+        forged_entries.with_spread,
+    ):
+        entry = read_entry(Path(shutil.copytree(honest, tmp_path / change.__name__)))
+        forged_entries.forged(entry, change)
+        for processor in (entry.made["processor"], "AMD EPYC"):
+            forged_entries.made_on(entry, processor)
+            assert call(["rank", "check", str(entry.folder)]) == 0, "nothing is replayed"
+            capsys.readouterr()
+            assert (
+                call(["rank", "check", str(entry.folder), "--replay", "1", "--note", "levels"]) == 1
+            )
+            assert "replayed here: disagrees" in capsys.readouterr().out
+            assert ",disagrees," in (tmp_path / "levels" / "replayed.csv").read_text()
+    assert (
+        call(["rank", "check", str(honest), "--replay", "1", "--rounds", "1", "--note", "short"])
+        == 0
+    )
+    assert not (tmp_path / "short").exists(), "some rounds are no proof"
 
 
 def test_an_entry_whose_data_are_not_here_is_not_refused(
@@ -185,17 +216,14 @@ def test_an_entry_whose_data_are_not_here_is_not_refused(
     def absent(*_: object, **__: object) -> None:
         raise DataAbsent("dataset 'digits' is not here: FEDSTILL_DATA is not set")
 
-    monkeypatch.setattr(checking, "read_data", absent)
+    monkeypatch.setattr(replaying, "read_data", absent)
     capsys.readouterr()
     assert call(["rank", "check", "out/entries/digits-space/fedavg"]) == 0
-    assert (
-        "  not seen splits, tasks and clients of rounds are what is drawn here: dataset"
-        in capsys.readouterr().out
-    )
+    capsys.readouterr()
     assert call(["rank", "check", "out/entries/digits-space/fedavg", "--replay", "1"]) == 1
     said = capsys.readouterr().out
     assert "REFUSED" not in said
-    assert said.endswith("  not replayed here: its data are missing\n")
+    assert "  not replayed here: its data are missing: dataset 'digits'" in said
 
 
 def test_choose_prints_what_it_chose_and_keeps_it(

@@ -30,21 +30,23 @@ def rank_check(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Check entries: settings, completeness, digests, sums, the choice, and what is drawn here; run
-    nothing of them.
+    """Check entries: files, settings, fields, journals and summaries; with --replay, repeat some of
+    their runs.
 
-    Exit code 1 where one is not as it should be, or cannot be replayed as its data are not here.
-    With --replay the method's own file is executed, if it has one.
+    Exit code 1 if an entry is refused, or if its data are missing here, so that it cannot be
+    replayed. Without --replay nothing of an entry is executed, and an entry that was invented
+    consistently passes. With --replay the method's own file is executed, if it has one.
 
     Args:
         entries: At least one: folders of entries, or folders or packs with entries below them.
-        replay: Do so many of each entry's runs again, and say how near they come.
+        replay: Repeat so many of each entry's runs and compare every event. On the processor and
+            with the versions that the entry names, only identical bits pass.
         rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are
             done.
         draw: The number by which these runs are drawn. Unset, one by chance, which nobody who makes
             an entry knows; it is printed, and draws the same runs again.
-        note: Write the level that a replay reached to replayed.csv in this folder, which rank page
-            reads.
+        note: Write the level that a replay of whole runs reached to replayed.csv in this folder,
+            which rank page reads.
         suite: The file of a suite of yours, of which entries are. May be repeated.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.

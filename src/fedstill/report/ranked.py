@@ -51,8 +51,8 @@ def rows_below(
     """The rows of all entries in some folders by suite, the suites with newcomers' rows, and what
     was left out and why.
 
-    An entry is taken if what can be checked without a run is as it should be, but for what is drawn
-    here. Raises ConfigError for a folder without an entry.
+    An entry is taken if all checks that run nothing of it find no problem.
+    Raises ConfigError for a folder without an entry.
     """
     rows: dict[str, list[RankedRow]] = {}
     suites: dict[str, Suite] = {}
@@ -67,13 +67,9 @@ def rows_below(
         for place in places:
             try:
                 entry = read_entry(place)
-                wrong = [
-                    f"{line.what}: {line.wrong}"
-                    for line in checked_entry(entry, draws=False)
-                    if not line.good
-                ]
-                if wrong:
-                    raise CorruptFile(wrong[0])
+                for finding in checked_entry(entry):
+                    if finding.problem:
+                        raise CorruptFile(f"{finding.check}: {finding.problem}")
                 suite = suite_of(entry)
                 row = row_of(
                     entry, suite, levels.get((entry.suite, entry.row, entry.sha), NOT_REPLAYED)

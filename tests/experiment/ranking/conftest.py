@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import tiny_ranking
+from fedstill.experiment.comparing.compare import Outcome
+from fedstill.experiment.comparing.variants import Variant
+from fedstill.experiment.ranking.carried_out import Do
 from fedstill.experiment.ranking.competing import compete
 from fedstill.experiment.ranking.entries import Entered, read_entry
 from fedstill.experiment.ranking.suites import Suite
@@ -35,3 +38,30 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def entry(suite: Suite, made: Path, tmp_path: Path) -> Entered:
     """A copy of FedAvg's entry, to be changed."""
     return read_entry(Path(shutil.copytree(made / "fedavg", tmp_path / "fedavg")))
+
+
+@pytest.fixture
+def fedntd(suite: Suite, made: Path, tmp_path: Path) -> Entered:
+    """A copy of FedNTD's entry, to be changed."""
+    return read_entry(Path(shutil.copytree(made / "fedntd", tmp_path / "fedntd")))
+
+
+@pytest.fixture(scope="session")
+def do(tmp_path_factory: pytest.TempPathFactory) -> Do:
+    """Carries runs out, each once in all tests: a replay does not depend on the entry."""
+    store = tmp_path_factory.mktemp("replays")
+    known: dict[str, Path] = {}
+
+    def carried_out(runs: Sequence[Variant]) -> list[Outcome]:
+        for run in runs:
+            if run.settings.toml in known:
+                shutil.copytree(known[run.settings.toml], run.folder)
+        outcomes = tiny_ranking.do(runs)
+        for run in runs:
+            if run.settings.toml not in known:
+                known[run.settings.toml] = Path(
+                    shutil.copytree(run.folder, store / str(len(known)))
+                )
+        return outcomes
+
+    return carried_out

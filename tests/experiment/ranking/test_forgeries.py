@@ -1,5 +1,5 @@
-"""Entries forged in journals, summaries and digests alike: each is refused, or a replay says that
-it disagrees.
+"""Entries forged in journals, summaries and digests alike: a replay rejects them, and says what it
+cannot show.
 """
 
 from __future__ import annotations
@@ -13,87 +13,187 @@ from typing import Any
 
 import pytest
 
+import forged_entries
 import tiny_ranking
+from fedstill.experiment.ranking import replaying
+from fedstill.experiment.ranking.carried_out import Do
+from fedstill.experiment.ranking.competing import compete
 from fedstill.experiment.ranking.entries import Entered, read_entry
-from fedstill.experiment.ranking.nearness import Replayed, compared
-from fedstill.experiment.ranking.replaying import _like_a_seed, drawn_places, replayed
+from fedstill.experiment.ranking.replaying import drawn_places
 from fedstill.experiment.ranking.suites import Suite
-from forged_entries import Events, forged, refusals, rounds, sealed, shipped_copy, told
-
-NO_MODEL = [None] * 10
-NO_ANSWER = {"class_accuracy": NO_MODEL, "accuracy": None, "forgetting": None, "consistency": None}
-
-
-def last(events: Events, **values: Any) -> None:
-    rounds(events)[-1].update(values)
-
-
-def every(events: Events, kind: str, **values: Any) -> None:
-    for event in events:
-        if event["event"] == kind:
-            event.update(values)
-
-
-def everybody(events: Events) -> Events:
-    """All clients take part in each round."""
-    out: Events = []
-    for event in events:
-        if event["event"] == "client":
-            mine = event
-            continue
-        if event["event"] == "round":
-            out += [{**mine, "round": event["round"], "client": c} for c in range(4)]
-            event |= {key: 4 * mine[key] for key in ("bytes_up", "bytes_down")} | {"replies": 4}
-        out.append(event)
-    return out
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            lambda e: last(e, answers=[{"average_accuracy_before": 1.0, "average_accuracy": 1.0}]),
-            "answers to queries, but the run has no queries",
-        ),
-        (
-            lambda e: every(e, "round", class_accuracy=[1.0] * 90),
-            "accuracies of 90 classes, and there are 10",
-        ),
-        (
-            lambda e: every(e, "round", class_accuracy=[1.0] * 9 + [None]),
-            "accuracies of 9 classes, and 10 have test",
-        ),
-        (
-            lambda e: every(e, "round", class_accuracy=NO_MODEL),
-            "accuracies of 0 classes, and 10 have test examples",
-        ),
-        (
-            lambda e: every(e, "round", **NO_ANSWER, personal_class_accuracy=[1.0] * 10),
-            "personal_class_accuracy, which does not follow from its clients' events",
-        ),
-        (
-            lambda e: every(e, "round", personal_class_accuracy=[2.0] * 10),
-            "must be one number from 0 to 1 per class",
-        ),
-        (
-            lambda e: every(e, "round", personal_class_accuracy=[float("nan")] * 10),
-            "a number that is not finite",
-        ),
-        (lambda e: every(e, "round", bytes_down=0), "0 bytes down, and its clients' events have"),
-        (lambda e: every(e, "round", forgetting=-1.0), "forgetting = -1.0, and"),
-        (lambda e: every(e, "round", helped=1.0), "helped, which does not follow"),
-        (
-            lambda e: [x for x in e if x["event"] != "client" or x["round"] < 2],
-            "round 2: no client took part in it",
-        ),
-        (everybody, "in round 1 clients [0, 1, 2, 3] took part in stage 0, and here"),
-    ],
+from fedstill.report.checked_entries import check_one
+from forged_entries import (
+    Events,
+    forged,
+    made_on,
+    refusals,
+    rounds,
+    sealed,
+    shipped_copy,
+    told,
+    with_accuracy,
+    with_losses,
 )
-def test_what_a_score_is_taken_from_follows_from_the_rest(
-    change: Callable[[Events], Events | None], said: str, entry: Entered
+
+Forgery = Callable[[Entered, Path], None]
+
+
+@pytest.fixture(params=["this processor", "another processor"])
+def processor(request: pytest.FixtureRequest) -> str:
+    """Where an entry says that it was made: there bits are compared, and here tolerances."""
+    return str(request.param)
+
+
+def replay(entry: Entered, do: Do, processor: str) -> tuple[bool, str]:
+    """Whether one replayed run of an entry passes, and what is printed."""
+    if processor == "another processor":
+        made_on(entry, "AMD EPYC")
+    lines = list(check_one(entry.folder, do, replay=1, number=7))
+    return all(good for _, good in lines), "\n".join(text for text, _ in lines)
+
+
+def by_events(change: Callable[[Events], Events | None]) -> Forgery:
+    """A forgery of all runs that changes their events."""
+    return lambda entry, made: forged(entry, change)
+
+
+def scaled(events: Events) -> None:
+    for event in rounds(events):
+        better = [min(1.0, round(1.3 * share * 60) / 60) for share in event["class_accuracy"]]
+        event |= {"class_accuracy": better, "accuracy": min(1.0, 1.3 * event["accuracy"])}
+
+
+def only_the_last_round(events: Events) -> None:
+    with_accuracy(events, 0.912, first=2)
+
+
+def only_the_losses(events: Events) -> None:
+    with_losses(events, 0.9)
+
+
+def half_the_bytes(events: Events) -> None:
+    for event in events:
+        event.update({key: event[key] // 2 for key in ("bytes_up", "bytes_down") if key in event})
+
+
+def another_client(events: Events) -> None:
+    drawn = {e["client"] for e in events if e["event"] == "client" and e["round"] == 1}
+    client = next(e for e in events if e["event"] == "client" and e["round"] == 1)
+    client["client"] = next(number for number in range(4) if number not in drawn)
+
+
+def without_losses(events: Events) -> None:
+    for event in events:
+        event.pop("loss", None)
+
+
+def swapped_seeds(entry: Entered, made: Path) -> None:
+    """Each seed has the next one's run."""
+    for column in ("even", "uneven"):
+        for seed in range(5):
+            for name in ("journal.jsonl", "split.safetensors", "summary.json"):
+                shutil.copy(
+                    made / f"fedntd/{column}/seed{(seed + 1) % 5}/{name}",
+                    entry.folder / f"{column}/seed{seed}",
+                )
+    sealed(entry)
+
+
+def another_methods_journals(entry: Entered, made: Path) -> None:
+    for path in entry.folder.rglob("journal.jsonl"):
+        for name in ("journal.jsonl", "summary.json"):
+            shutil.copy(
+                made / "fedavg" / path.relative_to(entry.folder).with_name(name),
+                path.with_name(name),
+            )
+    sealed(entry)
+
+
+FORGERIES: dict[str, Forgery] = {
+    "losses and accuracies": by_events(forged_entries.invented),
+    "accuracies, and an outlier in round 1": by_events(forged_entries.invented_with_outlier),
+    "the spread over seeds": by_events(forged_entries.with_spread),
+    "a scaled curve": by_events(scaled),
+    "only the last round": by_events(only_the_last_round),
+    "only the losses": by_events(only_the_losses),
+    "no losses": by_events(without_losses),
+    "bytes": by_events(half_the_bytes),
+    "a client": by_events(another_client),
+    "swapped seeds": swapped_seeds,
+    "another method": another_methods_journals,
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_replay_rejects_what_was_invented_on_either_processor(
+    forgery: str, processor: str, fedntd: Entered, made: Path, do: Do
 ) -> None:
-    forged(entry, change)
-    assert any(said in wrong for wrong in refusals(entry.folder)), refusals(entry.folder)
+    """All checks that run nothing pass; one replayed run is enough."""
+    FORGERIES[forgery](fedntd, made)
+    assert refusals(fedntd.folder) == []
+    good, printed = replay(fedntd, do, processor)
+    assert not good
+    assert "disagrees" in printed
+
+
+def test_an_honest_entry_has_the_same_bits_and_the_rest_is_said_to_be_unproven(
+    fedntd: Entered, do: Do
+) -> None:
+    good, printed = replay(fedntd, do, "this processor")
+    assert good
+    assert "replayed here: bits" in printed
+    assert "the other 9 " in printed
+
+
+def rounded(events: Events) -> None:
+    for event in events:
+        if "loss" in event:
+            event["loss"] = {term: round(value, 6) for term, value in event["loss"].items()}
+
+
+def test_last_digits_are_rejected_where_an_entry_was_made_and_within_tolerance_elsewhere(
+    fedntd: Entered, do: Do
+) -> None:
+    forged(fedntd, rounded)
+    assert not replay(fedntd, do, "this processor")[0]
+    good, printed = replay(fedntd, do, "another processor")
+    assert good
+    assert "replayed here: tolerance" in printed
+
+
+def test_a_run_that_nobody_replays_may_be_invented_and_the_verdict_says_so(
+    fedntd: Entered, do: Do
+) -> None:
+    """The last round of a replay that is cut short, too."""
+    forged(fedntd, only_the_last_round)
+    lines = list(check_one(fedntd.folder, do, replay=1, rounds=1, number=7))
+    assert all(good for _, good in lines)
+    assert any("later rounds than 1 were not replayed" in text for text, _ in lines)
+    assert any("not replayed" in text for text, _ in check_one(fedntd.folder, do))
+
+
+def test_one_outlier_lowers_the_level_and_hides_no_other_number(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four clients in a round have eight losses of FedNTD: one of these may be an outlier."""
+    monkeypatch.setattr(
+        tiny_ranking, "TINY", tiny_ranking.TINY.replace("sampled = 2", "sampled = 4")
+    )
+    everybody = tiny_ranking.install(monkeypatch)
+    (entry,) = compete(everybody, ["FedNTD"], tmp_path, tiny_ranking.do)
+    forged(entry, forged_entries.with_outlier)
+    good, printed = replay(entry, tiny_ranking.do, "another processor")
+    assert good
+    assert "replayed here: outliers" in printed
+    forged(entry, only_the_last_round)
+    (verdict,) = replaying.replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do)
+    assert verdict.level == "disagrees"
+    assert any(line.startswith("round 2: accuracy is ") for line in verdict.problems)
+    assert any(line.startswith("the score: accuracy is ") for line in verdict.problems)
+
+
+def as_runs(folder: Path, place: str, count: int) -> Any:
+    return [SimpleNamespace(folder=folder / place, settings=SimpleNamespace(rounds=count))]
 
 
 def right_at_task_ends(events: Events) -> None:
@@ -103,62 +203,72 @@ def right_at_task_ends(events: Events) -> None:
             event["row"] = [1.0] * len(event["row"])
 
 
-def more_than_there_are(events: Events) -> None:
-    next(e for e in events if e["event"] == "task" and e["task"])["correct"][0][0] += 1000
-
-
-def nobodys(events: Events) -> None:
-    every([e for e in events if e["event"] != "task" or e["task"]], "task", clients={})
-
-
-def no_task_end(events: Events) -> Events:
-    return [e for e in events if e["event"] != "task" or e["task"] < 2]
+def better_answers(events: Events) -> None:
+    for answer in rounds(events)[-1]["answers"]:
+        answer |= {"average_accuracy": 1.0, "average_accuracy_before": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("name", "row", "place", "count", "change"),
     [
-        (right_at_task_ends, "the task's end after round"),
-        (more_than_there_are, "right answers of a class, more than there are"),
-        (no_task_end, "it has task ends after rounds [0, "),
-        (nobodys, "clients = {}, and"),
+        ("digits-time", "FedAvg", "10-permuted-tasks/seed0", 20, right_at_task_ends),
+        ("digits-peers", "local only", "three-classes/seed0", 1, better_answers),
     ],
 )
-def test_task_ends_follow_from_right_answers_and_their_rounds(
-    change: Callable[[Events], Events | None], said: str, tmp_path: Path
+def test_task_ends_and_answers_are_compared_too(
+    name: str, row: str, place: str, count: int, change: Callable[[Events], None], tmp_path: Path
 ) -> None:
-    entry = shipped_copy("digits-both", "FedAvg", tmp_path / "entry")
-    forged(entry, change)
-    assert any(said in wrong for wrong in refusals(entry.folder)), refusals(entry.folder)
-
-
-def test_task_ends_that_agree_with_themselves_disagree_in_a_replay(tmp_path: Path) -> None:
-    """On permuted pixels each task has a test set of its own, which no round's accuracy tells
-    of.
-    """
-    entry = shipped_copy("digits-time", "FedAvg", tmp_path / "entry")
-    honest, place = (
-        Path(shutil.copytree(entry.folder, tmp_path / "honest")),
-        "10-permuted-tasks/seed0",
+    """The entry that ships stands for the replay."""
+    entry = shipped_copy(name, row, tmp_path / "entry")
+    honest = Path(shutil.copytree(entry.folder, tmp_path / "honest"))
+    assert (
+        replaying._compared(entry, place, as_runs(honest, place, count), complete=True).level
+        == "tolerance"
     )
-    forged(entry, right_at_task_ends)
-    one = compared(place, entry.folder / place, honest / place)
-    assert one.level == "tolerance", "its first rounds are what they were, and it has not the bits"
-    run: Any = SimpleNamespace(folder=honest / place, settings=SimpleNamespace(rounds=20))
-    one = _like_a_seed(one, entry, ("10 permuted tasks", 0), run)
-    assert (one.level, "further apart than two seeds" in one.beyond) == ("disagrees", True)
+    forged(entry, change)
+    verdict = replaying._compared(entry, place, as_runs(honest, place, count), complete=True)
+    assert verdict.level == "disagrees"
+    assert any(line.startswith("the score: accuracy") for line in verdict.problems)
 
 
-def test_answers_to_queries_follow_from_what_clients_say_of_themselves(tmp_path: Path) -> None:
-    entry = shipped_copy("digits-peers", "local only", tmp_path / "entry")
-    assert refusals(entry.folder) == []
+def test_task_ends_in_another_order_have_other_bits(tmp_path: Path) -> None:
+    """Then the last row of the matrix would be that of an earlier, easier task."""
+    entry = shipped_copy("digits-time", "FedAvg", tmp_path / "entry")
+    honest = Path(shutil.copytree(entry.folder, tmp_path / "honest")) / "10-permuted-tasks/seed0"
+    run = entry.folder / "10-permuted-tasks/seed0"
+    assert replaying._same_bits(run, honest, complete=True)
+    forged(
+        entry,
+        lambda events: (
+            [e for e in events if e["event"] != "task"]
+            + [e for e in events if e["event"] == "task"]
+        ),
+    )
+    assert not replaying._same_bits(run, honest, complete=True)
 
-    def better(events: Events) -> None:
-        for answer in rounds(events)[-1]["answers"]:
-            answer |= {"average_accuracy": 1.0, "average_accuracy_before": 1.0}
 
-    forged(entry, better)
-    assert any("answers = [" in wrong and "follows" in wrong for wrong in refusals(entry.folder))
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda e: rounds(e)[-1].update(class_accuracy=[2.0] * 10), "class_accuracy"),
+        (lambda e: rounds(e)[-1].update(class_accuracy=["1.0"] * 10), "class_accuracy"),
+        (lambda e: rounds(e)[-1].pop("class_accuracy"), "class_accuracy"),
+        (lambda e: rounds(e)[-1].update(accuracy=float("nan")), "accuracy"),
+        (lambda e: rounds(e)[-1].update(bytes_up=-1), "bytes_up"),
+        (lambda e: rounds(e)[0].update(round=2), "rounds"),
+    ],
+)
+def test_a_journal_has_the_types_that_a_score_needs(
+    change: Callable[[Events], object], field: str, entry: Entered
+) -> None:
+    path = entry.folder / "even/seed0/journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    change(events)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    sealed(entry)
+    (problem,) = refusals(entry.folder)
+    assert "even/seed0/journal.jsonl" in problem
+    assert field in problem
 
 
 def cut(entry: Entered, place: str, done: int) -> None:
@@ -180,59 +290,25 @@ def cut(entry: Entered, place: str, done: int) -> None:
 
 
 def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
-    entry: Entered, tmp_path: Path
+    entry: Entered, tmp_path: Path, do: Do
 ) -> None:
     honest = Path(shutil.copytree(entry.folder, tmp_path / "honest"))
     cut(entry, "even/seed0", 1)
     assert refusals(entry.folder) == [], "a run that diverged looks like this"
-    (one,) = replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do)
-    assert one == Replayed(
-        "even/seed0", "disagrees", "after round 1 it goes on otherwise, with the same bits before"
-    )
+    for processor in ("AMD EPYC", entry.made["processor"]):
+        made_on(entry, processor)
+        (verdict,) = replaying.replayed(read_entry(entry.folder), [("even", 0)], do)
+        assert verdict.level == "disagrees"
     path = entry.folder / "even/seed0/journal.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"event":"client","round":2,' not in line))
     sealed(entry)
-    assert "does not end in a round that diverged" in refusals(entry.folder)[0]
+    assert "even/seed0/journal.jsonl" in refusals(entry.folder)[0]
     told(entry, lambda tree: tree.__setitem__("diverged", {"even/seed1": "never"}))
     shutil.copytree(honest / "even", entry.folder / "even", dirs_exist_ok=True)
     (entry.folder / "even/seed1/summary.json").unlink()
     sealed(entry)
-    assert (
-        "even/seed1/journal.jsonl does not end in a round that diverged"
-        in refusals(entry.folder)[0]
-    )
-
-
-def test_seeds_that_are_forged_alike_are_not_within_what_seeds_differ_by(entry: Entered) -> None:
-    """All rounds of all seeds are right everywhere; one loss is strange, as single clients' may be
-    elsewhere.
-    """
-
-    def right(events: Events) -> None:
-        for event in rounds(events):
-            event |= {"accuracy": 1.0, "class_accuracy": [1.0] * 10}
-        first = next(e for e in events if e["event"] == "client")
-        first["loss"] = {k: v + 1e-6 for k, v in first["loss"].items()}
-
-    forged(entry, right)
-    (one,) = replayed(entry, [("even", 0)], tiny_ranking.do, rounds=0)
-    assert one.level == "disagrees"
-
-
-def test_half_the_bytes_disagree_in_a_replay(entry: Entered) -> None:
-    """Bytes of clients and of rounds are forged alike."""
-
-    def half(events: Events) -> None:
-        for event in events:
-            event.update(
-                {key: event[key] // 2 for key in ("bytes_up", "bytes_down") if key in event}
-            )
-
-    forged(entry, half)
-    assert refusals(entry.folder) == []
-    (one,) = replayed(entry, [("even", 0)], tiny_ranking.do)
-    assert (one.level, " has bytes_up " in one.beyond) == ("disagrees", True)
+    assert "even/seed1/journal.jsonl" in refusals(entry.folder)[0]
 
 
 @pytest.mark.usefixtures("suite")
@@ -240,9 +316,8 @@ def test_a_reference_sets_no_fields(made: Path, tmp_path: Path) -> None:
     entry = read_entry(Path(shutil.copytree(made / "joint", tmp_path / "joint")))
     assert refusals(entry.folder) == []
     told(entry, lambda tree: tree.__setitem__("fields", {"plan.lr": 0.0001}))
-    assert refusals(entry.folder) == [
-        "settings are the suite's: joint is a reference, and sets plan.lr"
-    ]
+    (problem,) = refusals(entry.folder)
+    assert "joint is a reference, and sets plan.lr" in problem
 
 
 def mine(entry: Entered, of: Callable[[int], str], **values: Any) -> None:
@@ -275,14 +350,6 @@ def mine(entry: Entered, of: Callable[[int], str], **values: Any) -> None:
             lambda n: 'name = "mine.py"\nbeta = 2.0',
             "has method.beta = 2.0, and not what was chosen",
         ),
-        (
-            lambda n: f'name = "mine.py"\nbeta = 1.0\nmore = {n}',
-            "uneven/seed1/config.toml has another table [method]",
-        ),
-        (
-            lambda n: 'name = "mine.py"\nbeta = 1.0' + "\nmore = 1" * (n > 4),
-            "has another table [method] than the first run",
-        ),
     ],
 )
 def test_all_runs_of_a_file_of_its_own_have_what_was_chosen(
@@ -293,32 +360,22 @@ def test_all_runs_of_a_file_of_its_own_have_what_was_chosen(
 
 
 @pytest.mark.parametrize(
-    ("choice", "said"),
+    "choice",
     [
-        ({"scores": [[7.0], [0.1]]}, "its tries need 3 scores each"),
-        ({"scores": [[7.0] * 3, [0.1] * 3]}, "from 0 to 1"),
-        ({"scores": [[float("nan")] * 3, [0.1] * 3]}, "from 0 to 1"),
-        ({"sent": [-1, 1]}, "has a negative number of bytes"),
+        {"scores": [[7.0], [0.1]]},
+        {"scores": [[7.0] * 3, [0.1] * 3]},
+        {"scores": [[float("nan")] * 3, [0.1] * 3]},
+        {"sent": [-1, 1]},
     ],
 )
 def test_scores_of_choosing_are_shares_of_three_seeds(
-    choice: dict[str, Any], said: str, entry: Entered
-) -> None:
-    mine(entry, lambda n: 'name = "mine.py"\nbeta = 1.0')
-    told(entry, lambda tree: tree["choice"].update(choice))
-    assert [said in wrong for wrong in refusals(entry.folder)] == [True]
-
-
-def test_an_entry_with_a_file_of_its_own_passes_and_what_it_answers_follows_too(
-    entry: Entered,
+    choice: dict[str, Any], entry: Entered
 ) -> None:
     mine(entry, lambda n: 'name = "mine.py"\nbeta = 1.0')
     assert refusals(entry.folder) == []
-    forged(entry, lambda e: every(e, "round", **NO_ANSWER, personal_class_accuracy=[1.0] * 10))
-    assert any(
-        "personal_class_accuracy, which does not follow" in wrong
-        for wrong in refusals(entry.folder)
-    )
+    told(entry, lambda tree: tree["choice"].update(choice))
+    (problem,) = refusals(entry.folder)
+    assert "scores" in problem
 
 
 def test_more_rounds_than_memory_holds_are_refused_first(entry: Entered) -> None:
@@ -326,7 +383,7 @@ def test_more_rounds_than_memory_holds_are_refused_first(entry: Entered) -> None
         path.write_text(path.read_text().replace("rounds = 2", "rounds = 1000000000000"))
     sealed(entry)
     (wrong,) = refusals(entry.folder)
-    assert "has rounds = 1000000000000, and the suite 2" in wrong
+    assert "rounds = 1000000000000" in wrong
 
 
 @pytest.mark.parametrize(

@@ -1,48 +1,83 @@
-"""What an entry says of itself, checked without a run: settings, completeness, digests, draws,
-sums, and the choice.
+"""Checks of an entry that execute nothing of it: files, settings, the journals' schema, and the
+numbers that follow.
+
+They find mistakes, and fix which runs of which method an entry claims. Only a replay shows that a
+run took place.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+import math
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from fedstill.data.examples import Dataset
-from fedstill.errors import ConfigError, CorruptFile, DataAbsent, FedstillError
-from fedstill.experiment.preparing.prepared import read_data
-from fedstill.experiment.ranking.derived import contradiction, following, same_number
-from fedstill.experiment.ranking.drawn import other_draws
-from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, rounds_of
-from fedstill.experiment.ranking.same_settings import places_of, settings_told, unlike_suite
-from fedstill.experiment.ranking.scoring import events_of
-from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, Suite, load_suite
+import numpy as np
+from annotated_types import Interval
+from pydantic import BaseModel, ConfigDict
+
+from fedstill.errors import ConfigError, CorruptFile, FedstillError, on_one_line
+from fedstill.experiment.config.earlier import as_it_began
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.overrides import flat
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.ranking.entries import (
+    CPU,
+    ENTRY,
+    RUN_FILES,
+    Entered,
+    portable,
+    rounds_of,
+    run_place,
+)
+from fedstill.experiment.ranking.scoring import events_of, score_of
+from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, TEST_SEEDS, Suite, load_suite
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import SPLIT
-from fedstill.files import digest
+from fedstill.experiment.running.task_ends import summed_up
+from fedstill.files import digest, short_name
+from fedstill.metrics.accuracy import best_and_recent
 from fedstill.registry import names
 
-NOT_FINITE = re.compile(rb"[:,\[]\s*(-?Infinity|NaN)\b")
-"""A number in a line of JSON that no journal holds."""
+NEAR = 1e-9
+"""Two sums of the same numbers in different orders differ by less than this."""
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""The errors of files that hold something else than they should."""
+
+Count = Annotated[int, Interval(ge=0)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+
+
+class _Event(BaseModel):
+    """The fields of a journal's events that a score or a summary is computed from."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    round: Count = 0
+    client: int = 0
+    test_counts: list[Count] = []
+    accuracy: Share | None = None
+    class_accuracy: list[Share | None] = []
+    personal_class_accuracy: list[Share | None] = []
+    answers: list[dict[str, Any]] = []
+    forgetting: float | None = None
+    correct: list[list[Count]] = []
+    totals: list[list[Count]] = []
+    row: list[Share | None] = []
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+    seconds_cpu: Annotated[float, Interval(ge=0)] = 0.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: what, and what is wrong with it, empty where nothing is.
+    """The result of one check: its name, and the problem it found; empty if there is none."""
 
-    absent: why it could not be looked at here, as the data are not on this machine.
-    """
-
-    what: str
-    wrong: str = ""
-    absent: str = ""
-
-    @property
-    def good(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.wrong
+    check: str
+    problem: str = ""
 
 
 def suite_of(entry: Entered, file: Path | None = None) -> Suite:
@@ -54,36 +89,29 @@ def suite_of(entry: Entered, file: Path | None = None) -> Suite:
     """
     try:
         suite = load_suite(entry.suite)
-    except ConfigError as error:
-        raise CorruptFile(f"{entry.folder / ENTRY}: {error}") from error
-    if entry.version != suite.version:
-        raise CorruptFile(
-            f"{entry.folder / ENTRY} is of version {entry.version} of {suite.name}; this fedstill "
-            f"has {suite.version}"
-        )
-    if entry.row in suite.recipe.rows:
-        if entry.file or entry.method != suite.method(entry.row)["name"]:
-            known = suite.method(entry.row)["name"]
-            raise CorruptFile(
-                f"{entry.folder / ENTRY}: {entry.row} is the method {known} in {suite.name}"
+        if entry.version != suite.version:
+            raise ConfigError(
+                f"it is of version {entry.version} of {suite.name}; this fedstill has "
+                f"{suite.version}"
             )
-        return suite
-    if not entry.file and entry.method not in names("method"):
-        raise CorruptFile(
-            f"{entry.folder / ENTRY}: {entry.method!r} is no method of the package, and has no file"
-        )
-    method = "fedavg" if entry.file and file is None else str(file or entry.method)
-    try:
+        if entry.row in suite.recipe.rows:
+            known = suite.method(entry.row)["name"]
+            if entry.file or entry.method != known:
+                raise ConfigError(f"{entry.row} is the method {known} in {suite.name}")
+            return suite
+        method = entry.method
+        if entry.file:
+            method = str(file or "fedavg")
+        elif method not in names("method"):
+            raise ConfigError(f"{method!r} is no method of the package, and has no file")
         return suite.with_row(entry.row, method, entry.tries)
     except ConfigError as error:
         raise CorruptFile(f"{entry.folder / ENTRY}: {error}") from error
 
 
-def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
-    """What was checked of an entry, a line each, without running anything; ``draws``: also against
-    what is drawn here.
-
-    A check that needs what another one has refused is left out.
+def checked_entry(entry: Entered) -> Iterator[Finding]:
+    """The result of each check, in order, up to the first that finds a problem; nothing is
+    executed.
     """
     try:
         suite = suite_of(entry)
@@ -91,152 +119,188 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
         yield Finding("suite and version", str(error))
         return
     yield Finding("suite and version")
-    checks: list[tuple[str, Callable[[Entered, Suite], str]]] = [
-        ("seeds and columns are complete", _incomplete),
-        ("files are those of entry.toml", _other_files),
-        ("settings are the suite's", unlike_suite),
-        ("journals are whole and do not contradict themselves", _broken_journals),
-        ("summaries follow from the journals", _other_summaries),
-        ("the fields follow from the tries", _other_choice),
-    ]
-    for what, check in checks:
-        line = _line(what, entry, suite, check)
-        yield line
-        if not line.good and check in (_incomplete, _other_files, unlike_suite, _broken_journals):
+    checks = {
+        "all seeds and columns, and no other files": _check_files,
+        "fields follow from the scores of the tries": _check_choice,
+        "settings are the suite's": _check_settings,
+        "journals": _check_journals,
+        "summaries follow from the journals": _check_summaries,
+    }
+    for name, check in checks.items():
+        try:
+            check(entry, suite)
+        except FedstillError as error:
+            yield Finding(name, str(error))
             return
-    if draws:
-        yield _line(
-            "splits, tasks and clients of rounds are what is drawn here", entry, suite, _other_draws
+        except UNREADABLE as error:
+            yield Finding(name, f"a file cannot be read: {type(error).__name__}: {error}")
+            return
+        yield Finding(name)
+
+
+def _places(entry: Entered, suite: Suite) -> list[str]:
+    return [run_place(column, seed) for column in suite.columns(entry.row) for seed in TEST_SEEDS]
+
+
+def _check_files(entry: Entered, suite: Suite) -> None:
+    """All files of all runs, none beside them, and each with the digest that the entry gives."""
+    needed = {f"{place}/{name}" for place in _places(entry, suite) for name in RUN_FILES}
+    needed -= {f"{place}/summary.json" for place in entry.diverged}
+    if entry.file:
+        needed.add(entry.file)
+    paths = [
+        path for path in entry.folder.rglob("*") if path.is_file() and path != entry.folder / ENTRY
+    ]
+    files = {path.relative_to(entry.folder).as_posix(): path for path in paths}
+    if missing := sorted(needed - files.keys()):
+        raise CorruptFile(f"{missing[0]} is missing ({len(missing)} files in all)")
+    if extra := sorted(files.keys() - needed):
+        raise CorruptFile(f"{extra[0]} belongs to no run of the suite")
+    if unlisted := sorted(files.keys() ^ entry.digests.keys()):
+        raise CorruptFile(f"{unlisted[0]} has no digest, or no file")
+    for name, path in files.items():
+        if digest(path.read_bytes()) != entry.digests[name]:
+            raise CorruptFile(f"{name} is not the file that was entered: its SHA-256 is another")
+
+
+def _check_settings(entry: Entered, suite: Suite) -> None:
+    """Every run has the suite's settings and the chosen fields; a method's own file is not executed
+    for that.
+    """
+    fields = {
+        key: value
+        for key, value in entry.fields.items()
+        if not (entry.file and key.startswith("method."))
+    }
+    cells = [(entry.row, column) for column in suite.columns(entry.row)]
+    for run in suite.recipe.variants(cells, TEST_SEEDS, fields, Path()):
+        config = f"{run_place(run.label.rpartition(' | ')[2], run.seed)}/config.toml"
+        text = (entry.folder / config).read_text(encoding="utf-8")
+        expected = portable(run.settings.toml)
+        if text == expected:
+            continue
+        tree = as_it_began(tomllib.loads(text))
+        if entry.file:
+            tree = _without_own_method(entry, config, tree)
+        found = flat(tomllib.loads(settle(from_tree(tree, {}, None), here=False).toml))
+        wanted = flat(tomllib.loads(expected))
+        # all engines have the same bits
+        for key in sorted((found.keys() | wanted.keys()) - {"engine"}):
+            if found.get(key) != wanted.get(key):
+                raise CorruptFile(
+                    f"{config} has {key} = {found.get(key)!r}, and the suite {wanted.get(key)!r}"
+                )
+
+
+def _without_own_method(entry: Entered, config: str, tree: dict[str, Any]) -> dict[str, Any]:
+    """A config with FedAvg in the place of a method of its own file, which must have the chosen
+    fields.
+    """
+    method, plans = tree["method"], list(tree["plan"].values())
+    if short_name(str(method["name"]).partition(":")[0]).rpartition("/")[2] != entry.file:
+        raise CorruptFile(
+            f"{config} has the method {method['name']!r}, and the entry's file is {entry.file}"
+        )
+    for key, value in entry.fields.items():
+        table, _, name = key.partition(".")
+        if table == "method" and method.get(name) != value:
+            raise CorruptFile(f"{config} has {key} = {method.get(name)!r}, and not what was chosen")
+    if any(plan != plans[0] for plan in plans):
+        raise CorruptFile(f"{config} has stages with different plans")
+    return {**tree, "method": {"name": "fedavg"}, "plan": {"train": plans[0]}}
+
+
+def _check_choice(entry: Entered, suite: Suite) -> None:
+    """The fields are those of the best try; a reference has none. A newcomer's scores are
+    believed.
+    """
+    choice = entry.choice
+    if entry.row not in suite.tries:
+        if entry.fields:
+            raise CorruptFile(f"{entry.row} is a reference, and sets {next(iter(entry.fields))}")
+        return
+    tries = [dict(values) for values in suite.tries_of(entry.row)]
+    if tries != [dict(values) for values in entry.tries] or choice is None:
+        raise CorruptFile(f"its tries are not those of {suite.name}")
+    scores = np.array(choice.scores)
+    if (
+        scores.shape[1] != len(CHOOSING_SEEDS)
+        or not ((scores >= 0) & (scores <= 1)).all()
+        or min(choice.sent) < 0
+    ):
+        raise CorruptFile(
+            f"a try needs {len(CHOOSING_SEEDS)} scores from 0 to 1, and bytes that are not negative"
+        )
+    if tries[choice.best] != dict(entry.fields):
+        raise CorruptFile(
+            f"fields are {dict(entry.fields)}, and try {choice.best + 1} is the best: "
+            f"{tries[choice.best]}"
+        )
+    if suite.chosen.get(entry.row, choice) != choice:
+        raise CorruptFile("its scores are not those that ship with the suite")
+
+
+def _check_journals(entry: Entered, suite: Suite) -> None:
+    """Fields have their types, rounds are complete, and a score can be computed."""
+    for place in _places(entry, suite):
+        folder = entry.folder / place
+        events = events_of(folder / "journal.jsonl")
+        try:
+            for event in events:
+                _Event.model_validate(event)
+            _check_rounds(events, rounds_of(folder), place in entry.diverged)
+            score = score_of(folder, rounds_of(folder))
+            if not (0 <= score.accuracy <= 1 and 0 <= score.learned <= 1):
+                raise CorruptFile(f"accuracy {score.accuracy}, learned {score.learned}")
+            if events[0]["split"]["sha256"] != digest((folder / SPLIT).read_bytes()):
+                raise CorruptFile(f"{SPLIT} is not the split that it names")
+        except (FedstillError, *UNREADABLE) as error:
+            raise CorruptFile(f"{place}/journal.jsonl: {on_one_line(error)}") from error
+
+
+def _check_rounds(events: Sequence[Event], expected: int, diverged: bool) -> None:
+    """All rounds, each once; a run that diverged ends within one of them."""
+    rounds = [event["round"] for event in events if event["event"] == "round"]
+    clients = [event["round"] for event in events if event["event"] == "client"]
+    complete = len(rounds) == expected
+    if diverged:
+        complete = len(rounds) < expected and clients[-1:] == [len(rounds) + 1]
+    if not complete or rounds != list(range(1, len(rounds) + 1)):
+        raise CorruptFile(
+            f"it has {len(rounds)} of {expected} rounds, or not each once, or does not end as it "
+            "should"
         )
 
 
-def _line(
-    what: str, entry: Entered, suite: Suite, check: Callable[[Entered, Suite], str]
-) -> Finding:
-    try:
-        return Finding(what, check(entry, suite))
-    except DataAbsent as error:
-        return Finding(what, absent=str(error))
-    except FedstillError as error:
-        return Finding(what, str(error))
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-    ) as error:
-        return Finding(what, f"a file cannot be read: {type(error).__name__}: {error}")
-
-
-def _incomplete(entry: Entered, suite: Suite) -> str:
-    places = places_of(entry, suite)
-    needed = {f"{place}/{name}" for place in places for name in RUN_FILES}
-    needed -= {f"{place}/summary.json" for place in entry.diverged}
-    needed |= {entry.file} if entry.file else set()
-    there = {
-        p.relative_to(entry.folder).as_posix() for p in entry.folder.rglob("*") if p.is_file()
-    } - {ENTRY}
-    there -= {f"{place}/summary.json" for place in entry.diverged}
-    if missing := sorted(needed - there):
-        return f"{missing[0]} is missing ({len(missing)} files in all)"
-    return f"{extra[0]} belongs to no run of the suite" if (extra := sorted(there - needed)) else ""
-
-
-def _other_files(entry: Entered, suite: Suite) -> str:
-    paths = sorted(p for p in entry.folder.rglob("*") if p.is_file() and p.name != ENTRY)
-    named = {p.relative_to(entry.folder).as_posix(): p for p in paths}
-    if unlisted := sorted(named.keys() ^ entry.digests.keys()):
-        return f"{unlisted[0]} has no digest, or no file"
-    other = [
-        name for name, path in named.items() if digest(path.read_bytes()) != entry.digests[name]
-    ]
-    return f"{other[0]} is not the file that was entered: its SHA-256 is another" if other else ""
-
-
-def _broken_journals(entry: Entered, suite: Suite) -> str:
-    for place in places_of(entry, suite):
-        path = entry.folder / place / "journal.jsonl"
-        events, asked = events_of(path), rounds_of(entry.folder / place)
-        if not path.read_bytes().endswith(b"\n") or not events or events[0]["event"] != "start":
-            return (
-                f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a "
-                "line"
-            )
-        if NOT_FINITE.search(path.read_bytes()):
-            return f"{place}/journal.jsonl holds a number that is not finite"
-        if events[0]["split"]["sha256"] != digest((entry.folder / place / SPLIT).read_bytes()):
-            return f"{place}/{SPLIT} is not the split that the journal names"
-        numbers = [e["round"] for e in events if e["event"] == "round"]
-        if numbers != list(range(1, len(numbers) + 1)) or (
-            len(numbers) != asked and place not in entry.diverged
-        ):
-            return f"{place}/journal.jsonl has not the rounds 1 to {asked}, each once"
-        if place in entry.diverged and not _diverges(events, len(numbers), asked):
-            return f"{place}/journal.jsonl does not end in a round that diverged"
-        if why := contradiction(events):
-            return f"{place}/journal.jsonl, {why}"
-    return ""
-
-
-def _diverges(events: Sequence[Event], done: int, asked: int) -> bool:
-    """Whether a journal ends in what clients did in a round that was not completed."""
-    last = [e for e in events if e["event"] == "client"][-1:]
-    return done < asked and bool(last) and last[0]["round"] == done + 1
-
-
-def _other_summaries(entry: Entered, suite: Suite) -> str:
-    for place in (p for p in places_of(entry, suite) if p not in entry.diverged):
+def _check_summaries(entry: Entered, suite: Suite) -> None:
+    for place in _places(entry, suite):
+        if place in entry.diverged:
+            continue
         summary = json.loads((entry.folder / place / "summary.json").read_text(encoding="utf-8"))
-        for key, value in following(events_of(entry.folder / place / "journal.jsonl")).items():
+        for key, value in summary_from(events_of(entry.folder / place / "journal.jsonl")).items():
             if not same_number(summary.get(key), value):
-                return (
+                raise CorruptFile(
                     f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal "
                     f"{value!r}"
                 )
-    return ""
 
 
-def _other_choice(entry: Entered, suite: Suite) -> str:
-    if entry.choice is None:
-        return f"{entry.row} has no scores of its tries" if entry.row in suite.tries else ""
-    scores = [score for own in entry.choice.scores for score in own]
-    if {len(own) for own in entry.choice.scores} != {len(CHOOSING_SEEDS)} or not all(
-        0 <= s <= 1 for s in scores
-    ):
-        return (
-            f"its tries need {len(CHOOSING_SEEDS)} scores each, one a seed of choosing, from 0 to 1"
-        )
-    if min(entry.choice.sent) < 0:
-        return "a try has a negative number of bytes"
-    tries = suite.tries_of(entry.row) if entry.row in suite.tries else ()
-    if [dict(t) for t in tries] != [dict(t) for t in entry.tries]:
-        return f"its tries are not those of {suite.name}"
-    best = dict(tries[entry.choice.best])
-    if best != dict(entry.fields):
-        return (
-            f"its fields are {dict(entry.fields)}, and by its scores try {entry.choice.best + 1} "
-            f"is the best: {best}"
-        )
-    shipped = suite.chosen.get(entry.row)
-    return (
-        "its scores are not those that ship with the suite"
-        if shipped not in (None, entry.choice)
-        else ""
-    )
+def summary_from(events: Sequence[Event]) -> dict[str, Any]:
+    """The numbers of a run's summary that follow from its journal."""
+    rounds = [event for event in events if event["event"] == "round"]
+    rows = [event["row"] for event in events if event["event"] == "task" and event["task"]]
+    sums = {key: sum(event[key] for event in rounds) for key in ("bytes_up", "bytes_down", CPU)}
+    last = {key: rounds[-1][key] for key in ("accuracy", "forgetting")}
+    return {
+        **last,
+        **best_and_recent([event["accuracy"] for event in rounds]),
+        **sums,
+        **summed_up(rows),
+    }
 
 
-def _other_draws(entry: Entered, suite: Suite) -> str:
-    data: dict[str, Dataset] = {}
-    for place in places_of(entry, suite):
-        settings, events = (
-            settings_told(entry, place),
-            events_of(entry.folder / place / "journal.jsonl"),
-        )
-        name = settings.data.name
-        data |= {} if name in data else {name: read_data(settings)}
-        if why := other_draws(settings, events, data[name], bool(entry.file)):
-            return f"{place}: {why}"
-    return ""
+def same_number(first: Any, second: Any) -> bool:
+    """Whether two numbers are equal up to the rounding of a sum."""
+    if isinstance(first, (int, float)) and isinstance(second, (int, float)):
+        return math.isclose(first, second, rel_tol=NEAR, abs_tol=NEAR)
+    return bool(first == second)

@@ -48,11 +48,6 @@ def write_split(folder: Path, split: DealtOut) -> dict[str, Any]:
     return _told(split, data)
 
 
-def split_told(split: DealtOut) -> dict[str, Any]:
-    """What the journal of a run with this split says of it; nothing is written."""
-    return _told(split, _bytes_of(split))
-
-
 def begun_split(folder: Path) -> DealtOut | None:
     """The split with which the run in a directory began; None if it names none yet, or the file is
     not there.

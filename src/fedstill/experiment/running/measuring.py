@@ -85,13 +85,11 @@ class Measuring:
         self.tasks = TaskEnds(self.prepared)
         self.own_tests = OwnTests(self.prepared.sites, settings.method.personal)
 
-    def about(self, seals: bool = True) -> dict[str, Any]:
-        """What the journal's first event says of the data; ``seals``: also the SHA-256 of all
-        examples.
-        """
+    def about(self) -> dict[str, Any]:
+        """What the journal's first event says of the data, with the SHA-256 of all examples."""
         asked = self.queried.before() if self.queried.anyone else {}
         told = told_of_data(self.prepared, self._totals, asked, split=self.dealt_out is not None)
-        return {**told, **self.tasks.about(), **(sealed_examples(self.prepared) if seals else {})}
+        return {**told, **self.tasks.about(), **sealed_examples(self.prepared)}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
