@@ -75,7 +75,7 @@ def _unproven(entry: Entered, replays: Sequence[Replay], rounds: int) -> Iterato
     if level != "bits":
         made = entry.made.get("processor", "an unknown processor")
         yield f"it says that it was made on {made}, and this is {processor()}, or versions differ:"
-        yield "a replay on the same processor with the same versions would have to have the same bits"
+        yield "a replay on the same processor and versions would have to have the same bits"
     if rounds:
         yield f"later rounds than {rounds} were not replayed, and the level is not noted"
     runs = len(suite_of(entry).columns(entry.row)) * len(TEST_SEEDS)
