@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,25 +209,34 @@ def better_answers(events: Events) -> None:
         answer |= {"average_accuracy": 1.0, "average_accuracy_before": 1.0}
 
 
+@dataclass(frozen=True)
+class ShippedRun:
+    """A run of an entry that ships, and how many of its rounds stand for a replay."""
+
+    suite: str
+    row: str
+    place: str
+    rounds: int
+
+
 @pytest.mark.parametrize(
-    ("name", "row", "place", "count", "change"),
+    ("run", "change"),
     [
-        ("digits-time", "FedAvg", "10-permuted-tasks/seed0", 20, right_at_task_ends),
-        ("digits-peers", "local only", "three-classes/seed0", 1, better_answers),
+        (ShippedRun("digits-time", "FedAvg", "10-permuted-tasks/seed0", 20), right_at_task_ends),
+        (ShippedRun("digits-peers", "local only", "three-classes/seed0", 1), better_answers),
     ],
+    ids=["task ends", "answers"],
 )
 def test_task_ends_and_answers_are_compared_too(
-    name: str, row: str, place: str, count: int, change: Callable[[Events], None], tmp_path: Path
+    run: ShippedRun, change: Callable[[Events], None], tmp_path: Path
 ) -> None:
     """The entry that ships stands for the replay."""
-    entry = shipped_copy(name, row, tmp_path / "entry")
+    entry = shipped_copy(run.suite, run.row, tmp_path / "entry")
     honest = Path(shutil.copytree(entry.folder, tmp_path / "honest"))
-    assert (
-        replaying._compared(entry, place, as_runs(honest, place, count), complete=True).level
-        == "tolerance"
-    )
+    replays = as_runs(honest, run.place, run.rounds)
+    assert replaying._compared(entry, run.place, replays, complete=True).level == "tolerance"
     forged(entry, change)
-    verdict = replaying._compared(entry, place, as_runs(honest, place, count), complete=True)
+    verdict = replaying._compared(entry, run.place, replays, complete=True)
     assert verdict.level == "disagrees"
     assert any(line.startswith("the score: accuracy") for line in verdict.problems)
 
