@@ -9,7 +9,7 @@ INSTALL = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bi
 # What make test adds: the tools, and every extra but flower-simulation.
 EXTRAS = test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private,secure
 
-.PHONY: demo test slow lint house grid scorecard bench bench-peers docs gallery clean
+.PHONY: demo test slow lint docs-check docs-tables house grid scorecard bench bench-peers docs gallery clean
 
 demo: .venv/core
 	.venv/bin/fedstill demo
@@ -26,6 +26,15 @@ slow: .venv/ready
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tools/house.py
+
+# make docs-check: the documentation against its sources; make docs-tables: its generated tables, written anew.
+docs-check docs-tables: export PYTHONUTF8 = 1
+
+docs-check: .venv/ready
+	.venv/bin/python -m tools.docs_check
+
+docs-tables: .venv/ready
+	.venv/bin/python -m tools.docs_check --write
 
 # make grid ROWS=avx2,python: the suite on other processors, numbers of threads, Pythons and the oldest versions; by hand.
 grid: .venv/ready

@@ -25,14 +25,17 @@ LONGEST = (
     "test_every_method.py",
     "test_documents.py",
     "test_every_kind.py",
-    "test_ranking_page.py",
-    "test_cross.py",
-    "test_flower_site_tasks.py",
     "test_vectorised.py",
-    "test_secure_sums.py",
-    "test_why.py",
+    "test_ranking_page.py",
+    "test_recipes.py",
+    "test_cross.py",
     "test_no_waiting.py",
+    "test_flower_site_tasks.py",
     "test_measures.py",
+    "test_tutorials.py",
+    "test_secure_sums.py",
+    "test_load_model_of_kinds.py",
+    "test_why.py",
 )
 """The first among those: no worker should be left with one of them when the others are done."""
 
@@ -91,4 +94,12 @@ def _no_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    os.environ.setdefault("FEDSTILL_CACHE", str(tmp_path_factory.mktemp("cache")))
+    """Workers share one cache, so that data are decoded and packed runs are unpacked once for all
+    of them.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    os.environ.setdefault("FEDSTILL_CACHE", str(cache))

@@ -1,14 +1,13 @@
 """The table of docs/papers.md on what goes together: every method on every topology, engine, with
 networks that differ.
 
-``python -m tools.combinations`` writes it anew, between its two marks. Each cell is what preparing
-such a run says: it can be done, or it is refused by name, and the refusal stands below the table.
+``tools.docs_check`` compares it with the page. Each cell is what preparing such a run says: it can
+be done, or it is refused by name, and the refusal stands below the table.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from tools.fitting_runs import fitting_run
 
-PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
-MARKS = ("<!-- combinations -->\n", "<!-- end of combinations -->\n")
 TOPOLOGIES = {
     "parallel": "parallel",
     "sequential": "chain",
@@ -95,13 +92,3 @@ def table() -> str:
     return "\n".join(
         [f"| {' | '.join(head)} |", f"|---|{'---|' * (len(head) - 1)}", *lines, "", *said, ""]
     )
-
-
-def written(text: str) -> str:
-    """The page with the table of now between the marks."""
-    start, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
-    return f"{text[:start]}\n{table()}\n{text[end:]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

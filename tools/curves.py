@@ -2,7 +2,7 @@
 column for each mean.
 
 ``python -m tools.curves results/attacks-none results/attacks`` prints the table of docs/results.md,
-from summaries.
+from summaries; ``tools.docs_check`` compares it with the page.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedstill.experiment.run_directory.evidence import readable
 
+RESULTS = Path(__file__).parents[1] / "results"
 MEANS = ("examples", "trimmed_mean", "median", "norm_clipping", "krum")
 
 
@@ -53,6 +54,11 @@ def spread_of(values: list[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.1f}" if values else ""
     return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def shipped_attacks() -> str:
+    """The table of the runs in ``results``."""
+    return attack_table([RESULTS / "attacks-none", RESULTS / "attacks"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The tables of docs/results.md on forgetting over time, made from entries:
-``python tools/over_time.py``.
+"""The tables of docs/results.md on forgetting over time, made from entries.
 
-They stand between two marks, one for each suite: of digits from ``results/rank``, of the others
-from ``results/over-time``, where the suites are, too.
+``tools.docs_check`` compares them with the page. There is one for each suite: of digits from
+``results/rank``, of the others from ``results/over-time``, where the suites are, too.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from fedstill.report.standings import RankedRow, Standings
 from fedstill.report.table_files import markdown
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "results.md"
 SHIPPED, OWN = ROOT / "results" / "rank", ROOT / "results" / "over-time"
-MARKS = ("<!-- over time -->\n", "<!-- end of over time -->\n")
 DIGITS = ("digits-time", "digits-both")
 NONE = "–"
 
@@ -69,13 +66,3 @@ def tables() -> str:
             f"{markdown(head, list(lines(one)))}"
         )
     return "\n".join(parts)
-
-
-def written(text: str) -> str:
-    """The page with the tables of now between the marks."""
-    start, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
-    return f"{text[:start]}\n{tables()}\n{text[end:]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,12 +1,12 @@
 """What ships of the ranking, from the entries below results/rank and the maps: the table of runs,
 docs/ranking.md.
 
-``python tools/ranking.py``; a test compares both files with what it writes.
+``tools.docs_check`` compares both files with these texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -24,13 +24,12 @@ from fedstill.report.table_files import csv_text, markdown
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = ROOT / "results" / "rank"
-SHIPPED = ROOT / "src" / "fedstill" / "recipes" / "rank" / "shipped.csv"
-PAGE = ROOT / "docs" / "ranking.md"
 
 HEAD = f"""# The ranking
 
 Which methods forget, and which learn? This page is made from the entries that ship (`results/rank/`) and the maps
-(`src/fedstill/recipes/rank/maps/`), by `python tools/ranking.py`; a test compares it with them.
+(`src/fedstill/recipes/rank/maps/`), by
+`python -m tools.docs_check --write ranking`; `make docs-check` compares it with them.
 `fedstill rank page` writes the same as one HTML file, with pictures and tables to sort.
 [How to enter a method, and what is checked](enter_the_ranking.md).
 
@@ -64,6 +63,7 @@ the fields are the paper's or ours by default, not chosen. So nothing is ranked.
 """  # noqa: E501
 
 
+@cache
 def shipping() -> list[Standings]:
     """The standings of all entries that ship; raises ValueError for one that is not as it should
     be.
@@ -74,13 +74,14 @@ def shipping() -> list[Standings]:
     return every_standing(rows, suites)
 
 
-def table_of_runs(every: Sequence[Standings]) -> str:
+def table_of_runs() -> str:
     """The text of shipped.csv."""
-    return csv_text(*run_lines(every))
+    return csv_text(*run_lines(shipping()))
 
 
-def document(every: Sequence[Standings]) -> str:
+def document() -> str:
     """The text of docs/ranking.md."""
+    every = shipping()
     parts = [HEAD, *agreement_text(every)]
     for one in every:
         fields = "\n\n".join(
@@ -130,15 +131,3 @@ def _of_table(table: str, column: str, name: str) -> str:
     return (
         f"{recipe.paper}; {column} (`results/{name}`).\n\n{markdown(head, lines)}" if lines else ""
     )
-
-
-def main() -> None:
-    """Write both files."""
-    every = shipping()
-    SHIPPED.write_text(table_of_runs(every), encoding="utf-8")
-    PAGE.write_text(document(every), encoding="utf-8")
-    print(f"{SHIPPED}\n{PAGE}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
-"""The table of docs/results.md on what each method is worth, made from finished runs:
-``python tools/worth.py``.
+"""The table of docs/results.md on what each method is worth, made from finished runs.
 
-It stands between two marks. Each method's difference to its base (FedAvg, of chains FedSeq) is
-paired by seed; beside it is what its paper claims, from ``results/worth-claims.toml``.
+``tools.docs_check`` compares it with the page. Each method's difference to its base (FedAvg, of
+chains FedSeq) is paired by seed; beside it is what its paper claims, from
+``results/worth-claims.toml``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from fedstill.report.numbers import reported, spread
 from fedstill.report.table_files import markdown
 
 ROOT = Path(__file__).parents[1]
-PAGE, RUNS = ROOT / "docs" / "results.md", ROOT / "results" / "worth-digits"
+RUNS = ROOT / "results" / "worth-digits"
 CLAIMS = ROOT / "results" / "worth-claims.toml"
-MARKS = ("<!-- worth -->\n", "<!-- end of worth -->\n")
 LAST_TEN, MIX = "mean_accuracy_last_10", "personal_accuracy"
 NUMBERS = {"global": LAST_TEN, "clients": MIX, "bytes": "bytes"}
 HEAD = [
@@ -114,13 +113,3 @@ def table() -> str:
     """The table, in Markdown."""
     compared = {method_of(group.settings): group for group in groups([RUNS])}
     return markdown(HEAD, list(rows(compared, tomllib.loads(CLAIMS.read_text(encoding="utf-8")))))
-
-
-def written(text: str) -> str:
-    """The page with the table of now between the marks."""
-    start, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
-    return f"{text[:start]}\n{table()}\n{text[end:]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -287,10 +287,3 @@ def test_an_example_runs_and_is_short(
     said = capsys.readouterr().out
     assert said
     assert "OTHER BITS" not in said
-
-
-def test_links_between_documents_lead_somewhere() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    for page in pages:
-        for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"

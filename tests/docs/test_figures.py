@@ -1,75 +1,12 @@
-"""The tables of docs/papers.md that say where each figure of a paper is: all figures, in recipes
-and sections there.
-"""
+"""Recipes of papers' figures draw them in the sections of the report that docs/papers.md names."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from fedstill.cli import call
-from fedstill.experiment.comparing import recipes
-
-ROOT = Path(__file__).parents[2]
-FIGURES = {"FedNTD": 21, "FedADKD": 7, "SFedKD": 7, "HiPer-FedKD": 3, "QKT": 7}
-FOLDERS = {
-    "FedNTD": "fedntd",
-    "FedADKD": "fedadkd",
-    "SFedKD": "sfedkd",
-    "HiPer-FedKD": "hiper",
-    "QKT": "qkt",
-}
-
-
-def rows(paper: str) -> list[list[str]]:
-    """The rows of a paper's table: what is shown, in which recipes, in which sections."""
-    _, found, rest = (
-        (ROOT / "docs/papers.md")
-        .read_text()
-        .partition(f"\n| {paper} | recipe | section of the report |\n")
-    )
-    assert found
-    lines = rest.partition("\n\n")[0].splitlines()[1:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def numbers(shown: str) -> list[int]:
-    """The figures that a row is about: "11: this; 12: that"."""
-    heads = [re.match(r"(\d+(?:, \d+)*)(?:: |$)", part) for part in shown.split("; ")]
-    return [int(n) for head in heads if head for n in head[1].split(", ")]
-
-
-def titles() -> set[str]:
-    """The titles of the report's sections, in small letters."""
-    text = "".join(p.read_text() for p in (ROOT / "src/fedstill/report").glob("*.py"))
-    return {t.lower() for t in re.findall(r'\b_?section\(\s*(?:"\w+", )?"([^"]+)"', text)}
-
-
-@pytest.mark.parametrize("paper", FIGURES)
-def test_every_figure_of_a_paper_has_one_row(paper: str) -> None:
-    assert sorted(n for row in rows(paper) for n in numbers(row[0])) == list(
-        range(1, FIGURES[paper] + 1)
-    )
-
-
-@pytest.mark.parametrize("paper", FIGURES)
-def test_recipes_and_sections_that_a_row_names_are_there(paper: str) -> None:
-    for _, named, sections in rows(paper):
-        found = re.findall(r"`([^`]+)`", named)
-        assert set(found) <= set(recipes.recipe_names()), named
-        assert all(name.startswith(f"{FOLDERS[paper]}/") for name in found)
-        there = titles() if found else {"diagram", "diagrams"}
-        for place in sections.split("; "):
-            assert any(place == title or place.startswith(f"{title}, ") for title in there), place
-
-
-@pytest.mark.parametrize("paper", ["SFedKD", "QKT"])
-def test_every_recipe_of_a_figure_has_a_row(paper: str) -> None:
-    made = {n for n in recipes.recipe_names() if n.startswith(f"{FOLDERS[paper]}/figure")}
-    assert made <= {name for row in rows(paper) for name in re.findall(r"`([^`]+)`", row[1])}
-
 
 PEERS = ("model.name=resnet10", "model.norm=group", "topology.clients=4", "query.fewer_than=5")
 CHAIN = (

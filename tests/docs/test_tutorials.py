@@ -91,19 +91,6 @@ def test_the_site_does_not_execute_what_needs_data() -> None:
     assert sorted(re.findall(r"tutorials/(\w+)\.ipynb", ignored[1])) == sorted(ON_DATA)
 
 
-def test_every_page_is_in_the_menu_and_the_site_fetches_no_script() -> None:
-    site = (ROOT / "mkdocs.yml").read_text()
-    listed = re.findall(r": ([\w/]+\.(?:md|ipynb))$", site, re.MULTILINE)
-    pages = [p for pattern in ("*.md", "tutorials/*.ipynb") for p in (ROOT / "docs").glob(pattern)]
-    assert sorted(listed) == sorted(p.relative_to(ROOT / "docs").as_posix() for p in pages)
-    own = re.search(r"polyfills: \[(.*?)\]", site)
-    assert own, (
-        "the theme's plugin takes a script that is named here in place of one from the network"
-    )
-    assert "iframe-worker" in own[1]
-    assert "window.Worker" in (ROOT / "docs" / own[1]).read_text()
-
-
 def cells(path: Path) -> list[dict[str, Any]]:
     read: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
     return read

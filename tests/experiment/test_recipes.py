@@ -193,9 +193,8 @@ def test_a_table_says_which_of_its_runs_have_other_settings(
 
 
 def test_differences_to_a_row_are_paired_by_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     kept = RESULTS / "fedadkd-table2-reduced"
     reduced = [
@@ -240,12 +239,11 @@ def test_differences_to_a_row_are_paired_by_seed(
 
 
 def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Against a recomputation from the journals of two tables that differ in their rounds and
     nothing else.
     """
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     short, long = (
         RESULTS / "sfedkd-table1-cifar10-reduced",

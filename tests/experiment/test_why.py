@@ -287,6 +287,9 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
         .replace("alpha = 0.1", "alpha = 5.0")
         .replace("epochs = 2", "epochs = 8")
     )
+    text = text.replace(
+        'method = "fedavg"', 'method = "fedavg"\nmodel = { name = "mlp", hidden = [32] }'
+    )  # six long looks
     (tmp_path / "my.toml").write_text(
         f'{text}[stream]\ntasks = 2\nkind = "classes"\norder = "given"\n'
     )
