@@ -237,7 +237,7 @@ def wrong_figures() -> Iterator[str]:
         rows = figure_rows(paper)
         numbers = sorted(number for cell, _, _ in rows for number in figure_numbers(cell))
         if numbers != list(range(1, FIGURES[paper] + 1)):
-            yield f"{paper}: the rows have figures {numbers}, not each of 1 to {FIGURES[paper]} once"
+            yield f"{paper}: the rows have figures {numbers}, not 1 to {FIGURES[paper]} once each"
         for _, recipe_cell, sections in rows:
             named = set(re.findall(r"`([^`]+)`", recipe_cell))
             yield from (f"{paper}: there is no recipe {name}" for name in sorted(named - recipes))
@@ -327,7 +327,7 @@ def wrong_pictures() -> Iterator[str]:
         for theme in ("light", "dark"):
             picture = PICTURES / f"{name}-{theme}.png"
             if not picture.is_file() or not 1000 < picture.stat().st_size < LARGEST_PICTURE:
-                yield f"{picture.name} is missing, empty, or larger than {LARGEST_PICTURE // 1000} kB"
+                yield f"{picture.name}: missing, empty, or larger than {LARGEST_PICTURE // 1000} kB"
     for picture in PICTURES.glob("*.png"):
         if picture.stem.rpartition("-")[0] not in sections:
             yield f"{picture.name} belongs to no section"
