@@ -182,7 +182,8 @@ def _check_settings(entry: Entered, suite: Suite) -> None:
         tree = as_it_began(tomllib.loads(text))
         if entry.file:
             tree = _without_own_method(entry, config, tree)
-        found = flat(tomllib.loads(settle(from_tree(tree, {}, None), here=False).toml))
+        resolved = settle(from_tree(tree, {}, None), here=False).toml
+        found = flat(tomllib.loads(portable(resolved)))
         wanted = flat(tomllib.loads(expected))
         # all engines have the same bits
         for key in sorted((found.keys() | wanted.keys()) - {"engine"}):
