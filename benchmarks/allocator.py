@@ -12,7 +12,7 @@ import os
 
 from benchmarks.speed import Contestant, spread
 from benchmarks.workloads import WORKLOADS
-from fedstill.engines.allocator import KEEP
+from fedstill.engines.serial import KEEP
 from fedstill.report import terminal
 
 

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from fedstill import Experiment, from_tensors, run
-from fedstill.data.examples import Dataset
+from fedstill.data.dataset import Dataset
 from fedstill.models import contract
 from fedstill.report import terminal
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.keys import numpy_generator
+from fedstill.core.labels import distance, proportions
+from fedstill.core.teachers import TIE, complementary
 from fedstill.data.partition import extended_dirichlet
-from fedstill.keys import numpy_generator
-from fedstill.labels import distance, proportions
 from fedstill.report import terminal
-from fedstill.teachers import TIE, complementary
 
 CIFAR10, HAM10000 = [5000] * 10, [327, 514, 1099, 115, 1113, 6705, 142]
 SPLITS = {

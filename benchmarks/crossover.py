@@ -1,8 +1,8 @@
 """Where stacking clients stops paying: stages of the vectorised and the pooled engine in turn,
 steps small to large.
 
-``python -m benchmarks.crossover`` prints what ``fedstill.engines.cost.CROSSOVER`` is taken from;
-with ``--device cuda``, the same of a card.
+``python -m benchmarks.crossover`` prints what ``fedstill.running.engine_choice.CROSSOVER`` is taken
+from; with ``--device cuda``, the same of a card.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workloads import Workload
+from fedstill.config.resolve import settle
+from fedstill.core.records import Payload
 from fedstill.engines.cores import cores
 from fedstill.engines.serial import SerialEngine
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.engine_choice import stages
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.records import Payload
+from fedstill.running.engine_choice import stages
+from fedstill.running.preparation import Prepared, prepare
 
 MODELS: tuple[tuple[str, tuple[int, int, int], dict[str, Any]], ...] = (
     ("MLP 200-200", (1, 8, 8), {"name": "mlp"}),

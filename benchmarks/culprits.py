@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.guesses import OF, Planted
 from fedstill import Experiment, from_clients, load_dataset, run
-from fedstill.data.examples import Dataset
+from fedstill.data.dataset import Dataset
 from fedstill.data.partition.dirichlet import dirichlet
 from fedstill.report import terminal
 

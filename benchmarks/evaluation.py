@@ -13,12 +13,12 @@ import time
 import torch
 
 from benchmarks.speed import spread
+from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
-from fedstill.engines.allocator import keep_freed
 from fedstill.engines.cores import cores, torch_threads
 from fedstill.engines.passes import right_by_example
+from fedstill.engines.serial import keep_freed
 from fedstill.models.contract import initial, predictor, spec_for
-from fedstill.records import Examples
 from fedstill.report import terminal
 
 IMAGES, SHAPE, CLASSES = 2_000, (3, 32, 32), 10

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedstill.census import run_census
-from fedstill.experiment.comparing.recipes import load_recipe
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.records import Stage, State, View
+from fedstill.benchmark.recipes import load_recipe
+from fedstill.core.census import run_census
+from fedstill.core.records import Stage, State, View
+from fedstill.core.rounds import Unwatched
 from fedstill.report import terminal
-from fedstill.watch import Unwatched
+from fedstill.running.preparation import Prepared, prepare
 
 PIXELS = {
     ".5, .5": ([0.5] * 3, [0.5] * 3),

@@ -26,10 +26,10 @@ from torch.nn.functional import kl_div
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.first_client import FLOOR, PIXELS, Which, first_client, normal, simple_cnn
-from fedstill.experiment.comparing.recipes import load_recipe
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.benchmark.recipes import load_recipe
 from fedstill.report import terminal
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 NOTEBOOK = [44.70, 39.85, 54.77, 54.97, 33.62, 28.12, 32.18, 40.72], [0.0637], [27.98]
 """It prints: clients on their held-out images, on the public ones, the server's last loss, its

@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.flowers_own import flowers_own
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 ROUNDS = 3
 
@@ -61,9 +61,9 @@ def measured(events: Sequence[dict[str, Any]]) -> tuple[float, float, int]:
 
 def wire(what: Experiment) -> tuple[int, int]:
     """Serialised bytes a round, down and up, over a loopback grid."""
-    from fedstill.engines.flower.loopback import LoopbackGrid
-    from fedstill.experiment.config.settle import settle
-    from fedstill.experiment.on_flower.carried import trial_app
+    from fedstill.config.resolve import settle
+    from fedstill.flower.loopback import LoopbackGrid
+    from fedstill.flower.run_engine import trial_app
 
     with tempfile.TemporaryDirectory() as folder:
         settings = settle(what)

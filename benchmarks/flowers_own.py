@@ -19,12 +19,12 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.deploy.flower_app import write_app
-from fedstill.deploy.programs import environment, program
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.files import make_folder
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.files import make_folder
+from fedstill.flower.deployment.app_files import write_app
+from fedstill.flower.deployment.programs import environment, program
+from fedstill.running.journal import read_journal
 from fedstill.version import VERSION
 
 SECONDS = 600

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.measures.contribution_game import StageGame
-from fedstill.experiment.measures.contributions import Contributions
-from fedstill.trees import floats, norm, sub
+from fedstill.core.trees import floats, norm, sub
+from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.contributions import Contributions, StageGame
 
 OF, FALL = 7, 0.10
 """The class, and from which fall on a round counts."""

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedstill.core.records import ModelSpec, Plan
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision, lowered, products, steady
-from fedstill.model_spec import ModelSpec
 from fedstill.models import contract
-from fedstill.records import Plan
 from fedstill.report import terminal
 
 NETWORKS = (

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from fedstill.census import run_census
+from fedstill.core.census import run_census
+from fedstill.core.rounds import Unwatched, run_round
 from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.preparation import Prepared
 
 
 class Ours:

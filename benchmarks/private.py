@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
-from fedstill.engines.allocator import keep_freed
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.core.records import SERVER
+from fedstill.engines.serial import keep_freed
 from fedstill.models import contract
-from fedstill.records import SERVER
 from fedstill.report import terminal
+from fedstill.running.preparation import prepare
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"name": "mlp", "hidden": (256,)},

@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
-from fedstill.engines.recorded import REPLAY
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.engines.cuda_graphs import REPLAY
 from fedstill.report import terminal
+from fedstill.running.preparation import prepare
 
 ROWS = (("W1", "fedavg"), ("W1", "fedntd"), ("W1", "fedadkd"), ("W2", "fedseq"), ("W2", "sfedkd"))
 

@@ -75,8 +75,8 @@ def run_case(case: Case) -> dict[str, float]:
 
     from fedstill import Experiment, run
     from fedstill.data.sources import from_tensors
-    from fedstill.experiment.run_directory.journal import read_journal
-    from fedstill.experiment.run_directory.split_file import SPLIT
+    from fedstill.running.journal import read_journal
+    from fedstill.running.split_file import SPLIT
 
     draw = torch.Generator().manual_seed(0)
     labels = torch.arange(case.images) % 10

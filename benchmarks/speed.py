@@ -26,13 +26,13 @@ from benchmarks.ours import Ours
 from benchmarks.peers.hand_out import task_of
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload, flops
+from fedstill.config.resolve import settle
+from fedstill.core.records import SERVER
 from fedstill.engines.cores import cores
 from fedstill.engines.precision import has_bfloat16
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
-from fedstill.records import SERVER
 from fedstill.report import terminal
+from fedstill.running.preparation import prepare
 
 PLAIN = "plain PyTorch"
 

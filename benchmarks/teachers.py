@@ -19,10 +19,10 @@ from dataclasses import replace
 from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
+from fedstill.config.resolve import settle
 from fedstill.engines.cores import workers
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
 from fedstill.report import terminal
+from fedstill.running.preparation import prepare
 
 
 def workload(clients: int, images: int, epochs: int) -> Workload:

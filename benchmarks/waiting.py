@@ -28,8 +28,8 @@ import sys, time
 from dataclasses import replace
 from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.config.settle import settle
+from fedstill.running.preparation import prepare
+from fedstill.config.resolve import settle
 name, rounds = sys.argv[1], int(sys.argv[2])
 work = WORKLOADS[name]
 if name == "W2":

@@ -10,11 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedstill import Experiment
-from fedstill.data.examples import Dataset
+from fedstill.core.records import SERVER
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
-from fedstill.records import SERVER
+from fedstill.running.preparation import Prepared
 
 Labelled = tuple[torch.Tensor, torch.Tensor]
 """Images (N, C, H, W) uint8 and their labels (N,)."""

@@ -16,8 +16,8 @@ import torch
 
 import fedstill
 from fedstill import Experiment
-from fedstill.errors import Interrupted
-from fedstill.experiment.progress import Quiet
+from fedstill.core.errors import Interrupted
+from fedstill.running.progress import Quiet
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedstill.core.records import SERVER
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import ModelPasses
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.records import SERVER
+from fedstill.running.preparation import Prepared
 
 NEAR = 1e-9
 """How far numbers of order 1 may lie apart that were computed in float64 in two ways."""

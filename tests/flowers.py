@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.engines.flower.loopback import LoopbackGrid, parsed
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.carried import trial_app
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.flower.loopback import LoopbackGrid, parsed
+from fedstill.flower.run_engine import trial_app
 
 needs_flower = pytest.mark.skipif(
     find_spec("flwr") is None,

@@ -13,10 +13,10 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.errors import CorruptFile
-from fedstill.experiment.ranking.checking import checked_entry, summary_from
-from fedstill.experiment.ranking.entries import Entered, entries_below, read_entry
-from fedstill.files import digest
+from fedstill.benchmark.checking import checked_entry, summary_from
+from fedstill.benchmark.entries import Entered, entries_below, read_entry
+from fedstill.core.errors import CorruptFile
+from fedstill.core.files import digest
 
 SHIPPING = Path(__file__).parents[1] / "results" / "rank"
 

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 import toys
-from fedstill import registry
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.running import runner
-from fedstill.work import Census
+from fedstill.core import registry
+from fedstill.core.work import Census
+from fedstill.running import runner
+from fedstill.running.progress import Quiet
 
 SETTINGS = {
     "parallel": toys.toy(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedstill.engines import loop, recorded
+from fedstill.engines import cuda_graphs, loop
 from fedstill.engines.cores import WORKERS
 
 aten = torch.ops.aten
@@ -100,9 +100,9 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         get_rng_state=torch.get_rng_state,
         set_rng_state=torch.set_rng_state,
     )
-    wanted = lambda device: os.environ.get(recorded.REPLAY, "1") != "0"  # noqa: E731
-    monkeypatch.setattr(recorded, "torch", SimpleNamespace(**{**vars(torch), "cuda": card}))
-    monkeypatch.setattr(recorded, "_refused", set())
+    wanted = lambda device: os.environ.get(cuda_graphs.REPLAY, "1") != "0"  # noqa: E731
+    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**{**vars(torch), "cuda": card}))
+    monkeypatch.setattr(cuda_graphs, "_refused", set())
     monkeypatch.setenv(WORKERS, "1")  # a teacher's pass in another thread would not be noted
-    for module in (recorded, loop):
+    for module in (cuda_graphs, loop):
         monkeypatch.setattr(module, "is_wanted", wanted)

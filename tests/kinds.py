@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedstill.data.examples import Dataset
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 
 CLASSES, VOCABULARY = 4, 30

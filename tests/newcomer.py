@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import toys
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory import journal as journals
+from fedstill.config.experiment import Experiment
+from fedstill.running import journal as journals
 
 MINE = '''
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from fedstill import Carry, Payload
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import NOTHING
-from fedstill.registry import method
-from fedstill.work import ClientWork
+from fedstill.core.records import NOTHING
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 
 
 @method("mine")

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import fedstill
-from fedstill.deploy import folder
-from fedstill.deploy.folder import Federation
-from fedstill.deploy.supervising import descendants
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import as_toml
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.config.settings import as_toml
+from fedstill.flower.deployment import folder
+from fedstill.flower.deployment.folder import Federation
+from fedstill.flower.deployment.processes import descendants
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import run
 
 LIMIT = 1800.0
 """Seconds after which a test gives up on anything."""

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.errors import Interrupted
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.running.runner import run
-from fedstill.files import digest
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import Interrupted
+from fedstill.core.files import digest
+from fedstill.running import journal as journals
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.progress import Quiet
+from fedstill.running.runner import run
 
 Whole = Callable[[str], dict[str, Any]]
 """The bits of a setting's uninterrupted run."""

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import toys
-from fedstill.census import run_census
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.fitting import Fit
-from fedstill.records import Carry, Payload, Ran, Stage, Tensors, View, World
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
+from fedstill.config.resolve import settle
+from fedstill.core.census import run_census
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import Carry, Payload, Ran, Stage, Tensors, View, World
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.stages import Fit
+from fedstill.running.preparation import Prepared, prepare
 
 PLAN = {"epochs": 1, "batch": 50, "lr": 0.05}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill import docstrings, registry
+from fedstill.core import docstrings, registry
 
 OURS = [
     (kind, name)

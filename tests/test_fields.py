@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from annotated_types import Interval
 
-from fedstill.errors import ConfigError
-from fedstill.fields import checked, problem
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import checked, problem
 
 NOTED = Annotated[float, {"unit": "seconds"}, Interval(gt=0)]
 """Metadata that cannot be hashed, as another library may write it."""

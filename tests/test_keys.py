@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedstill.keys import seed_global
+from fedstill.core.keys import seed_global
 
 
 def test_the_global_generator_starts_as_with_torchs_own_function() -> None:

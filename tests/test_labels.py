@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill import labels
-from fedstill.errors import ConfigError, DataError, UnknownName
+from fedstill.core import labels
+from fedstill.core.errors import ConfigError, DataError, UnknownName
 
 METRICS: list[labels.Metric] = ["l1", "l2", "kl", "js"]
 

@@ -10,12 +10,12 @@ import torch
 from torch.optim import lr_scheduler
 
 import toys
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import resume, run
-from fedstill.records import Plan
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Plan
+from fedstill.running.explain import arithmetic
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 RISING: dict[str, Any] = {"lr": 0.2, "lr_schedule": "cosine", "lr_warmup": 1, "lr_end": 0.1}

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.config.overrides import parse_overrides
-from fedstill.experiment.config.query_table import read_query
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.queries import (
+from fedstill.config.overrides import parse_overrides
+from fedstill.config.resolve import read_query, settle
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.querying.queries import (
     Asking,
     Standing,
     because,
@@ -24,6 +22,7 @@ from fedstill.queries import (
     picked,
     reasons,
 )
+from fedstill.running.preparation import prepare
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])
 

@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from double import NEAR
-from fedstill.aggregate import weighted_mean
-from fedstill.records import Payload, Reply
-from fedstill.robust import ROBUST, clipped_mean, krum, robust_mean, trimmed_mean
+from fedstill.core.aggregation import (
+    ROBUST,
+    clipped_mean,
+    krum,
+    robust_mean,
+    trimmed_mean,
+    weighted_mean,
+)
+from fedstill.core.records import Payload, Reply
 
 
 def trees_of(values: np.ndarray) -> list[dict[str, torch.Tensor]]:

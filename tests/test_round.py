@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import Diverged, IncompatibleMethod, TooFewReplies
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.running.runner import run
-from fedstill.files import digest
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import Diverged, IncompatibleMethod, TooFewReplies
+from fedstill.core.files import digest
+from fedstill.running import journal as journals
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.runner import run
 
 SINGLE = {
     "fedavg": toys.toy(),

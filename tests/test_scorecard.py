@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.errors import CorruptFile, UnknownName
-from fedstill.wire.privacy import Privacy
+from fedstill.core.errors import CorruptFile, UnknownName
+from fedstill.privacy.noise import Privacy
 from scorecard import doors, everyday, hostile_replies, stopping_runs, what_runs
 from scorecard.__main__ import main
 from scorecard.attacks_and_privacy import canary, epsilons, members_told, sent_by
@@ -107,7 +107,7 @@ def test_what_takes_long_passes_here() -> None:
 
 
 def test_a_screen_that_lets_all_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstill.wire.screen._wild", lambda *_: "")
+    monkeypatch.setattr("fedstill.core.screen._wild", lambda *_: "")
     says = hostile_replies.poisoned(17).says
     assert any("NaN: it ended the round: Diverged" in line for line in says)
 
@@ -118,11 +118,11 @@ def test_masks_that_hide_nothing_and_sums_that_are_wrong_are_noticed(
     def nothing(secret: bytes, length: int, purpose: bytes):
         return np.zeros(length, dtype=np.uint64)
 
-    monkeypatch.setattr("fedstill.secure.protocol.mask_of", nothing)
+    monkeypatch.setattr("fedstill.privacy.protocol.mask_of", nothing)
     (first, *_) = secret_sums(1).says
     assert "the upload of client 0 is not uniform" in first
     monkeypatch.undo()
-    monkeypatch.setattr("fedstill.secure.fixed_point.FixedPoint.error", 0.0)
+    monkeypatch.setattr("fedstill.privacy.masking.FixedPoint.error", 0.0)
     assert "the mean is off by" in secret_sums(1).says[0]
 
 
@@ -131,7 +131,7 @@ def test_a_mechanism_with_a_quarter_of_its_noise_is_noticed(
 ) -> None:
     drawn = torch.randn
     assert canary(1.0)[1] < canary(1.0)[0]
-    monkeypatch.setattr("fedstill.wire.privacy.torch.randn", lambda *a, **k: drawn(*a, **k) / 4)
+    monkeypatch.setattr("fedstill.privacy.noise.torch.randn", lambda *a, **k: drawn(*a, **k) / 4)
     assert canary(1.0)[1] > canary(1.0)[0]
     assert Privacy(clip=1.0, noise=1.0).sigma == 1.0
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedstill.stream import ONE_TASK, Stream
+from fedstill.core.stream import ONE_TASK, Stream
 
 SIX = Stream(starts=(1, 3, 6), rounds=8, by_task=((0, 3), (1,), (2, 4)), clients=10, seed=5)
 

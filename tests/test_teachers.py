@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedstill import labels, teachers
-from fedstill.errors import ConfigError, DataError
+from fedstill.core import labels, teachers
+from fedstill.core.errors import ConfigError, DataError
 
 METRICS: list[labels.Metric] = ["l1", "l2", "kl", "js"]
 

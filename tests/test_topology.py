@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fedstill.errors import ConfigError
-from fedstill.records import SERVER
-from fedstill.stream import ONE_TASK, Stream
-from fedstill.topology import Parallel, PeerToPeer, PublicLogits, Sequential, sample
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import SERVER
+from fedstill.core.stream import ONE_TASK, Stream
+from fedstill.core.topology import Parallel, PeerToPeer, PublicLogits, Sequential, sample
 
 
 @dataclass(frozen=True)

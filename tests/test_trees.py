@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstill import trees
-from fedstill.aggregate import weighted_mean
-from fedstill.records import Payload, Reply
+from fedstill.core import trees
+from fedstill.core.aggregation import weighted_mean
+from fedstill.core.records import Payload, Reply
 
 A = {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}
 B = {"w": torch.tensor([3.0, -2.0]), "n": torch.tensor(9)}

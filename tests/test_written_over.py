@@ -12,9 +12,9 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError
-from fedstill.experiment.running.runner import run
-from fedstill.written_over import MODEL, ONNX, PAGE, PROGRAM, Kind, refuse_other_kind
+from fedstill.core.errors import ConfigError
+from fedstill.core.files import MODEL, ONNX, PAGE, PROGRAM, Kind, refuse_other_kind
+from fedstill.running.runner import run
 
 CONFIG = b"rounds = 1\n"
 

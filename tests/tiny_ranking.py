@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from fedstill.experiment.comparing.compare import Outcome
-from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.ranking import suites
-from fedstill.experiment.ranking.choices import Choice
-from fedstill.experiment.running import runner
+from fedstill.benchmark import suites
+from fedstill.benchmark.suites import Choice
+from fedstill.running import runner
+from fedstill.running.compare import Outcome
+from fedstill.running.variants import Variant
 
 NAME = "digits-space"
 

@@ -14,13 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedstill.data.examples import Dataset
-from fedstill.data.sources import from_tensors
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.losses import cross_entropy, kd
-from fedstill.method import Method
-from fedstill.models.contract import predictor
-from fedstill.records import (
+from fedstill.config.experiment import Experiment
+from fedstill.core.method import Method
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -36,9 +32,13 @@ from fedstill.records import (
     World,
     many,
 )
-from fedstill.registry import lookup, method, register
-from fedstill.trees import dtype_of, sub, zeros_like
-from fedstill.work import ClientWork
+from fedstill.core.registry import lookup, method, register
+from fedstill.core.trees import dtype_of, sub, zeros_like
+from fedstill.core.work import ClientWork
+from fedstill.data.dataset import Dataset
+from fedstill.data.sources import from_tensors
+from fedstill.losses import cross_entropy, kd
+from fedstill.models.contract import predictor
 
 CLASSES, SIDE = 5, 4
 THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from fedstill import from_tensors, registry
-from fedstill.data.examples import Dataset
-from fedstill.errors import FedstillError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill import from_tensors
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import FedstillError
+from fedstill.data.dataset import Dataset
+from fedstill.running.preparation import prepare
 from tools.fitting_runs import fitting_run
 
 TOPOLOGIES = {

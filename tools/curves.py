@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from fedstill.experiment.run_directory.evidence import readable
+from fedstill.running.archive import readable
 
 RESULTS = Path(__file__).parents[1] / "results"
 MEANS = ("examples", "trimmed_mean", "median", "norm_clipping", "krum")

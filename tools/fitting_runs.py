@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedstill import registry
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.config.experiment import Experiment
+from fedstill.core import registry
 
 NETWORK = {"name": "mlp", "hidden": (8,)}
 

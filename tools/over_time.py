@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedstill.experiment.ranking.suites import own_suite
-from fedstill.report.ranked import every_standing, rows_below
-from fedstill.report.ranking_files import cell_lines
-from fedstill.report.standings import RankedRow, Standings
+from fedstill.benchmark.standings import RankedRow, Standings
+from fedstill.benchmark.suites import own_suite
+from fedstill.benchmark.tables import cell_lines
+from fedstill.benchmark.terminal import every_standing, rows_below
 from fedstill.report.table_files import markdown
 
 ROOT = Path(__file__).parents[1]

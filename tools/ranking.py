@@ -10,17 +10,17 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from fedstill.experiment.comparing.recipes import load_recipe
-from fedstill.experiment.ranking.scoring import score_of
-from fedstill.experiment.ranking.suites import suite_names
-from fedstill.experiment.run_directory.evidence import readable
-from fedstill.report.map_file import shipped_maps
-from fedstill.report.maps_shown import maps_text
-from fedstill.report.ranked import every_standing, rows_below
-from fedstill.report.ranking_files import agreement_text, run_lines, tables_text
-from fedstill.report.ranking_page import HOW, INTERVALS, MEANS, copied_fields
-from fedstill.report.standings import Standings
+from fedstill.benchmark.map_page import maps_text
+from fedstill.benchmark.maps import shipped_maps
+from fedstill.benchmark.page import HOW, INTERVALS, MEANS, copied_fields
+from fedstill.benchmark.recipes import load_recipe
+from fedstill.benchmark.scoring import score_of
+from fedstill.benchmark.standings import Standings
+from fedstill.benchmark.suites import suite_names
+from fedstill.benchmark.tables import agreement_text, run_lines, tables_text
+from fedstill.benchmark.terminal import every_standing, rows_below
 from fedstill.report.table_files import csv_text, markdown
+from fedstill.running.archive import readable
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = ROOT / "results" / "rank"

@@ -13,13 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fedstill import registry
-from fedstill.experiment.comparing.recipes import recipe_names
-from fedstill.experiment.config.experiment import KEYS
-from fedstill.experiment.config.stream_table import StreamTable
-from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable
-from fedstill.records import Plan
-from fedstill.wire.privacy import Privacy
+from fedstill.benchmark.recipes import recipe_names
+from fedstill.config.experiment import KEYS
+from fedstill.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, StreamTable
+from fedstill.core import registry
+from fedstill.core.records import Plan
+from fedstill.privacy.noise import Privacy
 from tools.gallery import PAGE as GALLERY
 from tools.gallery import PICTURES, scenes
 
@@ -279,7 +278,10 @@ def figure_numbers(cell: str) -> list[int]:
 
 def section_titles() -> set[str]:
     """The titles of the report's sections, in small letters."""
-    text = "".join(path.read_text(encoding="utf-8") for path in REPORT.glob("*.py"))
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (*REPORT.glob("*.py"), *PACKAGE.glob("*/report.py"))
+    )
     return {title.lower() for title in re.findall(r'\b_?section\(\s*(?:"\w+", )?"([^"]+)"', text)}
 
 
@@ -336,7 +338,7 @@ def wrong_pictures() -> Iterator[str]:
 def report_sections() -> dict[str, str]:
     """{name: title} of all sections that the report's code can write."""
     sections: dict[str, str] = {}
-    for path in REPORT.glob("*.py"):
+    for path in (*REPORT.glob("*.py"), *PACKAGE.glob("*/report.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 sections |= section_of(node, node.func.id)

@@ -6,7 +6,7 @@ expects and does.
 
 from __future__ import annotations
 
-from fedstill import registry
+from fedstill.core import registry
 from tools.fitting_runs import own_methods
 from tools.what_is_sent import cells
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedstill import from_tensors, registry
-from fedstill.census import run_census
-from fedstill.data.examples import Dataset
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.records import SERVER, Group, Payload, Reply, Stage, State
-from fedstill.rounds import run_round
-from fedstill.wire.screen import Refusal
+from fedstill import from_tensors
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.census import run_census
+from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, State
+from fedstill.core.rounds import run_round
+from fedstill.core.screen import Refusal
+from fedstill.data.dataset import Dataset
+from fedstill.running.preparation import Prepared, prepare
 from tools.fitting_runs import fitting_run
 
 CLASSES, WIDTH, PUBLIC, CLIENTS = 7, 11, 13, 4

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from benchmarks.peers.common import Task
 from benchmarks.workloads import WORKLOADS, Workload
-from fedstill.data.examples import Dataset
+from fedstill.config.resolve import settle
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
 from fedstill.models import contract
-from fedstill.records import SERVER
+from fedstill.running.preparation import Prepared, prepare
 
 
 def resized(name: str, clients: int = 0, epochs: int = 0) -> Workload:

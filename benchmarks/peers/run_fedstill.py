@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.ours import Ours
 from benchmarks.peers import hand_out
 from benchmarks.peers.common import Rounds, Task, cores
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.running.preparation import prepare
 
 
 def main() -> None:

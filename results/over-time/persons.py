@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 import fedstill
-from fedstill.errors import DataError
+from fedstill.core.errors import DataError
 
 GROUPS = 5
 

@@ -21,80 +21,74 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
-    from fedstill.data.examples import Dataset as Dataset
+    from fedstill.config.experiment import Experiment as Experiment
+    from fedstill.config.experiment import load as load
+    from fedstill.core.errors import FedstillError as FedstillError
+    from fedstill.core.method import Method as Method
+    from fedstill.core.records import Carry as Carry
+    from fedstill.core.records import Payload as Payload
+    from fedstill.core.records import Plan as Plan
+    from fedstill.core.registry import register as register
+    from fedstill.core.work import ClientWork as ClientWork
+    from fedstill.data.dataset import Dataset as Dataset
     from fedstill.data.sources.loader import load_dataset as load_dataset
     from fedstill.data.sources.tensors import from_clients as from_clients
     from fedstill.data.sources.tensors import from_tensors as from_tensors
-    from fedstill.errors import FedstillError as FedstillError
-    from fedstill.experiment.config.experiment import Experiment as Experiment
-    from fedstill.experiment.config.experiment import load as load
-    from fedstill.experiment.progress import Progress as Progress
-    from fedstill.experiment.run_directory.result import Result as Result
-    from fedstill.experiment.running.runner import resume as resume
-    from fedstill.experiment.running.runner import run as run
-    from fedstill.experiment.tracking.tracker import Tracker as Tracker
-    from fedstill.experiment.trained.loading import load_model as load_model
-    from fedstill.experiment.trained.trained_model import TrainedModel as TrainedModel
-    from fedstill.method import Method as Method
-    from fedstill.plan import Plan as Plan
-    from fedstill.records import Carry as Carry
-    from fedstill.records import Payload as Payload
-    from fedstill.registry import register as register
+    from fedstill.export.loading import load_model as load_model
+    from fedstill.export.trained_model import TrainedModel as TrainedModel
     from fedstill.report.comparison import Comparison as Comparison
-    from fedstill.report.side_by_side import compare as compare
-    from fedstill.work import ClientWork as ClientWork
+    from fedstill.report.comparison import compare as compare
+    from fedstill.running.progress import Progress as Progress
+    from fedstill.running.result import Result as Result
+    from fedstill.running.runner import resume as resume
+    from fedstill.running.runner import run as run
+    from fedstill.running.trackers import Tracker as Tracker
 
 _HOMES = {
-    "Carry": "fedstill.records",
-    "ClientWork": "fedstill.work",
+    "Carry": "fedstill.core.records",
+    "ClientWork": "fedstill.core.work",
     "Comparison": "fedstill.report.comparison",
-    "Dataset": "fedstill.data.examples",
-    "Experiment": "fedstill.experiment.config.experiment",
-    "FedstillError": "fedstill.errors",
-    "Method": "fedstill.method",
-    "Payload": "fedstill.records",
-    "Plan": "fedstill.plan",
-    "Progress": "fedstill.experiment.progress",
-    "Result": "fedstill.experiment.run_directory.result",
-    "Tracker": "fedstill.experiment.tracking.tracker",
-    "TrainedModel": "fedstill.experiment.trained.trained_model",
-    "compare": "fedstill.report.side_by_side",
+    "Dataset": "fedstill.data.dataset",
+    "Experiment": "fedstill.config.experiment",
+    "FedstillError": "fedstill.core.errors",
+    "Method": "fedstill.core.method",
+    "Payload": "fedstill.core.records",
+    "Plan": "fedstill.core.records",
+    "Progress": "fedstill.running.progress",
+    "Result": "fedstill.running.result",
+    "Tracker": "fedstill.running.trackers",
+    "TrainedModel": "fedstill.export.trained_model",
+    "compare": "fedstill.report.comparison",
     "from_clients": "fedstill.data.sources.tensors",
     "from_tensors": "fedstill.data.sources.tensors",
-    "load": "fedstill.experiment.config.experiment",
+    "load": "fedstill.config.experiment",
     "load_dataset": "fedstill.data.sources.loader",
-    "load_model": "fedstill.experiment.trained.loading",
-    "register": "fedstill.registry",
-    "resume": "fedstill.experiment.running.runner",
-    "run": "fedstill.experiment.running.runner",
+    "load_model": "fedstill.export.loading",
+    "register": "fedstill.core.registry",
+    "resume": "fedstill.running.runner",
+    "run": "fedstill.running.runner",
 }
 
 _MODULES = (
-    *(
-        "aggregate",
-        "data",
-        "engines",
-        "errors",
-        "experiment",
-        "fields",
-        "keys",
-        "labels",
-        "losses",
-        "matching",
-    ),
-    *("method", "methods", "metrics", "models", "payload", "plan", "queries", "raised", "records"),
-    *(
-        "registry",
-        "report",
-        "robust",
-        "secure",
-        "stream",
-        "teachers",
-        "topology",
-        "trees",
-        "wire",
-        "work",
-    ),
+    "attribution",
+    "benchmark",
+    "cli",
+    "config",
+    "continual",
+    "core",
+    "data",
+    "engines",
+    "export",
+    "flower",
+    "losses",
+    "measures",
+    "methods",
+    "metrics",
+    "models",
+    "privacy",
+    "querying",
+    "report",
+    "running",
 )
 """Parts of the library that the reference is about."""
 

@@ -17,10 +17,10 @@ from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS
 
 from double import NEAR, in_double
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.core.records import SERVER
 from fedstill.models import contract
-from fedstill.records import SERVER
+from fedstill.running.preparation import prepare
 
 LEAVES = """
 import subprocess, sys, time

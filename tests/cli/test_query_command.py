@@ -14,19 +14,18 @@ import torch
 
 import toys
 from fedstill.cli import call
+from fedstill.config.experiment import KEYS, Experiment
+from fedstill.config.settings import as_toml
+from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
+from fedstill.core.records import Stage
 from fedstill.data.sources import load_dataset
-from fedstill.errors import ConfigError, CorruptFile, UnknownName
-from fedstill.experiment.answering import ask
-from fedstill.experiment.config.experiment import KEYS, Experiment
-from fedstill.experiment.config.settings import as_toml
-from fedstill.experiment.later_query import Later, with_new_data
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.running.runner import run, settings_of
 from fedstill.models.contract import initial, spec_for
-from fedstill.models.model_files import read_model, save_model
-from fedstill.records import Stage
+from fedstill.models.model_file import read_model, save_model
+from fedstill.querying.answers import Later, ask, with_new_data
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.result import Result
+from fedstill.running.runner import run, settings_of
 
 CHANGES = {"plan.transfer.epochs": 2, "plan.refine.epochs": 2}
 

@@ -14,13 +14,15 @@ import pytest
 
 import forged_entries
 import tiny_ranking
+from fedstill.benchmark import maps as map_file
+from fedstill.benchmark import maps as where
+from fedstill.benchmark import replay, suites, terminal
+from fedstill.benchmark.entries import read_entry
 from fedstill.cli import call
-from fedstill.errors import DataAbsent
-from fedstill.experiment.comparing.compare import Outcome
-from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.ranking import replaying, suites, where
-from fedstill.experiment.ranking.entries import read_entry
-from fedstill.report import map_file, ranked, side_by_side
+from fedstill.core.errors import DataAbsent
+from fedstill.report import comparison
+from fedstill.running.compare import Outcome
+from fedstill.running.variants import Variant
 
 FEW = """
 from fedstill.data.sources import load_dataset
@@ -35,7 +37,7 @@ MINE = """
 from typing import ClassVar
 
 from fedstill.methods.fedavg import FedAvg
-from fedstill.registry import method
+from fedstill.core.registry import method
 
 
 @method("mine")
@@ -53,8 +55,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def here(runs: Sequence[Variant], *_: object, **__: object) -> list[Any]:
         return tiny_ranking.do(runs)
 
-    monkeypatch.setattr(side_by_side, "followed_outcomes", here)
-    monkeypatch.setattr(ranked, "shipped_rows", dict)
+    monkeypatch.setattr(comparison, "followed_outcomes", here)
+    monkeypatch.setattr(terminal, "shipped_rows", dict)
     monkeypatch.chdir(tmp_path)
 
 
@@ -77,7 +79,7 @@ def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     other = entries / "fedntd" / "entry.toml"
     was = other.read_text()
     other.write_text("# another entry in its place\n" + was)
-    rows, _, _ = ranked.rows_below([entries])
+    rows, _, _ = terminal.rows_below([entries])
     assert {row.name: row.status for row in rows["digits-space"]} == {
         "FedAvg": "bits",
         "FedNTD": "not replayed",
@@ -106,7 +108,7 @@ def test_a_command_that_is_stopped_says_so_in_one_line(
     def stopped(runs: Sequence[Variant], *_: object, **__: object) -> list[Outcome]:
         return [Outcome(run, run.settings.rounds, state="stopped") for run in runs]
 
-    monkeypatch.setattr(side_by_side, "followed_outcomes", stopped)
+    monkeypatch.setattr(comparison, "followed_outcomes", stopped)
     assert call(["rank", *command, "--out", "out"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("fedstill: stopped; the same command goes on with ")
@@ -125,7 +127,7 @@ def test_a_replay_that_is_stopped_has_no_level(
     def stopped(runs: Sequence[Variant], *_: object, **__: object) -> list[Outcome]:
         return [replace(outcome, state="stopped") for outcome in tiny_ranking.do(runs)]
 
-    monkeypatch.setattr(side_by_side, "followed_outcomes", stopped)
+    monkeypatch.setattr(comparison, "followed_outcomes", stopped)
     capsys.readouterr()
     check = [
         "rank",
@@ -216,7 +218,7 @@ def test_an_entry_whose_data_are_not_here_is_not_refused(
     def absent(*_: object, **__: object) -> None:
         raise DataAbsent("dataset 'digits' is not here: FEDSTILL_DATA is not set")
 
-    monkeypatch.setattr(replaying, "read_data", absent)
+    monkeypatch.setattr(replay, "read_data", absent)
     capsys.readouterr()
     assert call(["rank", "check", "out/entries/digits-space/fedavg"]) == 0
     capsys.readouterr()

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from fedstill import registry
 from fedstill.cli import app, call
-from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.config.settings import as_toml
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.explain import about_key, resolved_values
+from fedstill.config.experiment import Experiment, load
+from fedstill.config.resolve import settle
+from fedstill.config.settings import as_toml
+from fedstill.core import registry
+from fedstill.running.explain import about_key, resolved_values
 
 WIDTHS = [80, 100, 160]
 

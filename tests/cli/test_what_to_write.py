@@ -10,10 +10,10 @@ import pytest
 from fedstill.cli import app, call
 from fedstill.cli.app import Engine
 from fedstill.cli.spelling import LISTS, REPEATED
-from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.config.tables import TopKeys
-from fedstill.experiment.explain import resolved_values
+from fedstill.config.experiment import load
+from fedstill.config.resolve import settle
+from fedstill.config.tables import TopKeys
+from fedstill.running.explain import resolved_values
 
 CONFIG = (
     "rounds = 1\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\n"
@@ -254,7 +254,7 @@ def test_the_maps_of_digits_say_nothing_of_tables(
 ) -> None:
     Path("t.csv").write_text("a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60)))
     monkeypatch.setattr(
-        "fedstill.experiment.ranking.nearest.told_of_maps",
+        "fedstill.benchmark.maps.told_of_maps",
         lambda maps, method, here: [f"here {here}"],
     )
     for data, said in (("t.csv", "here None"), ("digits", "here Setting(")):

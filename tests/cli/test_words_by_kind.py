@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedstill.cli import call
-from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.running.journal import read_journal
 
 CONFIG = """
 rounds = 1

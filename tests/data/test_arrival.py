@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.records import Stage
 from fedstill.data.arrival import Arrival
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.records import Stage
+from fedstill.running.preparation import Prepared, prepare
 
 LABELS = torch.arange(60) % 4
 

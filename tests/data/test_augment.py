@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill.data.augment import STEPS, augment, check_steps, normalise
-from fedstill.errors import ConfigError, UnknownName
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.data.inputs import STEPS, augment, check_steps, normalise
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
 PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)

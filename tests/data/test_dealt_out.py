@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill.data.dealt_out import DealtOut, LabelCounts, counts_table
-from fedstill.data.partition.flat import FlatParts
-from fedstill.metrics.client_answers import personal_accuracies
+from fedstill.data.client_split import DealtOut, FlatParts, LabelCounts, counts_table
+from fedstill.metrics.local_models import personal_accuracies
 
 LISTS = st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=6)
 """Labels by client, of four classes."""

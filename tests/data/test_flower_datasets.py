@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.data.partition.flower_datasets import flower_datasets
-from fedstill.errors import ConfigError, UnknownName
 
 pytestmark = pytest.mark.skipif(
     find_spec("flwr_datasets") is None,

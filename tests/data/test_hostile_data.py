@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageFile
 
-from fedstill.data.sources import limits, load_dataset, pictures, walk
+from fedstill.core.errors import DataError
+from fedstill.data.sources import folders, limits, load_dataset
+from fedstill.data.sources import images as pictures
+from fedstill.data.sources.images import FORMATS, Pictures, read_unlabelled
 from fedstill.data.sources.limits import in_one_line, memory_bytes, most_bytes, refuse_large
-from fedstill.data.sources.pictures import FORMATS, Pictures
-from fedstill.data.sources.unlabelled import read_unlabelled
-from fedstill.errors import DataError
 
 MEGABYTE = 1_000_000
 
@@ -304,7 +304,7 @@ def test_an_npz_whose_header_lies_is_refused_before_its_array_is_read(
 ) -> None:
     place = lying(tmp_path / "mine/a.npz", LIES[lie])
     monkeypatch.setattr(
-        "fedstill.data.sources.npz._array", lambda *_: pytest.fail("an array was read")
+        "fedstill.data.sources.array_files._npz_array", lambda *_: pytest.fail("an array was read")
     )
     with at_most():
         assert str(tmp_path / "mine/a.npz") in refused("damaged or not an archive", place)
@@ -697,7 +697,7 @@ def test_a_folder_that_is_clearly_another_is_not_walked_to_its_end(
 ) -> None:
     refused("/ is the root of a file system", Path("/"))
     with monkeypatch.context() as patched:
-        patched.setattr(walk, "OTHERS", 20)
+        patched.setattr(folders, "OTHERS", 20)
         place = folder_of_images(tmp_path / "mine")
         for k in range(50):
             (place / f"{k}.py").touch()
@@ -705,7 +705,7 @@ def test_a_folder_that_is_clearly_another_is_not_walked_to_its_end(
     deep = tmp_path / "deep" / "/".join("abcdefghij")
     deep.mkdir(parents=True)
     refused("has folders 9 deep", tmp_path / "deep")
-    monkeypatch.setattr(walk, "FOLDERS_WALKED", 3)
+    monkeypatch.setattr(folders, "FOLDERS_WALKED", 3)
     folder_of_images(tmp_path / "wide/train")
     refused("has 4 folders", tmp_path / "wide")
 

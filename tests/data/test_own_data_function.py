@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 import fedstill
+from fedstill.config.experiment import load
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.sources import from_tensors, load_dataset
-from fedstill.errors import ConfigError, DataError
-from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.running.preparation import prepare
 
 FILE = '''
 import torch
@@ -42,7 +42,7 @@ def raises():
     return some("three")
 
 def refuses():
-    raise fedstill.errors.DataError("the station sent nothing yet; ask again tomorrow")
+    raise fedstill.core.errors.DataError("the station sent nothing yet; ask again tomorrow")
 '''
 
 

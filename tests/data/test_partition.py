@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
+from fedstill.core.keys import numpy_generator
+from fedstill.core.registry import lookup, names
 from fedstill.data import partition as p
-from fedstill.data.partition.flat import FlatParts
-from fedstill.errors import ConfigError, DataError, InfeasiblePartition
-from fedstill.keys import numpy_generator
-from fedstill.registry import lookup, names
+from fedstill.data.client_split import FlatParts
 
 SEED = 19940817  # FedNTD's
 BALANCED = np.repeat(np.arange(10), 5000)

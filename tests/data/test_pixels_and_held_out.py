@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import toys
-from fedstill.data.examples import Dataset
+from fedstill.benchmark import recipes
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.data.dataset import Dataset
 from fedstill.data.partition import hiper, public_split
 from fedstill.data.sources import from_tensors
-from fedstill.errors import ConfigError
-from fedstill.experiment.comparing import recipes
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running.runner import run
+from fedstill.flower.facts import Facts
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 
 
 def ready(

@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, DataError
+from fedstill.core.records import Examples
 from fedstill.data.sources import limits
-from fedstill.errors import ConfigError, DataError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing import public_data
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import run
-from fedstill.records import Examples
+from fedstill.running import public_data
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 
 def public(method: object = "hiper_fedkd", **data: object) -> Examples:
@@ -92,7 +92,7 @@ def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
     folder = images(tmp_path / "mine", count=40, side=1)
     monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * 41 * 4 * 4)
     monkeypatch.setattr(limits, "EXAMPLE_BYTES", 0)
-    monkeypatch.setattr("fedstill.data.sources.pictures.EXAMPLE_BYTES", 0)
+    monkeypatch.setattr("fedstill.data.sources.images.EXAMPLE_BYTES", 0)
     assert len(public(public_from=str(folder), public_resize=True)) == 40
     monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * 39 * 4 * 4)
     with pytest.raises(DataError, match=r"says that it holds 640 bytes, .* at most 624 bytes"):

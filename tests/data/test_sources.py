@@ -18,12 +18,13 @@ import pytest
 import torch
 from PIL import Image
 
-from fedstill.data.sources import catalog, from_tensors, load_dataset, streams
-from fedstill.data.sources.decoded import Decoded
+from fedstill.core.errors import ConfigError, DataError, UnknownName
+from fedstill.core.registry import lookup, names
+from fedstill.data.cache import Decoded
+from fedstill.data.sources import catalog, from_tensors, load_dataset
+from fedstill.data.sources import hub as streams
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.verify import sums
-from fedstill.errors import ConfigError, DataError, UnknownName
-from fedstill.registry import lookup, names
 
 NOWHERE = "http://127.0.0.1:9"
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fedstill.core.errors import DataError
 from fedstill.data.sources import from_clients, from_tensors, load_dataset
-from fedstill.errors import DataError
 
 N = 20
 LABELS = np.arange(N) % 2

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedstill.core.errors import DataError
 from fedstill.data.sources import load_dataset
-from fedstill.errors import DataError
 
 N = 40
 LABELS = [i % 2 for i in range(N)]

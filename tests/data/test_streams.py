@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.data.stream.classes import class_stream
-from fedstill.data.stream.domains import domain_stream
-from fedstill.data.stream.drift import drift_stream
-from fedstill.errors import ConfigError
+from fedstill.continual.classes import class_stream
+from fedstill.continual.domains import domain_stream
+from fedstill.continual.drift import drift_stream
+from fedstill.core.errors import ConfigError
 
 LABELS = np.arange(200) % 10
 

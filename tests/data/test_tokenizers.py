@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstill.data.sources.text import encoded
-from fedstill.errors import ConfigError, DataError
+from fedstill.core.errors import ConfigError, DataError
+from fedstill.data.text import encoded
 
 TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedstill.deploy.control import Control, NoAnswer, NotListening, when_it_listens
-from fedstill.errors import DeployFailed
+from fedstill.core.errors import DeployFailed
+from fedstill.flower.deployment.control import Control, NoAnswer, NotListening, when_it_listens
 
 httpx = pytest.importorskip("httpx")
 control_client = pytest.importorskip("flwr.supercore.control").ControlHttpClient

@@ -16,8 +16,8 @@ import pytest
 
 import fedstill
 from fedstill.cli import call
-from fedstill.deploy import certificates, flower_app, folder, programs, supervising
-from fedstill.errors import ConfigError, RunExists
+from fedstill.core.errors import ConfigError, RunExists
+from fedstill.flower.deployment import app_files, certificates, folder, processes, programs
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -128,11 +128,11 @@ def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_othe
     federation = made(tmp_path / "fed")
     (federation.server / "link.toml").write_text("as it was")
     before = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
-    with supervising.alone(federation.server, "a server"):
+    with processes.alone(federation.server, "a server"):
         assert call(["deploy", "server", str(federation.folder)]) == 1
     after = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
     assert {path: data for path, data in after.items() if path.name != "lock"} == before
-    with supervising.alone(federation.server, "a server"):
+    with processes.alone(federation.server, "a server"):
         pass
 
 
@@ -149,7 +149,7 @@ def test_one_client_runs_from_a_folder_at_a_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = made(tmp_path / "fed").client(0)
-    with supervising.alone(here, "a client"):
+    with processes.alone(here, "a client"):
         assert call(["deploy", "client", str(here)]) == 1
     assert f"a client already runs from {here}: stop it first" in capsys.readouterr().err
 
@@ -318,6 +318,6 @@ SUPERNODES = 2
 
 def test_the_app_in_this_repository_is_what_init_writes(tmp_path: Path) -> None:
     ours, written = Path(__file__).parents[2] / "deploy" / "flower-app", tmp_path / "flower-app"
-    flower_app.write_app(written, SUPERNODES, fedstill.__version__)
+    app_files.write_app(written, SUPERNODES, fedstill.__version__)
     for path in (p.relative_to(written) for p in written.rglob("*") if p.is_file()):
         assert (ours / path).read_text() == (written / path).read_text(), f"write {path} anew"

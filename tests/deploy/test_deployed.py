@@ -15,13 +15,13 @@ import torch
 
 import toys
 from fedstill.data.sources import load_dataset
-from fedstill.deploy.control import Control
-from fedstill.engines.flower.client_app import client_app
-from fedstill.engines.flower.loopback import LoopbackGrid
-from fedstill.experiment.on_flower.site import Clerk
-from fedstill.experiment.on_flower.site_file import load_site
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.flower.client_app import client_app
+from fedstill.flower.deployment.control import Control
+from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import load_site
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 from flowers import needs_flower
 from processes import Deployment, events, experiment, over, same_bits, serial_of
 

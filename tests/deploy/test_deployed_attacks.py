@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from fedstill.deploy import certificates, folder, programs
-from fedstill.deploy.control import Control, public_key
-from fedstill.deploy.flower_app import write_app
-from fedstill.deploy.gate import KEY_HEADER
-from fedstill.deploy.supervising import running, wait_for_port
-from fedstill.errors import DeployFailed
+from fedstill.core.errors import DeployFailed
+from fedstill.flower.deployment import certificates, folder, programs
+from fedstill.flower.deployment.app_files import write_app
+from fedstill.flower.deployment.control import Control, public_key
+from fedstill.flower.deployment.gate import KEY_HEADER
+from fedstill.flower.deployment.processes import running, wait_for_port
 from flowers import needs_flower
 from processes import (
     Deployment,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.deploy.supervising import descendants
+from fedstill.flower.deployment.processes import descendants
 from flowers import needs_flower
 from processes import (
     Deployment,

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.deploy import certificates, folder, programs, supervising
-from fedstill.deploy.folder import Federation, Membership
-from fedstill.files import write_secret
+from fedstill.core.files import write_secret
+from fedstill.flower.deployment import certificates, folder, processes, programs
+from fedstill.flower.deployment.folder import Federation, Membership
 from flowers import needs_flower
 from processes import Deployment, fedstill_, fedstill_command, free_port
 
@@ -74,9 +74,7 @@ def tried(
 def spoken(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (
         log.open("wb") as file,
-        supervising.running(
-            command, programs.environment(log.parent), stdout=file, stderr=file
-        ) as p,
+        processes.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
     ):
         yield p
 
@@ -116,7 +114,7 @@ def listening(other: Federation, days: int, host: str, stack: contextlib.ExitSta
     command = programs.superlink(other, False)
     certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
     process = stack.enter_context(spoken(command, other.server / "log"))
-    supervising.wait_for_port(other, process, 600)
+    processes.wait_for_port(other, process, 600)
 
 
 @pytest.mark.parametrize("what", SAYS)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedstill.deploy.supervising import descendants, running, until_it_ends
-from fedstill.errors import DeployFailed
+from fedstill.core.errors import DeployFailed
+from fedstill.flower.deployment.processes import descendants, running, until_it_ends
 
 psutil = pytest.importorskip("psutil")
 
@@ -62,7 +62,7 @@ def runs(process: Any) -> bool:
 
 CHILD = """
 import time
-from fedstill.deploy.supervising import end_with_parent
+from fedstill.flower.deployment.processes import end_with_parent
 end_with_parent()
 print(1, flush=True)
 time.sleep(600)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fedstill.deploy import folder, programs
-from fedstill.deploy.flower_app import CODE, PYPROJECT, TRIAL, require_own_app, write_app
-from fedstill.deploy.folder import client_of_key
-from fedstill.engines.flower.fleet import Fleet, Patience
-from fedstill.errors import ConfigError, Refused
+from fedstill.core.errors import ConfigError, Refused
+from fedstill.flower.deployment import folder, programs
+from fedstill.flower.deployment.app_files import CODE, PYPROJECT, TRIAL, require_own_app, write_app
+from fedstill.flower.deployment.folder import client_of_key
+from fedstill.flower.fleet import Fleet, Patience
 from flowers import needs_flower
 
 PROJECT = PYPROJECT.format(version="1", config=TRIAL.format(clients=2)).encode()

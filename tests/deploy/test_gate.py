@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from fedstill.deploy import folder, programs
-from fedstill.deploy.gate import KEY_HEADER, MAX_BODY, SITES_PATHS, Gate, check_paths
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
+from fedstill.flower.deployment import folder, programs
+from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, SITES_PATHS, Gate, check_paths
 from flowers import needs_flower
 
 KEY = b"k" * 43
@@ -242,7 +242,7 @@ def test_a_stranger_cannot_use_up_a_sites_time_nor_memory(status: int) -> None:
 
 def test_old_signatures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, now = Gate(Inside(), KEY), 1000.0
-    monkeypatch.setattr("fedstill.deploy.gate.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedstill.flower.deployment.gate.time.monotonic", lambda: now)
     for second in range(400):
         now = 1000.0 + second
         asked(gate, PULL, **signed(when=str(second)))
@@ -270,11 +270,11 @@ def test_the_installed_flower_is_served_inside_the_gate(
     """Flower's application has the paths that the gate knows; without the operator's key it does
     not start.
     """
-    from fedstill.deploy import superlink
+    from fedstill.flower.deployment import superlink
 
     federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
     command = programs.superlink(federation, insecure=False)
-    assert command[:3] == [sys.executable, "-m", "fedstill.deploy.superlink"]
+    assert command[:3] == [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
     monkeypatch.setattr(sys, "argv", command[2:])
     gate, config = superlink.gated()
@@ -297,11 +297,11 @@ def test_a_flower_that_changed_does_not_start(
 ) -> None:
     import flwr.superlink.main
 
-    from fedstill.deploy import superlink
+    from fedstill.flower.deployment import superlink
 
     federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
     monkeypatch.setattr(sys, "argv", programs.superlink(federation, insecure=False)[2:])
-    monkeypatch.setattr("fedstill.deploy.gate.SITES_PATHS", SITES_PATHS - {PULL})
+    monkeypatch.setattr("fedstill.flower.deployment.gate.SITES_PATHS", SITES_PATHS - {PULL})
     assert superlink.serve() == 1
     assert (
         "other paths for sites than fedstill knows (/v1/fleet/pull-messages)"

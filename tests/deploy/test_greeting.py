@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from fedstill.cli import call
-from fedstill.deploy import certificates, folder, greeting, programs
-from fedstill.errors import ConfigError, DeployFailed
+from fedstill.core.errors import ConfigError, DeployFailed
+from fedstill.flower.deployment import certificates, folder, greeting, programs
 from flowers import needs_flower
 
 pytestmark = needs_flower

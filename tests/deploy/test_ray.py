@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.deploy.programs import environment, program
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment
+from fedstill.flower.deployment.programs import environment, program
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import run
 from flowers import needs_flower
 from processes import LIMIT, beside_us, kill_all_with
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fedstill.cli import call
-from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.config.experiment import load
+from fedstill.config.resolve import settle
+from fedstill.running.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tools.results_page import BLOCK, comparisons, paper_tables
 
-from fedstill.experiment.run_directory.evidence import readable
 from fedstill.metrics.ranks import paired_difference
+from fedstill.running.archive import readable
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text()

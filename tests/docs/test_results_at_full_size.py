@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedstill.experiment.comparing.recipes import load_recipe
-from fedstill.experiment.run_directory.evidence import readable
-from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.benchmark.recipes import load_recipe
+from fedstill.running.archive import readable
+from fedstill.running.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text()

@@ -6,7 +6,7 @@ import tomllib
 
 from tools.worth import CLAIMS
 
-from fedstill import registry
+from fedstill.core import registry
 
 
 def test_every_claim_is_of_a_method_and_has_its_number() -> None:

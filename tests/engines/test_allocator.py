@@ -10,7 +10,7 @@ import pytest
 
 WHERE = """
 import ctypes, sys
-from fedstill.engines.allocator import keep_freed
+from fedstill.engines.serial import keep_freed
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from fedstill.data.inputs import Inputs
-from fedstill.engines.loop import train
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
-from fedstill.models import contract
-from fedstill.records import (
+from fedstill.config.resolve import settle
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import (
     SERVER,
     Carry,
     Examples,
@@ -31,8 +27,12 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.trees import same_bits
-from fedstill.work import ClientWork
+from fedstill.core.trees import same_bits
+from fedstill.core.work import ClientWork
+from fedstill.data.inputs import Inputs
+from fedstill.engines.loop import train
+from fedstill.models import contract
+from fedstill.running.preparation import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import FedstillError
+from fedstill.core.records import Payload, Stage
+from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import AtClient, ClientMeasures
-from fedstill.engines.flower.flower_engine import FlowerEngine
-from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.errors import FedstillError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.base import Measure, at_clients
-from fedstill.experiment.measures.choose import measures
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.records import Payload, Stage
-from fedstill.work import ClientWork
+from fedstill.flower.engine import FlowerEngine
+from fedstill.flower.messages import Request, SiteReply
+from fedstill.measures.base import Measure, at_clients
+from fedstill.measures.choice import measures
+from fedstill.running.preparation import prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from fedstill.engines import cost
-from fedstill.engines.cost import Work, suited_engine
+from fedstill.core.records import ModelSpec, Plan
 from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
-from fedstill.records import ModelSpec, Plan
+from fedstill.running import engine_choice
+from fedstill.running.engine_choice import Work, suited_engine
 
 
 def mlp(*hidden: int) -> ModelSpec:
@@ -69,7 +69,7 @@ def test_each_reason_is_said(stages: list[Work], device: str, engine: str, words
 
 def test_the_crossover_is_where_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, engine in ((SMALL.flops, "vectorised"), (SMALL.flops - 1, "pooled")):
-        monkeypatch.setitem(cost.CROSSOVER, "cpu", limit)
+        monkeypatch.setitem(engine_choice.CROSSOVER, "cpu", limit)
         assert suited_engine([SMALL], "cpu")[0] == engine
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.records import Payload, Reply, Stage
+from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.engines.flower.flower_engine import FlowerEngine
 from fedstill.engines.pooled import PooledEngine
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.records import Payload, Reply, Stage
-from fedstill.work import ClientWork
+from fedstill.flower.engine import FlowerEngine
+from fedstill.running.preparation import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -14,17 +14,28 @@ import torch
 from torch import nn
 
 import toys
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.method import Method
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.method import Method
+from fedstill.core.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.core.registry import method, register
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
 from fedstill.models import contract
-from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
-from fedstill.registry import method, register
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

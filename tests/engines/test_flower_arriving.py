@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from fedstill.engines.flower import arriving
-from fedstill.engines.flower.arriving import unfolded
-from fedstill.engines.flower.fleet import Fleet, Patience
-from fedstill.engines.flower.messages import content, require_flower
-from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.records import Stage
+from fedstill.core.records import Stage
+from fedstill.flower import fleet as arriving
+from fedstill.flower.fleet import Fleet, Patience, unfolded
+from fedstill.flower.messages import Request, SiteReply, content, require_flower
 from flowers import needs_flower
 
 pytestmark = [needs_flower, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -156,7 +154,7 @@ def good(client: int, size: int = 0) -> Callable[[Any], tuple[str, dict[str, byt
         from flwr.app.message import make_message
         from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-        from fedstill.records import Payload
+        from fedstill.core.records import Payload
 
         up = Payload({"params": {"w": torch.zeros(size)}} if size else {})
         told = Metadata(

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.errors import Interrupted, TooFewReplies
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import Interrupted, TooFewReplies
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.progress import Quiet
+from fedstill.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower, parsed
 from run_bits import StopAfter
 
@@ -65,7 +65,7 @@ def lost_once(code: int | None) -> Any:
     """
     from flwr.app import Error, Message
 
-    from fedstill.engines.flower.loopback import serialised
+    from fedstill.flower.loopback import serialised
 
     def trouble(
         grid: TroubledGrid, client: int, round: int, before: int, data: bytes
@@ -143,7 +143,7 @@ def seen(folder: Path) -> dict[int, int]:
     """
     import json
 
-    from fedstill.wire.codec import decode
+    from fedstill.core.codec import decode
 
     latest = (folder / "checkpoints" / "LATEST").read_text()
     memory = json.loads((folder / "checkpoints" / latest).read_text())["manifest"]["memory"]
@@ -174,7 +174,7 @@ def test_a_late_reply_is_not_folded_into_a_later_round(tmp_path: Path) -> None:
 
 
 def test_a_late_reply_sent_as_the_answer_of_another_round_is_refused(tmp_path: Path) -> None:
-    from fedstill.engines.flower.loopback import serialised
+    from fedstill.flower.loopback import serialised
 
     late = []
 
@@ -220,7 +220,7 @@ def test_a_refused_reply_is_refused_by_the_same_name_as_in_process(
 def test_an_app_that_crashes_again_and_again_is_given_up_by_name(tmp_path: Path) -> None:
     from flwr.app import Error, Message
 
-    from fedstill.engines.flower.loopback import serialised
+    from fedstill.flower.loopback import serialised
 
     def trouble(
         grid: TroubledGrid, client: int, round: int, before: int, data: bytes

@@ -13,19 +13,19 @@ import pandas as pd
 import pytest
 
 import toys
-from fedstill.engines.flower.client_app import client_app
-from fedstill.engines.flower.loopback import LoopbackGrid
-from fedstill.errors import ConfigError, Refused, TooFewReplies
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk
-from fedstill.experiment.on_flower.site_file import Site
-from fedstill.experiment.preparing.summing import SumUp
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.privacy_budget import Budget
-from fedstill.experiment.running.runner import resume, run
-from fedstill.records import Payload
-from fedstill.wire.privacy import Privacy
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError, Refused, TooFewReplies
+from fedstill.core.records import Payload
+from fedstill.flower.client_app import client_app
+from fedstill.flower.facts import Facts
+from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import Site
+from fedstill.privacy.budget import Budget
+from fedstill.privacy.noise import Privacy
+from fedstill.running.data_sums import SumUp
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import before_round_1
 

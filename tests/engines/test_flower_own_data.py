@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 
 import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, TooFewReplies
+from fedstill.core.records import Examples
+from fedstill.core.registry import register
 from fedstill.engines.client_measures import AtClient
-from fedstill.engines.flower.client_app import client_app
-from fedstill.engines.flower.loopback import LoopbackGrid
-from fedstill.errors import ConfigError, TooFewReplies
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.base import Measure
-from fedstill.experiment.on_flower.site import Clerk
-from fedstill.experiment.on_flower.site_file import Site
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.records import Examples
-from fedstill.registry import register
+from fedstill.flower.client_app import client_app
+from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import Site
+from fedstill.measures.base import Measure
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 from flowers import needs_flower
 
 pytestmark = needs_flower

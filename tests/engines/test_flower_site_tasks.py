@@ -17,22 +17,22 @@ import torch
 from test_flower_own_data import saved
 
 import toys
-from fedstill.engines.flower.client_app import client_app
-from fedstill.engines.flower.loopback import LoopbackGrid
-from fedstill.errors import ConfigError, Interrupted, TooFewReplies
-from fedstill.experiment import explain
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.site import Clerk
-from fedstill.experiment.on_flower.site_file import Site
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, Interrupted, TooFewReplies
+from fedstill.core.records import SERVER, Examples
+from fedstill.flower.client_app import client_app
+from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import Site
 from fedstill.metrics import tasks as over_time
 from fedstill.models.contract import predictor
-from fedstill.records import SERVER, Examples
-from fedstill.report.run_matrix import run_matrices
+from fedstill.report.accuracy_matrix import run_matrices
+from fedstill.running import explain
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.result import Result
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import StopAfter
 

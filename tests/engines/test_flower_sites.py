@@ -12,21 +12,19 @@ import torch
 
 import fedstill
 import toys
-from fedstill.census import census_stage
-from fedstill.engines.flower.messages import content, header_and_payload
-from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.errors import BadPayload, ConfigError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.named_in_config import files_in
-from fedstill.experiment.on_flower.site import Clerk
-from fedstill.experiment.on_flower.site_file import Site, load_site
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.fields import as_table
-from fedstill.files import digest
-from fedstill.records import Payload, Stage
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.config.settings import Settings
+from fedstill.core.census import census_stage
+from fedstill.core.errors import BadPayload, ConfigError
+from fedstill.core.fields import as_table
+from fedstill.core.files import digest
+from fedstill.core.records import Payload, Stage
+from fedstill.flower.facts import Facts
+from fedstill.flower.messages import Request, SiteReply, content, header_and_payload
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import Site, files_in, load_site
+from fedstill.running.preparation import prepare
 from flowers import needs_flower
 
 CLIENTS = 3
@@ -381,7 +379,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
 
 def test_class_names_make_labels_the_same_at_all_sites() -> None:
     from fedstill.data.sources import from_tensors
-    from fedstill.experiment.on_flower.own_data import labels_of
+    from fedstill.flower.site_data import labels_of
 
     images, labels = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
     own = from_tensors("own", (images, labels), (images, labels), classes=["melanoma", "naevus"])
@@ -469,7 +467,7 @@ def test_the_run_of_a_request_cannot_be_a_path() -> None:
 
 
 def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> None:
-    from fedstill.engines.flower.desk import Desk
+    from fedstill.flower.site_storage import Desk
 
     desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
     versions = []
@@ -488,7 +486,7 @@ def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> Non
 def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(
     tmp_path: Path,
 ) -> None:
-    from fedstill.engines.flower.desk import Desk
+    from fedstill.flower.site_storage import Desk
 
     desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
     for round in (1, 2, 3, 4):

@@ -19,23 +19,21 @@ pytest.importorskip("Crypto")
 
 import fedstill
 import toys
-from fedstill.engines.flower.loopback import parsed
-from fedstill.engines.flower.messages import header_and_payload
-from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.engines.flower.sum_steps import STEPS, as_bytes, byte_tensors, question
-from fedstill.engines.masking import Masking
-from fedstill.errors import BadPayload, ConfigError, TooFewReplies
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.site import Clerk
-from fedstill.experiment.on_flower.site_file import Site
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import digest
-from fedstill.records import Payload, Stage
-from fedstill.secure.primitives import KEY
-from fedstill.secure.protocol import SEALED
-from fedstill.secure.unmasking import unmasked
+from fedstill.config.resolve import settle
+from fedstill.core.errors import BadPayload, ConfigError, TooFewReplies
+from fedstill.core.files import digest
+from fedstill.core.records import Payload, Stage
+from fedstill.flower.loopback import parsed
+from fedstill.flower.messages import Request, SiteReply, header_and_payload
+from fedstill.flower.secure_sums import STEPS, as_bytes, byte_tensors, question
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import Site
+from fedstill.privacy.masking import Masking
+from fedstill.privacy.primitives import KEY
+from fedstill.privacy.protocol import SEALED, unmasked
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower
 
 pytestmark = needs_flower
@@ -173,8 +171,8 @@ def instead(data: bytes, answer: SiteReply) -> bytes:
     """Another answer to a message than the site's own."""
     from flwr.app import Message
 
-    from fedstill.engines.flower.loopback import serialised
-    from fedstill.engines.flower.messages import content
+    from fedstill.flower.loopback import serialised
+    from fedstill.flower.messages import content
 
     return serialised(Message(content(answer), reply_to=parsed(data)))
 

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 from test_flower_other_kinds import CLASSES, CLIENTS, TABLE, experiment, grid, patients
 
-from fedstill.errors import TooFewReplies
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.on_flower.site_file import Site, load_site
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import TooFewReplies
+from fedstill.flower.site_settings import Site, load_site
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 from flowers import needs_flower
 
 pytestmark = needs_flower

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedstill.engines.flower.waiting import SOONEST, Pace, fetch_soon
+from fedstill.flower.waiting import SOONEST, Pace, fetch_soon
 from flowers import needs_flower
 
 
@@ -34,7 +34,7 @@ def test_flowers_client_sleeps_by_the_pace_and_nothing_else_of_its_clock_differs
 ) -> None:
     from flwr.supernode import start_client_internal
 
-    from fedstill.deploy import supernode
+    from fedstill.flower.deployment import supernode
 
     slept = list[float]()
     monkeypatch.setattr(start_client_internal, "time", time)
@@ -57,7 +57,7 @@ def test_a_client_that_sleeps_otherwise_by_now_is_left_as_it_is(
 ) -> None:
     from flwr.supernode import start_client_internal
 
-    from fedstill.deploy import supernode
+    from fedstill.flower.deployment import supernode
 
     other = object()
     monkeypatch.setattr(start_client_internal, "time", other)
@@ -71,7 +71,7 @@ def test_what_tasks_need_is_imported_without_a_thread() -> None:
     import subprocess
     import sys
 
-    code = "import fedstill.experiment.warm, threading; print(threading.active_count())"
+    code = "import fedstill.flower.warm, threading; print(threading.active_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
+from fedstill.core.records import ModelSpec, Plan
+from fedstill.core.registry import register
 from fedstill.engines import footprint
 from fedstill.engines.pooled import _work
 from fedstill.engines.vectorised import why_not
 from fedstill.models import contract
-from fedstill.records import ModelSpec, Plan
-from fedstill.registry import register
 
 TEXT = contract.spec_for("bag", (12,), 4, {"width": 6}, 30)
 TABLE = contract.spec_for("mlp", (5,), 3, {"hidden": (8,)})

@@ -11,12 +11,12 @@ import torch
 
 import toys
 from fedstill import losses
+from fedstill.core.records import Carry
+from fedstill.core.stream import OFF
 from fedstill.engines.step import Networks, Seen
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
 from fedstill.models.contract import initial, module, spec_for
-from fedstill.records import Carry
-from fedstill.stream import OFF
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 SPEC = spec_for("logistic", (1, 4, 4), 5, {})
 ON = torch.tensor([True, False, True, True, False])

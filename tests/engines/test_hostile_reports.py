@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import toys
-from fedstill.engines.flower.loopback import serialised
-from fedstill.engines.flower.messages import content
-from fedstill.engines.flower.requests import SiteReply
-from fedstill.errors import Interrupted
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
-from fedstill.records import Payload
+from fedstill.core.errors import Interrupted
+from fedstill.core.records import Payload
+from fedstill.flower.loopback import serialised
+from fedstill.flower.messages import SiteReply, content
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower, parsed
 from run_bits import StopAfter
 

@@ -11,14 +11,14 @@ import pytest
 from torch import Tensor
 
 import toys
+from fedstill.core.errors import ChangedInPlace
+from fedstill.core.records import NOTHING, Carry, Payload, Ran, Stage, Step, Tensors, View, World
+from fedstill.core.registry import register
+from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import AtClient
-from fedstill.errors import ChangedInPlace
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.running.runner import run
+from fedstill.measures.base import Happened, Measure, Numbers, Room
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import NOTHING, Carry, Payload, Ran, Stage, Step, Tensors, View, World
-from fedstill.registry import register
-from fedstill.work import ClientWork
+from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 import toys
 from double import NEAR, in_double
-from fedstill.engines.how import How
+from fedstill.config.resolve import settle
+from fedstill.core.errors import FedstillError
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Carry, Plan, Stage
+from fedstill.core.trees import same_bits
+from fedstill.core.work import ClientWork
 from fedstill.engines.loop import train, train_stack
-from fedstill.errors import FedstillError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
+from fedstill.engines.training_setup import How
 from fedstill.models import contract
-from fedstill.records import Carry, Plan, Stage
-from fedstill.trees import same_bits
-from fedstill.work import ClientWork
+from fedstill.running.preparation import Prepared, prepare
 
 STAGE = Stage(2, 0, "train", (0, 1, 2))
 PLAN = Plan(epochs=2, batch=7, lr=0.05, momentum=0.9, weight_decay=1e-3, clip_norm=0.7)

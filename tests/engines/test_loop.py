@@ -13,13 +13,13 @@ from torch.func import functional_call
 
 import toys
 from double import NEAR, in_double
+from fedstill.config.resolve import settle
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Carry, Examples, Plan, Stage, Step, View
+from fedstill.core.work import ClientWork
 from fedstill.engines.loop import train
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
 from fedstill.models import contract
-from fedstill.records import Carry, Examples, Plan, Stage, Step, View
-from fedstill.work import ClientWork
+from fedstill.running.preparation import Prepared, prepare
 
 STAGE = Stage(2, 0, "train", (0,))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedstill.engines.memory import Memory
-from fedstill.errors import CorruptFile
-from fedstill.files import digest
-from fedstill.records import KEEP, NOTHING, Payload, Stage
-from fedstill.wire.codec import decode, encode
+from fedstill.core.codec import decode, encode
+from fedstill.core.errors import CorruptFile
+from fedstill.core.files import digest
+from fedstill.core.records import KEEP, NOTHING, Payload, Stage
+from fedstill.engines.client_memory import Memory
 
 
 def stage(round: int, index: int = 0) -> Stage:

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 import toys
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 
 def with_a_tiny_client(labels: NDArray[np.int64], clients: int) -> list[NDArray[np.int64]]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedstill.core.records import Plan
 from fedstill.engines.optimiser import optimiser
-from fedstill.records import Plan
 
 PLANS = {
     "sgd": Plan(lr=0.1),

@@ -9,8 +9,8 @@ import itertools
 import pytest
 import torch
 
-from fedstill.engines.order import Timetable, epoch_batches
-from fedstill.records import Plan
+from fedstill.core.records import Plan
+from fedstill.engines.batches import Timetable, epoch_batches
 
 CPU = torch.device("cpu")
 

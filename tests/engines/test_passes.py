@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedstill.core.errors import MethodFailed
+from fedstill.core.records import Examples
+from fedstill.core.rounds import within
 from fedstill.data.inputs import SHARD, Inputs
 from fedstill.engines import passes
 from fedstill.engines.cores import torch_threads
 from fedstill.engines.passes import Predict, by_shard, correct_by_class, right_by_example
-from fedstill.errors import MethodFailed
 from fedstill.models.contract import initial, predictor, spec_for
-from fedstill.models.joined import Joined, MeanOfProbabilities
-from fedstill.records import Examples
-from fedstill.verdicts import within
+from fedstill.models.ensemble import Joined, MeanOfProbabilities
 
 SPEC = spec_for("tiny_cnn", (1, 8, 8), 4)
 INPUTS = Inputs()

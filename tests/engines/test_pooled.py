@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.records import Carry, Payload, Stage, View, World
+from fedstill.core.work import ClientWork
+from fedstill.engines.client_memory import Memory
 from fedstill.engines.cores import cores, lone_threads, workers
-from fedstill.engines.memory import Memory
 from fedstill.engines.pooled import LIGHT, PooledEngine
-from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.models import contract
-from fedstill.records import Carry, Payload, Stage, View, World
-from fedstill.work import ClientWork
+from fedstill.running.preparation import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

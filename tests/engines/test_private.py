@@ -20,24 +20,27 @@ import torch
 from torch import nn
 
 import toys
-from fedstill import registry
-from fedstill.engines.flower.desk import Desk
-from fedstill.engines.flower.requests import Request
-from fedstill.engines.private import Private, noised_mean, poisson_batches, rate_and_steps
-from fedstill.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.site_budget import demand_budget, private_visit
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.privacy_budget import WithinBudget
-from fedstill.experiment.running.runner import resume, run
-from fedstill.experiment.running.training_budget import TrainingBudget
-from fedstill.keys import generator, seed_for
-from fedstill.metrics.epsilon_audit import epsilon_at_least
-from fedstill.plan import Plan
-from fedstill.records import NOTHING, Payload, Reply, Stage
-from fedstill.wire.moments_accountant import training_epsilon
-from fedstill.wire.privacy import Privacy, rows_of
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage
+from fedstill.flower.messages import Request
+from fedstill.flower.site import demand_budget, private_visit
+from fedstill.flower.site_storage import Desk
+from fedstill.privacy.budget import TrainingBudget, WithinBudget
+from fedstill.privacy.epsilon_audit import epsilon_at_least
+from fedstill.privacy.noise import Privacy, rows_of
+from fedstill.privacy.private_training import (
+    Private,
+    noised_mean,
+    poisson_batches,
+    rate_and_steps,
+    training_epsilon,
+)
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import assert_same_bits, bits, stopped
 
@@ -306,7 +309,7 @@ def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) ->
 def test_large_gradients_in_parts_give_the_sum_of_the_clipped(
     monkeypatch: pytest.MonkeyPatch, cached: int
 ) -> None:
-    monkeypatch.setattr("fedstill.engines.private.CACHED", cached)
+    monkeypatch.setattr("fedstill.privacy.private_training.CACHED", cached)
     grads = {
         "w": torch.randn(5, 3, 4, generator=generator(1)),
         "b": torch.randn(5, 3, generator=generator(2)),
@@ -349,7 +352,7 @@ def test_every_method_that_permits_it_trains_and_reads_nothing_else(
     """Label counts, shares, logits and features of the site's own data are closed while it
     works.
     """
-    from fedstill.records import View
+    from fedstill.core.records import View
 
     changes = toys.suited(name)
     topology = {**changes.pop("topology", {}), "clients": 4}
@@ -430,7 +433,7 @@ def test_epsilon_is_that_of_other_accountants() -> None:
     """
     from opacus.accountants import PRVAccountant
 
-    from fedstill.wire.privacy import gaussian_epsilon
+    from fedstill.privacy.noise import gaussian_epsilon
 
     for noise, steps in ((2.0, 1), (10.0, 40), (50.0, 10)):
         exact = gaussian_epsilon(noise / math.sqrt(steps), 1e-5)

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import BadPayload, ConfigError, IncompatibleMethod
+from fedstill.core.files import digest
+from fedstill.core.records import Payload, Reply, Stage, State
+from fedstill.core.stages import ASKS
 from fedstill.engines.passes import ModelPasses
-from fedstill.errors import BadPayload, ConfigError, IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import run
-from fedstill.files import digest
-from fedstill.fitting import ASKS
-from fedstill.raised import as_sent, queries_raised, with_asks
-from fedstill.records import Payload, Reply, Stage, State
+from fedstill.querying.raised import as_sent, queries_raised, with_asks
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 from flowers import needs_flower, over_flower
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -222,7 +222,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
             IncompatibleMethod,
             "there is no stage 'fit'; set topology.first = 'fit'",
         ),
-        ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.fitting.Fit"),
+        ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.core.stages.Fit"),
         (
             {
                 "partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 1},

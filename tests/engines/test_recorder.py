@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.engines import on_host, recorded
-from fedstill.engines.on_host import watched
-from fedstill.engines.recorded import FIRST, PAYS, Recorder, Recording
+from fedstill.engines import cuda_graphs as on_host
+from fedstill.engines import cuda_graphs as recorded
+from fedstill.engines.cuda_graphs import FIRST, PAYS, Recorder, Recording, watched
 from imitated_card import Graph, record_on_cpu
 
 BATCH = 4

@@ -16,18 +16,18 @@ import torch
 from filelock import FileLock
 
 import toys
-from fedstill.data.cache_folder import cache_folder, reuse_bytes
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Examples, Payload, Plan, Reply, Stage, View
+from fedstill.core.work import ClientWork
+from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.inputs import Inputs
 from fedstill.engines import serial
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reuse import LOCKED_BY, KeptReplies, key_of
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import run
+from fedstill.engines.reply_cache import LOCKED_BY, KeptReplies, key_of
 from fedstill.models import contract
-from fedstill.records import Examples, Payload, Plan, Reply, Stage, View
-from fedstill.work import ClientWork
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -16,17 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import toys
-from fedstill.engines import pooled, shared_draws
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import resume, run
-from fedstill.losses import cross_entropy
-from fedstill.methods.fedavg import FedAvg
-from fedstill.models import contract
-from fedstill.models.probing import draws_random_numbers
-from fedstill.records import (
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import (
     NOTHING,
     Carry,
     ModelSpec,
@@ -40,8 +32,17 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method, register
-from fedstill.work import ClientWork
+from fedstill.core.registry import method, register
+from fedstill.core.work import ClientWork
+from fedstill.engines import pooled
+from fedstill.engines import pooled as shared_draws
+from fedstill.losses import cross_entropy
+from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models import contract
+from fedstill.models.contract import draws_random_numbers
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")

@@ -16,23 +16,23 @@ from test_flower_own_data import CLIENTS, simulated, sites
 
 import fedstill
 import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.files import digest
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Payload, Stage
 from fedstill.data.views import SiteViews
-from fedstill.engines.flower.client_app import client_app
-from fedstill.engines.flower.loopback import LoopbackGrid, parsed, serialised
-from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk
-from fedstill.experiment.on_flower.site_file import Site
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import digest
-from fedstill.keys import generator, seed_for
-from fedstill.records import Payload, Stage
-from fedstill.wire import privacy as wire_privacy
-from fedstill.wire.privacy import Privacy, clip_rows, secret_normal
+from fedstill.flower.client_app import client_app
+from fedstill.flower.facts import Facts
+from fedstill.flower.loopback import LoopbackGrid, parsed, serialised
+from fedstill.flower.messages import Request, SiteReply
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import Site
+from fedstill.privacy import noise as wire_privacy
+from fedstill.privacy.noise import Privacy, clip_rows, secret_normal
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 
 pytestmark = needs_flower

@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill import trees
+from fedstill.core import trees
+from fedstill.core.records import Carry, Examples, Plan, Stage, Step, Tensors, View
+from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
-from fedstill.engines import frozen
-from fedstill.engines.how import How
+from fedstill.engines import frozen_teachers
 from fedstill.engines.loop import Trained, train, train_stack
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.stack import Stack
-from fedstill.engines.stacked_carry import StackedCarry, Structures
+from fedstill.engines.stack import Stack, StackedCarry, Structures
+from fedstill.engines.training_setup import How
 from fedstill.losses import cross_entropy, kd
 from fedstill.models import contract
-from fedstill.records import Carry, Examples, Plan, Stage, Step, Tensors, View
-from fedstill.work import ClientWork
 
 SIZES = (3, 20, 7, 1)
 STAGE = Stage(2, 1, "train", tuple(range(len(SIZES))))
@@ -307,7 +306,7 @@ def test_what_all_clients_share_is_not_copied_and_each_finds_its_own_again() -> 
 
 
 def test_a_teacher_has_one_form_for_the_engines() -> None:
-    both = frozen.frozen_teachers({"same": TEACHER, "another": other(0)}, STUDENT)
+    both = frozen_teachers.frozen_teachers({"same": TEACHER, "another": other(0)}, STUDENT)
     assert (both["same"].spec, both["another"].spec) == (STUDENT, OTHER)
     assert both["same"].params is TEACHER
 

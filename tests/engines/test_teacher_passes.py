@@ -15,14 +15,14 @@ from torch import Tensor
 
 import toys
 from double import NEAR, widened
+from fedstill.config.resolve import settle
+from fedstill.core.records import Tensors
 from fedstill.engines import cores
 from fedstill.engines.cores import WORKERS, side_by_side
-from fedstill.engines.frozen import FrozenModel, Teachers
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import run
+from fedstill.engines.frozen_teachers import FrozenModel, Teachers
 from fedstill.models import contract
-from fedstill.records import Tensors
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 SPEC = contract.spec_for("digits_cnn", (1, 8, 8), 5)
 IMAGES = torch.randn(610, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -170,7 +170,7 @@ def test_a_chain_with_teachers_gives_the_same_bits_on_any_number_of_cores(
 
 
 def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedstill.engines import lone
+    from fedstill.engines import batches
 
     seen: list[int] = []
 
@@ -179,7 +179,7 @@ def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.Mo
             super().__init__(*args)
             seen.append(self.workers)
 
-    monkeypatch.setattr(lone, "Teachers", Watched)
+    monkeypatch.setattr(batches, "Teachers", Watched)
     monkeypatch.setenv(WORKERS, "3")
     for kind, expected in (("parallel", {1}), ("sequential", {3})):
         seen.clear()

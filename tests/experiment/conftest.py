@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.experiment.running.runner import run
+from fedstill.running.runner import run
 from forking import SETTINGS
 from run_bits import Whole, bits
 

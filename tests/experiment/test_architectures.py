@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.client_models import assigned, dealt, words
-from fedstill.experiment.config.experiment import from_tree, load
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.records import SERVER
+from fedstill.config.client_models import assigned, dealt, words
+from fedstill.config.experiment import from_tree, load
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import SERVER
+from fedstill.running.preparation import prepare
 
 SMALL = {"name": "mlp", "hidden": [3]}
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
-from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment, load
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 
 def problem(text: str, folder: Path, *overrides: str) -> str:

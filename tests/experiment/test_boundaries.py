@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.boundaries import STEPS, _plane
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.run_directory.split_file import read_label_counts
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import digest
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.files import digest
+from fedstill.measures.boundaries import STEPS, _plane
 from fedstill.models import contract
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
+from fedstill.running.split_file import read_label_counts
 from run_bits import assert_same_bits, bits, stopped
 
 

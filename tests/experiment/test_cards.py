@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import State
 from fedstill.engines import precision
-from fedstill.errors import ConfigError
-from fedstill.experiment.comparing.compare import BYTES_ON_CARD, jobs_that_fit
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import VERSIONS, Journal, read_journal
-from fedstill.experiment.running import provenance
-from fedstill.records import State
+from fedstill.running import provenance
+from fedstill.running.compare import BYTES_ON_CARD, jobs_that_fit
+from fedstill.running.journal import VERSIONS, Journal, read_journal
 
 CARD, OTHER = "NVIDIA A100 (CUDA 12.4, cuDNN 90100)", "NVIDIA H100 (CUDA 13.0, cuDNN 91900)"
 

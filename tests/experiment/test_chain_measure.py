@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import Stage
 from fedstill.engines import serial
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.chain import _share as share_of
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
+from fedstill.measures.chain import _share as share_of
 from fedstill.models import contract
-from fedstill.records import Stage
-from fedstill.report.chain_hops import read_hops
+from fedstill.report.chain import read_hops
 from fedstill.report.groups import groups
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from run_bits import stopped
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedstill.engines.memory import Memory
-from fedstill.errors import CorruptFile
-from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.run_directory.checkpoint import CHECKPOINTS_KEPT, Checkpoints, Restored
-from fedstill.files import digest
-from fedstill.records import ModelSpec, Payload, Stage, State
-from fedstill.wire.codec import encode
+from fedstill.core.codec import encode
+from fedstill.core.errors import CorruptFile
+from fedstill.core.files import digest
+from fedstill.core.records import ModelSpec, Payload, Stage, State
+from fedstill.engines.client_memory import Memory
+from fedstill.running import journal as journals
+from fedstill.running.checkpoint import CHECKPOINTS_KEPT, Checkpoints, Restored
 
 CONFIG = digest(b"config")
 LABELS = torch.arange(12).reshape(4, 3)

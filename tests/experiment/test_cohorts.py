@@ -9,15 +9,15 @@ import pytest
 
 import fedstill
 import toys
+from fedstill.attribution.cohorts import round_of_others
+from fedstill.attribution.falls import Moment
+from fedstill.attribution.replay import taken_up
+from fedstill.attribution.report import draws_of, lines_of_draws
 from fedstill.cli import call
-from fedstill.errors import ConfigError
-from fedstill.experiment.why.again import taken_up
-from fedstill.experiment.why.cohorts import round_of_others
-from fedstill.experiment.why.falls import Moment
-from fedstill.records import Stage, World
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Stage, World
+from fedstill.core.topology import Parallel, Sequential
 from fedstill.report.runs import read_run
-from fedstill.report.why_said import draws_of, lines_of_draws
-from fedstill.topology import Parallel, Sequential
 
 
 @dataclass(frozen=True)

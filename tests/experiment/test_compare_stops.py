@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.experiment.comparing import compare
-from fedstill.experiment.comparing.stopping import deaf
-from fedstill.experiment.comparing.variants import variants
-from fedstill.experiment.config.experiment import load
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import load
+from fedstill.running import compare
+from fedstill.running.compare import deaf
+from fedstill.running.runner import run
+from fedstill.running.variants import variants
 
 CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { epochs = 1 }\n"
 

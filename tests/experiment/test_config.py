@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.errors import ConfigError
-from fedstill.experiment import explain
-from fedstill.experiment.config.experiment import Experiment, from_tree, load
-from fedstill.experiment.config.overrides import parse_overrides
-from fedstill.experiment.config.settings import Settings, as_toml
-from fedstill.experiment.config.settle import settle
+from fedstill.config.experiment import Experiment, from_tree, load
+from fedstill.config.overrides import parse_overrides
+from fedstill.config.resolve import settle
+from fedstill.config.settings import Settings, as_toml
+from fedstill.core.errors import ConfigError
 from fedstill.methods.fedntd import FedNTD
+from fedstill.running import explain
 
 FULL = """
 seed = 3

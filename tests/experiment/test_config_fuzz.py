@@ -12,9 +12,9 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settle import settle
+from fedstill.config.experiment import load
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
 
 VALID: dict[str, Any] = {
     "seed": 3,

@@ -12,11 +12,10 @@ import torch
 
 import fedstill
 import toys
-from fedstill import trees
-from fedstill.experiment.measures.base import Happened, Room
-from fedstill.experiment.measures.contribution_game import StageGame
-from fedstill.experiment.measures.contributions import Contributions, at_most
-from fedstill.records import Payload, Reply, Stage, State, World
+from fedstill.core import trees
+from fedstill.core.records import Payload, Reply, Stage, State, World
+from fedstill.measures.base import Happened, Room
+from fedstill.measures.contributions import Contributions, StageGame, at_most
 
 AFFINE = (
     "fedavg",

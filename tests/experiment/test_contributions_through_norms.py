@@ -16,13 +16,12 @@ from torch import Tensor, nn
 import fedstill
 import toys
 from fedstill.cli import call
+from fedstill.core.records import Examples
+from fedstill.core.registry import register
 from fedstill.data.inputs import Inputs
-from fedstill.experiment.measures.contribution_game import Judged, ModelLine
-from fedstill.experiment.measures.through_norms import ThroughNorms
+from fedstill.measures.contributions import Judged, ModelLine, ThroughNorms
 from fedstill.metrics.shapley import MISS, along_path
 from fedstill.models import contract
-from fedstill.records import Examples
-from fedstill.registry import register
 
 
 @register("model", "toy_smooth_norm")
@@ -184,7 +183,7 @@ def test_a_measure_that_fails_later_is_named_with_its_place(
     def fails(*_: object) -> None:
         raise ZeroDivisionError("nothing to divide by")
 
-    monkeypatch.setattr("fedstill.experiment.measures.contributions.at_most", fails)
+    monkeypatch.setattr("fedstill.measures.contributions.at_most", fails)
     (normed / "why.jsonl").unlink(missing_ok=True)
     assert call(["why", str(normed), "--round", "1"]) != 0
     said = capsys.readouterr().err

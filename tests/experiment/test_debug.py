@@ -13,13 +13,13 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
-from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.running.runner import resume, run
-from fedstill.work import Census
+from fedstill.config.experiment import from_tree
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
+from fedstill.core.work import Census
+from fedstill.running import journal as journals
+from fedstill.running.progress import Quiet
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from newcomer import SHAPES, at_the_server, mine, refusals
 from run_bits import assert_same_bits, bits

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill import registry
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.of_method import NAMES
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.choose import NEEDS, measures
-from fedstill.experiment.preparing.misfits import ASKED_OF_MODELS
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import NAMES, settle
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError
+from fedstill.measures.choice import NEEDS, measures
+from fedstill.running.compatibility import ASKED_OF_MODELS
+from fedstill.running.preparation import prepare
 from newcomer import mine
 
 MISSPELT = {
@@ -109,8 +108,8 @@ def test_the_names_are_those_of_the_library() -> None:
 
 def test_a_measure_that_needs_what_there_is_not_is_refused(tmp_path: Path) -> None:
     text = """
-from fedstill.experiment.measures.base import Measure
-from fedstill.registry import register
+from fedstill.measures.base import Measure
+from fedstill.core.registry import register
 
 @register("measure", "mine")
 class Mine(Measure):

@@ -18,15 +18,15 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.cli.comparisons import carry_out
-from fedstill.errors import ConfigError, CorruptFile, Interrupted, NoRun, RunBusy, RunExists
-from fedstill.experiment.comparing.variants import variants
-from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.run_directory.claim import claimed
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running import provenance
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import Experiment, load
+from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, NoRun, RunBusy, RunExists
 from fedstill.report.page import write_page
 from fedstill.report.runs import read_run
+from fedstill.running import provenance
+from fedstill.running.directory import claimed
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import resume, run
+from fedstill.running.variants import variants
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 
@@ -222,7 +222,7 @@ def test_a_directory_that_another_process_writes_is_busy(whole: Whole, tmp_path:
 HOLDING = """
 import sys
 from pathlib import Path
-from fedstill.experiment.run_directory.claim import claimed
+from fedstill.running.directory import claimed
 with claimed(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -323,8 +323,8 @@ def test_a_config_that_cannot_be_read_back_is_named(tmp_path: Path) -> None:
 
 MINE = """
 from dataclasses import dataclass
-from fedstill.method import Method
-from fedstill.registry import method
+from fedstill.core.method import Method
+from fedstill.core.registry import method
 
 @method("mine")
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import DiskFull
-from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.run_directory.journal import Journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import TOGETHER, digest, make_folder, sweep, write_together, write_whole
-from fedstill.records import Payload, State
-from fedstill.wire.codec import encode
+from fedstill.core.codec import encode
+from fedstill.core.errors import DiskFull
+from fedstill.core.files import TOGETHER, digest, make_folder, sweep, write_together, write_whole
+from fedstill.core.records import Payload, State
+from fedstill.running import journal as journals
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.journal import Journal
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits
 
 CONFIG = digest(b"config")

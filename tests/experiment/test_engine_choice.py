@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.engines import cost
-from fedstill.engines.cost import Work, suited_engine
+from fedstill.config.resolve import settle
+from fedstill.core.records import Plan
 from fedstill.engines.footprint import forward_flops
-from fedstill.experiment.comparing.standing import make_way
-from fedstill.experiment.comparing.variants import variants
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import resume, run
 from fedstill.models import contract
-from fedstill.records import Plan
+from fedstill.running import engine_choice
+from fedstill.running.engine_choice import Work, suited_engine
+from fedstill.running.existing_runs import make_way
+from fedstill.running.explain import arithmetic
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
+from fedstill.running.variants import variants
 from run_bits import stopped
 
 MLP = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
@@ -37,7 +37,10 @@ def test_small_steps_of_many_clients_are_stacked() -> None:
     assert few.flops == 3 * 7 * forward_flops(MLP), "a batch is no larger than a client's data"
     assert suited_engine([few], "cpu")[0] == "vectorised"
     assert suited_engine([Work(Plan(batch=10), 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
-    assert suited_engine([Work(Plan(batch=10), cost.FEWEST - 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
+    assert (
+        suited_engine([Work(Plan(batch=10), engine_choice.FEWEST - 1, {MLP}, 20.0)], "cpu")[0]
+        == "pooled"
+    )
     assert (
         suited_engine([Work(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu")[0]
         == "pooled"
@@ -61,7 +64,7 @@ def test_the_choice_stands_in_the_config_and_a_resume_keeps_it(
     run(auto(), tmp_path / "whole", data=toys.blobs())
     half = stopped(auto(), tmp_path / "half", stages=1)
     assert tomllib.loads((half / "config.toml").read_text())["engine"] == "vectorised"
-    monkeypatch.setitem(cost.CROSSOVER, "cpu", 0.0)
+    monkeypatch.setitem(engine_choice.CROSSOVER, "cpu", 0.0)
     resume(half, data=toys.blobs())
     assert (half / "model.safetensors").read_bytes() == (
         tmp_path / "whole/model.safetensors"

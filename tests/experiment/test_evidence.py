@@ -16,11 +16,11 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, CorruptFile, RunExists
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory import evidence
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError, CorruptFile, RunExists
 from fedstill.report.runs import find
+from fedstill.running import archive as evidence
+from fedstill.running.runner import resume, run
 
 
 @pytest.fixture(autouse=True)

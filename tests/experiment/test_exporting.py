@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, FedstillError
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.experiment.trained import exporting
-from fedstill.experiment.trained.loading import load_model
-from fedstill.experiment.trained.trained_model import TrainedModel
-from fedstill.experiment.trained.upload_folder import write_folder
+from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.export import programs
+from fedstill.export.loading import load_model
+from fedstill.export.trained_model import TrainedModel
+from fedstill.export.upload_folder import write_folder
 from fedstill.models.contract import initial, predictor, spec_for
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 needs_onnx = pytest.mark.skipif(
     not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))),
@@ -266,7 +266,7 @@ class Branching(nn.Module):
 
 def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"torch.export cannot trace the network") as caught:
-        exporting.write_program(model_of(Branching()), tmp_path / "m.pt2")
+        programs.write_program(model_of(Branching()), tmp_path / "m.pt2")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -286,8 +286,8 @@ def test_a_function_of_a_method_cannot_be_exported(
 def test_a_program_that_computes_something_else_is_not_kept() -> None:
     spec = spec_for("mlp", (1, 4, 4), 2, {"hidden": (4,)})
     model, other = (model_of(predictor(spec, initial(spec, seed)).as_module()) for seed in (0, 1))
-    assert exporting.furthest(model, model) == 0.0
+    assert programs.furthest(model, model) == 0.0
     with pytest.raises(FedstillError, match="logits are off by"):
-        exporting.furthest(model, other)
+        programs.furthest(model, other)
     with pytest.raises(FedstillError, match="gives other logits"):
-        exporting.furthest(model, lambda images: model(images)[:, :1])
+        programs.furthest(model, lambda images: model(images)[:, :1])

@@ -12,9 +12,9 @@ import torch
 
 import fedstill
 import toys
-from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.running.preparation import prepare
 
 
 @pytest.fixture(autouse=True)

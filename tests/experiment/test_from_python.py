@@ -18,15 +18,15 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 import toys
-from fedstill import registry
-from fedstill.aggregate import weighted_mean
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.method import Method
-from fedstill.records import Reply, Stage, State, World
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.aggregation import weighted_mean
+from fedstill.core.errors import ConfigError
+from fedstill.core.method import Method
+from fedstill.core.records import Reply, Stage, State, World
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -131,10 +131,10 @@ def test_two_things_of_one_name_stay_two() -> None:
 SCRIPT = """
 import sys
 import fedstill, toys
-from fedstill.errors import FedstillError
-from fedstill.experiment.running.runner import resume, run
+from fedstill.core.errors import FedstillError
+from fedstill.running.runner import resume, run
 from run_bits import StopAfter
-from fedstill.errors import Interrupted
+from fedstill.core.errors import Interrupted
 from dataclasses import dataclass
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ if __name__ == "__main__":
 FORKING = """
 import os, runpy, sys
 sys.path.insert(0, sys.argv[1])
-import fedstill.experiment.running.runner, toys, run_bits
+import fedstill.running.runner, toys, run_bits
 for number in range(int(sys.argv[2])):
     if not (process := os.fork()):
         os.dup2(os.open(f"said{number}", os.O_WRONLY | os.O_CREAT), 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import toys
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import run
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import run
 
 OTHER = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
 """Another seed of hashes than this process has."""

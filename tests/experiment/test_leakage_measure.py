@@ -14,21 +14,21 @@ import pytest
 import torch
 
 import toys
-from fedstill.data.examples import Dataset
+from fedstill.config.resolve import settle
+from fedstill.core.errors import FedstillError, IncompatibleMethod
+from fedstill.core.method import Method
+from fedstill.core.records import Payload, Stage, World
+from fedstill.core.registry import method, register
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.errors import FedstillError, IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures import leakage
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import run
 from fedstill.losses import standardize
-from fedstill.method import Method
+from fedstill.measures import leakage
+from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.choice import MeasuredRun, check_fit, measures
 from fedstill.metrics.membership import attack, confidences, likelihood_ratios
-from fedstill.records import Payload, Stage, World
-from fedstill.registry import method, register
-from fedstill.wire.privacy import clip_rows
+from fedstill.privacy.noise import clip_rows
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ClientFailed, ConfigError
 from fedstill.engines.loop import train_stack
-from fedstill.errors import ClientFailed, ConfigError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.running.runner import run
+from fedstill.running import journal as journals
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 from newcomer import mine, refusals
 
 SIZES = [41, 40, 61]

@@ -17,23 +17,23 @@ import torch
 from torch import nn
 
 import toys
-from fedstill.data.examples import Dataset
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.files import digest
+from fedstill.core.method import Method
+from fedstill.core.records import Reply, Stage, State, World
+from fedstill.core.registry import method, register
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import load_dataset
 from fedstill.engines.passes import shards
-from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory import evidence
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run, settings_of
-from fedstill.experiment.trained.loading import load_model
-from fedstill.experiment.trained.trained_model import TrainedModel
-from fedstill.files import digest
-from fedstill.method import Method
+from fedstill.export.loading import load_model
+from fedstill.export.trained_model import TrainedModel
 from fedstill.methods.local_only import with_students
-from fedstill.records import Reply, Stage, State, World
-from fedstill.registry import method, register
+from fedstill.running import archive
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run, settings_of
 from flowers import needs_flower, over_flower
 from run_bits import stopped
 
@@ -307,7 +307,7 @@ def test_weights_of_another_network_are_named(own: Path) -> None:
 
 def test_a_pack_has_no_models(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
-    packed = evidence.pack(own)
+    packed = archive.pack(own)
     shutil.rmtree(own)
     for path in (packed, own):
         with pytest.raises(
@@ -369,7 +369,7 @@ def test_a_file_of_ones_own_that_changed_is_warned_of(
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import dataclass\nfrom fedstill.methods.fedavg import FedAvg\n"
-        "from fedstill.registry import method\n@method('mine')\n@dataclass(frozen=True)\n"
+        "from fedstill.core.registry import method\n@method('mine')\n@dataclass(frozen=True)\n"
         "class Mine(FedAvg):\n    '''Mine.'''\n"
     )
     run(replace(toys.toy("mine.py", rounds=1), base=tmp_path), tmp_path / "run", data=toys.blobs())

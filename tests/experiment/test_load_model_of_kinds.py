@@ -17,19 +17,19 @@ import torch
 
 import kinds
 from fedstill.cli import call
-from fedstill.data.examples import Dataset
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError, DataError
+from fedstill.data.dataset import Dataset
 from fedstill.data.form import About
 from fedstill.engines.passes import shards
-from fedstill.errors import ConfigError, DataError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.preparing.moments import NO_SPREAD
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run, settings_of
-from fedstill.experiment.trained.loading import load_model
-from fedstill.experiment.trained.model_card import model_card
-from fedstill.experiment.trained.trained_model import TrainedModel
+from fedstill.export.loading import load_model
+from fedstill.export.trained_model import TrainedModel
+from fedstill.export.upload_folder import model_card
 from fedstill.models.contract import predictor
+from fedstill.running.data_sums import NO_SPREAD
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run, settings_of
 
 Runs = Callable[[str], Path]
 

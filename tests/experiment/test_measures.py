@@ -15,23 +15,23 @@ from torch import Tensor
 
 import toys
 from double import NEAR, Wide, widened
-from fedstill import registry, trees
 from fedstill.cli import call
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core import registry, trees
+from fedstill.core.errors import ConfigError, FedstillError, IncompatibleMethod
+from fedstill.core.records import Payload
+from fedstill.core.registry import register
+from fedstill.core.topology import Topology
 from fedstill.data.inputs import Inputs
-from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
-from fedstill.experiment.measures.sphere import directions
-from fedstill.experiment.on_flower.named_in_config import code_in
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
+from fedstill.flower.site_settings import code_in
+from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.choice import MeasuredRun, check_fit, measures
+from fedstill.measures.sphere import directions
 from fedstill.metrics.local_models import by_epoch
-from fedstill.records import Payload
-from fedstill.registry import register
-from fedstill.topology import Topology
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -451,7 +451,7 @@ def test_a_measure_that_fails_is_named_with_its_place(tmp_path: Path) -> None:
 
 def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from fedstill.experiment.measures.base import Measure\n\n\n"
+        "from fedstill.measures.base import Measure\n\n\n"
         "class Clients(Measure):\n    def look(self, seen, room):\n        return {'clients': "
         "len(seen.replies)}\n"
     )

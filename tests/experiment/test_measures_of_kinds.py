@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.experiment import Experiment
 from fedstill.engines import precision
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
 from fedstill.metrics.loss_surface import filter_normalised
 from fedstill.models import contract
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 from kinds import CLASSES, NETWORKS, SHAPES, small_data
 
 MEASURED = {
@@ -62,7 +62,7 @@ def measured(folder: Path, kind: str, name: str) -> dict[str, object]:
 def test_a_measure_gives_numbers_for_every_kind(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstill.experiment.measures.landscape.PRODUCTS", 3)
+    monkeypatch.setattr("fedstill.measures.landscape.PRODUCTS", 3)
     event = measured(tmp_path / "run", kind, name)
     assert MEASURED[name] <= event.keys()
     text = json.dumps(event)

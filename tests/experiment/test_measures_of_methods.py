@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import toys
-from fedstill import registry
-from fedstill.errors import FedstillError, IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running import measuring
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import FedstillError, IncompatibleMethod
+from fedstill.measures.base import Happened, Measure, Numbers, Room
 from fedstill.models import contract
+from fedstill.running import recording
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
 BY_CLIENTS = {
@@ -111,7 +111,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that parameters run in have weights of their own, which no measure may use: here
     these are no numbers.
     """
-    plain = measuring.looked
+    plain = recording.looked
 
     def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
         for spec in {room.spec, seen.before.model or room.spec, seen.after.model or room.spec}:
@@ -122,7 +122,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(name, measure, seen, room)
 
     monkeypatch.setattr(contract, "_modules", type(contract._modules)())
-    monkeypatch.setattr(measuring, "looked", looked)
+    monkeypatch.setattr(recording, "looked", looked)
 
 
 @pytest.mark.parametrize("case", METHODS)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settle import settle
+from fedstill.config.experiment import load
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
 
 
 def problem(text: str, folder: Path, *overrides: str) -> str:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.base import Measure
-from fedstill.experiment.measures.choose import measures
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.hooks import resembled
-from fedstill.method import Method
-from fedstill.work import ClientWork
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.core.method import Method
+from fedstill.core.user_code import resembled
+from fedstill.core.work import ClientWork
+from fedstill.measures.base import Measure
+from fedstill.measures.choice import measures
+from fedstill.running.preparation import prepare
 from newcomer import mine
 
 FOLD = "def {}(self, state, replies, stage, world):\n    return state  # HERE"
@@ -123,8 +123,8 @@ def test_what_resembles_a_hook(name: str, hook: str) -> None:
 
 
 MEASURE = """
-from fedstill.experiment.measures.base import Measure
-from fedstill.registry import register
+from fedstill.measures.base import Measure
+from fedstill.core.registry import register
 
 @register("measure", "mine")
 class Mine(Measure):

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.errors import ClientFailed, Diverged, IncompatibleMethod, MethodFailed, TooFewReplies
-from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.running.runner import run
+from fedstill.core.errors import (
+    ClientFailed,
+    Diverged,
+    IncompatibleMethod,
+    MethodFailed,
+    TooFewReplies,
+)
+from fedstill.running import journal as journals
+from fedstill.running.runner import run
 from newcomer import SHAPES, at_the_server, mine, refusals
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -330,7 +336,7 @@ def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(
     how: str, tmp_path: Path
 ) -> None:
     gives, why = FOLDED[how]
-    mean = "from fedstill.aggregate import weighted_mean; mean = weighted_mean(replies)"
+    mean = "from fedstill.core.aggregation import weighted_mean; mean = weighted_mean(replies)"
     fold = f"{mean}; return state.next(params={gives})"
     experiment, line = mine(tmp_path, server=at_the_server("fold", fold))
     with pytest.raises(MethodFailed) as caught:
@@ -360,7 +366,7 @@ def test_a_term_that_is_no_number_is_named_where_the_reply_is_refused(tmp_path: 
 def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Path) -> None:
     server = """
     def open(self, state, stages, world):
-        from fedstill.errors import IncompatibleMethod
+        from fedstill.core.errors import IncompatibleMethod
         raise IncompatibleMethod("mine needs an odd number of clients")
     """
     experiment, _ = mine(tmp_path, server=server)

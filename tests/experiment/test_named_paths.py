@@ -13,9 +13,9 @@ import pytest
 import fedstill
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, NoRun, RunExists
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import named_path
+from fedstill.core.errors import ConfigError, NoRun, RunExists
+from fedstill.core.files import named_path
+from fedstill.running.runner import resume, run
 
 CONFIG = (
     "rounds = 1\nmeasure = []\npartition = 'iid'\ntopology = { clients = 2 }\nmodel = 'logistic'\n"

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.data.examples import Dataset
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Payload, Reply
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.preparing.noised_sums import LEAST_SPREAD, NoisedSums
-from fedstill.experiment.preparing.summing import SumUp
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.records import Payload, Reply
-from fedstill.wire.privacy import SUMS_GROUP, Privacy
+from fedstill.privacy.noise import SUMS_GROUP, Privacy
+from fedstill.privacy.noised_sums import LEAST_SPREAD, NoisedSums
+from fedstill.running.data_sums import SumUp
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 WORK = NoisedSums((3,), (1,), (0, 2), (0.0, -2.0), (100.0, 2.0), 5.0)
 """Three columns, of which the second is of 0 and 1."""

@@ -12,12 +12,12 @@ import torch
 
 import toys
 from fedstill.cli import call
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
 from fedstill.engines import precision
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.running.runner import resume, run
-from fedstill.experiment.trained.loading import load_model
+from fedstill.export.loading import load_model
+from fedstill.running.runner import resume, run
 from run_bits import before_round_1, resealed, stopped
 
 LACKING = [

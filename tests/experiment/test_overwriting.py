@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 import toys
+from fedstill.attribution.falls import add_looks
 from fedstill.cli import call
-from fedstill.errors import ClientFailed, ConfigError, RunBusy, RunExists
-from fedstill.experiment.comparing.standing import make_way, other_settings
-from fedstill.experiment.comparing.variants import seeded, variants
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.claim import locked
-from fedstill.experiment.run_directory.overwriting import clear
-from fedstill.experiment.run_directory.run_tables import write_run_tables
-from fedstill.experiment.running.runner import run
-from fedstill.experiment.why.falls import add_looks
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
+from fedstill.running.directory import clear, locked
+from fedstill.running.existing_runs import make_way, other_settings
+from fedstill.running.runner import run
+from fedstill.running.tables import write_run_tables
+from fedstill.running.variants import seeded, variants
 from flowers import needs_flower
 from forking import SETTINGS
 from newcomer import SHAPES, mine

@@ -17,15 +17,10 @@ from torch import Tensor
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.running.runner import resume, run
-from fedstill.experiment.trained.loading import load_model
-from fedstill.method import Method
-from fedstill.models.contract import predictor
-from fedstill.records import (
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.method import Method
+from fedstill.core.records import (
     SERVER,
     Carry,
     Payload,
@@ -38,12 +33,17 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
+from fedstill.export.loading import load_model
+from fedstill.models.contract import predictor
 from fedstill.report.groups import groups
 from fedstill.report.page import page
 from fedstill.report.summary import columns, rows
 from fedstill.report.terminal import comparison_table, console
-from fedstill.work import ClientWork
+from fedstill.running.journal import read_journal
+from fedstill.running.result import Result
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 

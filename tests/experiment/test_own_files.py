@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill import registry
-from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.begun import settings_of
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.running.provenance import check_sources
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import load
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.running.directory import settings_of
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.provenance import check_sources
+from fedstill.running.result import Result
+from fedstill.running.runner import resume, run
 
 METHOD = """
 from dataclasses import dataclass
 from typing import Annotated
 from annotated_types import Interval
-from fedstill.method import Method
-from fedstill.registry import method
+from fedstill.core.method import Method
+from fedstill.core.registry import method
 
 @method("halfway")
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def helper():
 """  # noqa: E501
 MODEL = """
 from torch import nn
-from fedstill.registry import register
+from fedstill.core.registry import register
 
 @register("model", "tiny")
 class Tiny(nn.Module):
@@ -61,7 +61,7 @@ class Tiny(nn.Module):
 """
 PARTITION = """
 import numpy as np
-from fedstill.registry import register
+from fedstill.core.registry import register
 
 @register("partition", "stripes")
 def stripes(labels, clients, width: int = 1):

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.errors import FedstillError
-from fedstill.experiment.running.runner import run
+from fedstill.core.errors import FedstillError
+from fedstill.running.runner import run
 
 MEASURE = """
 import numpy as np
 import torch
-from fedstill.experiment.measures.base import Measure
-from fedstill.registry import register
+from fedstill.measures.base import Measure
+from fedstill.core.registry import register
 
 @register("measure", "mine")
 class Mine(Measure):

@@ -15,17 +15,16 @@ import torch
 import fedstill
 import toys
 from fedstill import Experiment, from_clients
-from fedstill.data.examples import Dataset
+from fedstill.config.resolve import resolved_data_name, settle
+from fedstill.core.errors import ConfigError, InfeasiblePartition
+from fedstill.data.dataset import Dataset
 from fedstill.data.partition.column import column
-from fedstill.errors import ConfigError, InfeasiblePartition
-from fedstill.experiment.config.paths import resolved_data_name
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running.own_tests import OwnTests
 from fedstill.report.data_split import class_by_client, splits
 from fedstill.report.figures import short
 from fedstill.report.groups import groups
 from fedstill.report.page import write_page
+from fedstill.running.evaluation import OwnTests
+from fedstill.running.preparation import Prepared, prepare
 
 SIZES = ((20, 4), (30, 6), (10, 2))
 

@@ -14,12 +14,11 @@ import torch
 
 import fedstill
 import toys
-from fedstill.errors import ConfigError
-from fedstill.experiment.comparing.variants import variants
-from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.config.of_data import with_data
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment, load
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.running.runner import run, with_data
+from fedstill.running.variants import variants
 
 SAID: dict[str, tuple[Mapping[str, Any], str]] = {
     "seed": ({"seed": np.arange(3)[1]}, "seed = 1\n"),

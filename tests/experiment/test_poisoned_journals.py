@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 import toys
+from fedstill.core import screen
+from fedstill.core.errors import CorruptFile, Interrupted
+from fedstill.core.records import Reply
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import CorruptFile, Interrupted
-from fedstill.experiment.run_directory import journal
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.records import Reply
 from fedstill.report.page import write_page
-from fedstill.wire import screen
+from fedstill.running import journal
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import resume, run
 from run_bits import StopAfter
 
 C = toys.CLASSES
@@ -76,8 +76,8 @@ def poisoned(folder: Path, poison: dict[str, Any]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SerialEngine, "_reply", reply)
         patch.setattr(screen, "wrong_report", lambda _: "")
-        patch.setattr("fedstill.experiment.running.measuring.seconds_at_clients", lambda *_: {})
-        patch.setattr("fedstill.experiment.running.measuring.Budget.mark", lambda *_: None)
+        patch.setattr("fedstill.running.recording.seconds_at_clients", lambda *_: {})
+        patch.setattr("fedstill.running.recording.Budget.mark", lambda *_: None)
         with pytest.raises(Interrupted):
             run(EXPERIMENT, folder, toys.blobs(), watch=StopAfter(1))
     lines = (folder / "journal.jsonl").read_text().splitlines()

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fedstill.benchmark import recipes
 from fedstill.cli import call
-from fedstill.errors import UnknownName
-from fedstill.experiment.comparing import recipes
-from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.run_directory import evidence
+from fedstill.config.settings import Settings
+from fedstill.core.errors import UnknownName
+from fedstill.running import archive
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -212,7 +212,7 @@ def test_differences_to_a_row_are_paired_by_seed(
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("FedADKD, CIFAR-10 .1")
     ]
-    with tarfile.open(evidence.pack_of(kept)) as packed:
+    with tarfile.open(archive.pack_of(kept)) as packed:
         names = [n for n in packed.getnames() if n.endswith("summary.json")]
         read = {n: json.load(packed.extractfile(n) or io.BytesIO()) for n in names}
     one, other = (
@@ -264,7 +264,7 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
 
     def last_ten(folder: Path, row: str, end: int) -> list[float]:
         journals = [
-            evidence.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl"
+            archive.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl"
             for s in (1, 2, 3)
         ]
         events = [

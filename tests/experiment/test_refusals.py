@@ -12,8 +12,8 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.experiment.run_directory.refusals import Refusals
-from fedstill.experiment.running.runner import run
+from fedstill.running.result import Refusals
+from fedstill.running.runner import run
 
 NETWORK = """
 import torch

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import CorruptFile, Interrupted
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.run_directory.run_tables import run_frames
-from fedstill.experiment.running.runner import resume, run
-from fedstill.experiment.trained.loading import load_model
+from fedstill.core.errors import CorruptFile, Interrupted
+from fedstill.export.loading import load_model
 from fedstill.report.runs import find, read_run
+from fedstill.running.progress import Quiet
+from fedstill.running.runner import resume, run
+from fedstill.running.tables import run_frames
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, before_round_1, bits, stopped
 
@@ -235,7 +235,7 @@ def test_a_finished_run_needs_no_folder_that_can_be_written(
     def refused(folder: Path) -> None:
         raise AssertionError(f"{folder} is locked")
 
-    monkeypatch.setattr("fedstill.experiment.running.runner.locked", refused)
+    monkeypatch.setattr("fedstill.running.runner.locked", refused)
     assert resume(ended).history[-1]["round"] == 2
     with pytest.raises(AssertionError, match="is locked"):
         resume(ended, track="tensorboard")

@@ -12,10 +12,10 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError
-from fedstill.experiment.run_directory.evidence import pack
-from fedstill.experiment.run_directory.run_tables import write_run_tables
-from fedstill.experiment.running.runner import run
+from fedstill.core.errors import ConfigError
+from fedstill.running.archive import pack
+from fedstill.running.runner import run
+from fedstill.running.tables import write_run_tables
 from run_bits import stopped
 
 pandas = pytest.importorskip("pandas")

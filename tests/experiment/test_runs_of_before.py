@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 
 import toys
+from fedstill.config.earlier import as_it_began
+from fedstill.config.experiment import from_tree
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ClientFailed
 from fedstill.engines import serial
-from fedstill.errors import ClientFailed
-from fedstill.experiment.comparing.standing import other_settings
-from fedstill.experiment.comparing.variants import variants
-from fedstill.experiment.config.earlier import as_it_began
-from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.provenance import software
-from fedstill.experiment.running.runner import resume, run
 from fedstill.report.groups import groups
+from fedstill.running.existing_runs import other_settings
+from fedstill.running.journal import read_journal
+from fedstill.running.provenance import software
+from fedstill.running.runner import resume, run
+from fedstill.running.variants import variants
 from run_bits import before_round_1, resealed
 
 BEFORE = Path(__file__).parent / "begun_before"

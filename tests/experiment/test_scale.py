@@ -18,10 +18,10 @@ import torch
 from torch._subclasses import FakeTensor
 
 import toys
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.config.experiment import Experiment
+from fedstill.running.journal import read_journal
+from fedstill.running.progress import Quiet
+from fedstill.running.runner import run
 
 SAMPLED = 100
 

@@ -16,23 +16,12 @@ import pytest
 import safetensors.numpy
 
 import toys
-from fedstill.data.examples import Dataset
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, CorruptFile, DataError, InfeasiblePartition
+from fedstill.core.files import digest
+from fedstill.core.records import Examples
+from fedstill.data.dataset import Dataset
 from fedstill.data.partition import iid
-from fedstill.errors import ConfigError, CorruptFile, DataError, InfeasiblePartition
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory import evidence
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.run_directory.split_file import (
-    SPLIT,
-    networks_of,
-    read_label_counts,
-    read_split,
-)
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import digest
-from fedstill.records import Examples
 from fedstill.report.data_split import (
     BINS,
     FIRST,
@@ -45,6 +34,12 @@ from fedstill.report.data_split import (
 from fedstill.report.groups import groups
 from fedstill.report.page import page
 from fedstill.report.runs import read_run
+from fedstill.running import archive
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.result import Result
+from fedstill.running.runner import resume, run
+from fedstill.running.split_file import SPLIT, networks_of, read_label_counts, read_split
 from run_bits import assert_same_bits, bits, stopped
 
 BEFORE = Path(__file__).parent / "begun_before" / "parallel"
@@ -91,7 +86,7 @@ def test_a_resume_takes_the_split_of_the_file(
         raise AssertionError("the split is drawn again")
 
     folder = begun(tmp_path)
-    monkeypatch.setattr("fedstill.experiment.preparing.sharing.split", drawn)
+    monkeypatch.setattr("fedstill.running.client_data.split", drawn)
     resume(folder, toys.blobs())
     assert_same_bits(bits(folder), bits(whole))
 
@@ -107,7 +102,7 @@ def test_a_lost_file_whose_split_cannot_be_drawn_again_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the data are others
-    monkeypatch.setattr("fedstill.experiment.running.driver.check_same", lambda *_: None)
+    monkeypatch.setattr("fedstill.running.driver.check_same", lambda *_: None)
     folder, journal = begun(tmp_path), tmp_path / "begun/journal.jsonl"
     (folder / SPLIT).unlink()
     data = toys.blobs()
@@ -198,7 +193,7 @@ def test_a_damaged_first_line_of_before_is_named(tmp_path: Path) -> None:
 
 def test_a_pack_has_the_split(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "runs/one")
-    packed = evidence.pack(tmp_path / "runs")
+    packed = archive.pack(tmp_path / "runs")
     shutil.rmtree(tmp_path / "runs")
     (group,) = groups([packed])
     assert [*group.runs[0].label_counts] == Result.of(whole).label_counts().tolist()

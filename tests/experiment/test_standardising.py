@@ -11,12 +11,12 @@ import torch
 
 import toys
 from fedstill import from_tensors
-from fedstill.data.examples import Dataset
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.data.dataset import Dataset
 from fedstill.data.form import About
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.moments import NO_SPREAD, moments
-from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.running.data_sums import NO_SPREAD, moments
+from fedstill.running.preparation import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

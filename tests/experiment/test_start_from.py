@@ -15,16 +15,16 @@ import safetensors.torch
 import torch
 
 import toys
-from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.comparing.compare import Outcome, _next
-from fedstill.experiment.comparing.variants import seeded, with_starts
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import digest
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.files import digest
 from fedstill.report.groups import groups
+from fedstill.running.compare import Outcome, _next
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
+from fedstill.running.variants import seeded, with_starts
 from run_bits import assert_same_bits, bits, stopped
 
 SMALL: dict[str, Any] = {"model": {"name": "mlp", "hidden": (8,)}, "rounds": 2}

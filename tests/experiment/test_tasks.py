@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import ConfigError, Interrupted
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, Interrupted
+from fedstill.core.records import Stage
 from fedstill.metrics import tasks as over
 from fedstill.models.contract import Predictor
-from fedstill.records import Stage
-from fedstill.report.run_matrix import run_matrices
+from fedstill.report.accuracy_matrix import run_matrices
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import resume, run
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -302,7 +302,7 @@ def test_the_head_changes_what_is_learned(tmp_path: Path) -> None:
 def test_a_stream_of_ones_own_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
-        "from fedstill.stream import Cut\n"
+        "from fedstill.core.stream import Cut\n"
         "def halves(labels, tasks, classes, late: int = 2):\n"
         "    '''The second half comes later.'''\n"
         "    everything = tuple(range(classes))\n"

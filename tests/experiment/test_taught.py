@@ -11,19 +11,19 @@ from torch import Tensor
 
 import fedstill
 import toys
+from fedstill.attribution.replay import taken_up
+from fedstill.attribution.report import lesson_of, lines_of_lesson
+from fedstill.attribution.teachers import Taught, taught_by_peers
 from fedstill.cli import call
+from fedstill.core.errors import ConfigError
+from fedstill.core.files import digest
+from fedstill.core.records import State, Tensors
 from fedstill.engines.passes import correct_by_class
-from fedstill.errors import ConfigError
-from fedstill.experiment.run_directory.begun import settings_of
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.why.again import taken_up
-from fedstill.experiment.why.taught import Taught, taught_by_peers
-from fedstill.files import digest
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import predictor
-from fedstill.records import State, Tensors
 from fedstill.report.runs import read_run
-from fedstill.report.why_said import lesson_of, lines_of_lesson
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.directory import settings_of
 
 
 def quiet(round: int, last: int) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError
 from fedstill.data.sources import load_dataset
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.sharing import divided, trained_and_tested
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.running.client_data import divided, trained_and_tested
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 
 def settings(seed: int = 0, **data: Any) -> Settings:

@@ -15,14 +15,14 @@ from PIL import Image
 import fedstill
 import toys
 from fedstill.cli import call
-from fedstill.data.examples import Dataset
+from fedstill.config.resolve import settle
+from fedstill.core.errors import DataError, InfeasiblePartition, UnknownName
+from fedstill.core.registry import lookup
+from fedstill.data.dataset import Dataset
 from fedstill.data.partition.rules import refuse_too_many
 from fedstill.data.sources import load_dataset
-from fedstill.errors import DataError, InfeasiblePartition, UnknownName
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.cautions import cautions
-from fedstill.registry import lookup
+from fedstill.running.cautions import cautions
+from fedstill.running.preparation import prepare
 
 NAMES = ("ant", "bee", "cat", "dog")
 

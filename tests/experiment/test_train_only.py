@@ -13,11 +13,11 @@ import torch
 
 import fedstill
 import toys
-from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.records import SERVER
 from fedstill.models import contract
-from fedstill.records import SERVER
+from fedstill.running.preparation import prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, FedstillError, IncompatibleMethod
+from fedstill.core.registry import names, register
 from fedstill.data.sources import from_tensors
-from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.engine_choice import chosen
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running.cautions import cautions
-from fedstill.experiment.running.runner import run
 from fedstill.models import contract
-from fedstill.models.probing import built_size
-from fedstill.registry import names, register
+from fedstill.models.contract import built_size
+from fedstill.running.cautions import cautions
+from fedstill.running.engine_choice import chosen
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -13,12 +13,12 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError
-from fedstill.experiment.comparing.compare import Outcome
-from fedstill.experiment.comparing.tuning import Dimension, Tuning, parse_space
-from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.report.tuned import advice, trial_lines
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError
+from fedstill.report.tuning import advice, trial_lines
+from fedstill.running.compare import Outcome
+from fedstill.running.tuning import Dimension, Tuning, parse_space
+from fedstill.running.variants import Variant
 
 pytest.importorskip("optuna")
 

@@ -14,11 +14,7 @@ import torch
 
 import fedstill
 import toys
-from fedstill.cli import call
-from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.measures.contributions import Contributions
-from fedstill.experiment.why.again import Without, accuracies, looked_at, taken_up
-from fedstill.experiment.why.falls import (
+from fedstill.attribution.falls import (
     BESIDE,
     Moment,
     add_looks,
@@ -28,7 +24,11 @@ from fedstill.experiment.why.falls import (
     the_moment,
     told_of,
 )
-from fedstill.records import Stage
+from fedstill.attribution.replay import Without, accuracies, looked_at, taken_up
+from fedstill.cli import call
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.records import Stage
+from fedstill.measures.contributions import Contributions
 
 CONFIG = """
 rounds = 6

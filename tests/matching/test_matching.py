@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.matching import MatchingSettings, match, match_models, matchable, widened
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.records import ModelSpec
+from fedstill.methods.matching import MatchingSettings, match, match_models, matchable, widened
 from fedstill.models import contract
 from fedstill.models.layer_chain import with_widths
-from fedstill.records import ModelSpec
 
 FREE = MatchingSettings(variance=1.0, prior_variance=1e9, gamma=1e-6)
 """A prior that says nothing, and no wish for new units: what is the same is found, and is left as

@@ -19,18 +19,17 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR, in_double
-from fedstill.census import run_census
-from fedstill.engines.memory import Memory
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.census import run_census
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import State
+from fedstill.core.registry import register
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.topology import sample
+from fedstill.engines.client_memory import Memory
 from fedstill.models import contract, resnet
-from fedstill.records import State
-from fedstill.registry import register
-from fedstill.rounds import run_round
-from fedstill.topology import sample
-from fedstill.watch import Unwatched
+from fedstill.running.preparation import Prepared, prepare
 
 
 @register("model", "toy_slim")

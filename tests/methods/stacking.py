@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill import registry
-from fedstill.census import run_census
-from fedstill.data.examples import Dataset
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.records import Reply, State
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
-from fedstill.wire.screen import Refusal
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.census import run_census
+from fedstill.core.records import Reply, State
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.screen import Refusal
+from fedstill.data.dataset import Dataset
+from fedstill.running.preparation import Prepared, prepare
 
 Rounds = tuple[State, list[Reply], list[Refusal]]
 """The state after some rounds, and all replies and refusals on the way."""

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import toys
 from double import in_double
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running.runner import run
-from fedstill.keys import generator, seed_for
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.topology import sample
 from fedstill.models import contract
-from fedstill.topology import sample
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 
 Loss = Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor]
 Plan = dict[str, float]

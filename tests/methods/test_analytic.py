@@ -13,18 +13,17 @@ import torch
 
 import toys
 from double import in_double
-from fedstill import ridge
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.config.resolve import settle
+from fedstill.core import stages as ridge
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import State
+from fedstill.core.rounds import Unwatched, run_round
 from fedstill.methods.analytic import without_negative
 from fedstill.models import contract
 from fedstill.models.lifted import random_directions
-from fedstill.records import State
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 
 STREAM = {"kind": "classes", "tasks": 3}
 UNTRAINED = {"plan": {"epochs": 0}}

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill.census import run_census
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.labels import gini_index, proportions
-from fedstill.records import Payload, Stage, State, World
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
+from fedstill.config.resolve import settle
+from fedstill.core.census import run_census
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.labels import gini_index, proportions
+from fedstill.core.records import Payload, Stage, State, World
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.running.preparation import prepare
 
 TASKS = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "compose": "clients_first"}
 SKEWED = {"kind": "dirichlet", "alpha": 0.15, "min_size": 2}

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 import toys
-from fedstill import registry
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError
 
 HIPER = ["hiper_fedkd", "hiper_baseline", "hiper_temperature", "hiper_standardised"]
 QKTS = ("qkt", "qkt_light", "qkt_light_volunteer", "qkt_light_server", "qkt_var_e")

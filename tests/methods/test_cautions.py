@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill.data.examples import Dataset
+from fedstill.config.resolve import settle
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running import cautions
-from fedstill.experiment.running.runner import run
+from fedstill.running import cautions
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 
 NOT_TRUE_ALONE = ["fedntd", "fedntd_asd", "fedlmd", "fedlmd_tf", {"name": "kd_ntd", "mix": 1.0}]
 MORE = ["kd", {"name": "kd_ntd", "mix": 0.5}, "fedavg_asd", "fedntd_mse", "fedadkd", "feddkd"]

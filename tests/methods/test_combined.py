@@ -12,12 +12,12 @@ from torch import Tensor
 
 import fedstill
 import toys
-from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.work import ClientWork
 from fedstill.methods.fedlc import Calibrated, FedLC
 from fedstill.methods.sfedkd import Discrepant, SFedKD
-from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.report.runs import read_run
-from fedstill.work import ClientWork
+from fedstill.running.journal import read_journal, without_times
 
 CHAIN: dict[str, Any] = {
     "topology": {"kind": "sequential", "clients": 6, "sampled": 3},

@@ -12,10 +12,10 @@ import pytest
 from plain import toy_slim
 
 import toys
-from fedstill import registry
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import Experiment
+from fedstill.core import registry
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
@@ -95,8 +95,8 @@ def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(
 @pytest.mark.parametrize("name", METHODS)
 def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
     """The table of the documents: who runs on a chain, and who side by side."""
-    from fedstill.experiment.config.settle import settle
-    from fedstill.experiment.preparing.prepared import prepare
+    from fedstill.config.resolve import settle
+    from fedstill.running.preparation import prepare
 
     def refused(topology: str) -> str:
         try:

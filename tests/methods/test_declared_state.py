@@ -13,12 +13,11 @@ import pytest
 from test_every_method import METHODS, experiment
 
 import toys
-from fedstill import docstrings, registry
-from fedstill.census import run_census
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
+from fedstill.config.resolve import settle
+from fedstill.core import docstrings, registry
+from fedstill.core.census import run_census
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.running.preparation import prepare
 
 GROUPS = re.compile(r"([\w.]+(?:, [\w.]+)*) = (.*)", re.DOTALL)
 

@@ -12,10 +12,10 @@ import torch
 
 import toys
 from double import NEAR, in_double
-from fedstill import registry
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.running.preparation import prepare
 from kinds import NETWORKS, SHAPES, small_data
 
 pytestmark = pytest.mark.usefixtures("with_threads")

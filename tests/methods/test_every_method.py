@@ -11,11 +11,11 @@ import plain
 import pytest
 
 import toys
-from fedstill import registry
-from fedstill.errors import Interrupted
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import Experiment
+from fedstill.core import registry
+from fedstill.core.errors import Interrupted
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 

@@ -12,11 +12,11 @@ import pytest
 from test_every_method import METHODS, experiment
 
 import toys
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.registry import lookup
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError
+from fedstill.core.registry import lookup
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 STREAM = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "head": "seen", "join": 0.7}
 ASKS = [name for name in METHODS if "queries" in lookup("method", name).build().requires()]

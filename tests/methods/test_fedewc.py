@@ -16,16 +16,15 @@ from torch import Tensor
 
 import toys
 from double import in_double
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import run
+from fedstill.config.resolve import settle
+from fedstill.core.records import Carry, Payload, Stage, State, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.work import ClientWork
 from fedstill.losses import quadratic
 from fedstill.methods.fedewc import Anchored, FedEWC
-from fedstill.records import Carry, Payload, Stage, State, Step, View, World
-from fedstill.registry import method
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
-from fedstill.work import ClientWork
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}

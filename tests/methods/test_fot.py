@@ -14,17 +14,16 @@ from torch import nn
 
 import toys
 from double import in_double
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import State
+from fedstill.core.rounds import Unwatched, run_round
 from fedstill.data.sources import from_tensors
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running.runner import run
 from fedstill.methods.fot import orthogonal, with_directions
 from fedstill.models import contract
 from fedstill.models.layer_inputs import body_layers, input_products
-from fedstill.records import State
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}

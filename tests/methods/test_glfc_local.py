@@ -12,15 +12,15 @@ import torch
 from scipy.special import expit
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import Carry
 from fedstill.engines.step import Networks, Seen
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
 from fedstill.methods.glfc_local import GLFCLocal, OfGLFC
 from fedstill.models.contract import initial, module, spec_for
-from fedstill.records import Carry
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "seen"}
 

@@ -10,21 +10,20 @@ import pytest
 import torch
 
 import toys
-from fedstill import registry
-from fedstill.census import run_census
-from fedstill.errors import ConfigError, Diverged, IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.hostile import hostile_clients, with_hostile
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.method import Method
-from fedstill.records import Payload, Reply
-from fedstill.robust import ROBUST
-from fedstill.rounds import run_round
-from fedstill.trees import norm
-from fedstill.watch import Unwatched
-from fedstill.wire.screen import Rules
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.aggregation import ROBUST
+from fedstill.core.census import run_census
+from fedstill.core.errors import ConfigError, Diverged, IncompatibleMethod
+from fedstill.core.method import Method
+from fedstill.core.records import Payload, Reply
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.screen import Rules
+from fedstill.core.trees import norm
+from fedstill.running.hostile_clients import hostile_clients, with_hostile
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import assert_same_bits, bits, stopped
 

@@ -10,9 +10,9 @@ import plain
 import pytest
 
 import toys
-from fedstill import registry
-from fedstill.errors import ConfigError
-from fedstill.experiment.running.runner import run
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError
+from fedstill.running.runner import run
 
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 TRAIN, FIT = ("train",), ("fit",)

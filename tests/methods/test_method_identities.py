@@ -12,11 +12,11 @@ from torch import Tensor
 
 import toys
 from double import NEAR
-from fedstill import registry
-from fedstill.experiment.explain import arithmetic
+from fedstill.core import registry
+from fedstill.core.records import Carry, Payload, Stage
 from fedstill.methods.fedadkd import FedADKD
 from fedstill.methods.fedcurv import Curved, FedCurv
-from fedstill.records import Carry, Payload, Stage
+from fedstill.running.explain import arithmetic
 
 EVEN = {"partition": "iid"}
 ONE_CLASS_EACH = {"partition": {"kind": "sharding", "shards": 1}, "topology": {"clients": 5}}

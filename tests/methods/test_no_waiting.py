@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import toys
-from fedstill import registry
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import _Training
 from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.records import Examples
+from fedstill.running.preparation import prepare
 
 aten = torch.ops.aten
 WAITING = {

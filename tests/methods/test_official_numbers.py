@@ -23,15 +23,10 @@ from torch import Tensor
 
 import toys
 from double import NEAR, in_double
-from fedstill import from_tensors, registry
-from fedstill.data.examples import Dataset
-from fedstill.engines.loop import train
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.methods.fedgen import POOL
-from fedstill.methods.partly_shared import PartlyShared
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill import from_tensors
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -43,8 +38,14 @@ from fedstill.records import (
     Stage,
     many,
 )
-from fedstill.trees import sub
-from fedstill.work import ClientWork
+from fedstill.core.trees import sub
+from fedstill.core.work import ClientWork
+from fedstill.data.dataset import Dataset
+from fedstill.engines.loop import train
+from fedstill.methods.fedgen import POOL
+from fedstill.methods.partly_shared import PartlyShared
+from fedstill.models.contract import trainable_names
+from fedstill.running.preparation import Prepared, prepare
 
 HERE = Path(__file__).parent
 ENTRIES: list[dict[str, Any]] = tomllib.loads((HERE / "official_numbers.toml").read_text())[

@@ -14,10 +14,10 @@ from test_every_method import METHODS, experiment
 from torch import Tensor
 
 import toys
+from fedstill.core.registry import lookup
 from fedstill.engines.loop import _Training
 from fedstill.engines.step import Batch
-from fedstill.experiment.running.runner import run
-from fedstill.registry import lookup
+from fedstill.running.runner import run
 
 ORDER = [[0, 1, 4], [2, 3]]
 BEFORE = {"fedlwf", "replay", "glfc_local"}

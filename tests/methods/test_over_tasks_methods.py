@@ -13,13 +13,13 @@ import torch
 from scipy.special import log_softmax
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.records import Carry, Payload, Stage
 from fedstill.engines.step import Networks, Seen
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import run
 from fedstill.methods.fedlwf import FedLwF, Remembered
 from fedstill.models.contract import initial, module, spec_for
-from fedstill.records import Carry, Payload, Stage
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}

@@ -13,14 +13,14 @@ from plain import PLAN, Federation, Params, average, ce, check, drive, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.errors import BadPayload, IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.keys import generator, seed_for
+from fedstill.config.resolve import settle
+from fedstill.core.errors import BadPayload, IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER
+from fedstill.core.registry import method
 from fedstill.methods.ccvr import CCVR, class_moments, gaussians
 from fedstill.methods.fedntd import FedNTD
-from fedstill.records import SERVER
-from fedstill.registry import method
+from fedstill.running.preparation import prepare
 
 HEAD = ("head.weight", "head.bias")
 CLASSES, WIDTH = toys.CLASSES, 8

@@ -13,15 +13,15 @@ from plain import Federation, Params, ce, check, drive, minus, norm, ready_for
 from torch import Tensor, nn
 
 import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import Carry, Payload, Reply, State
+from fedstill.core.registry import lookup
 from fedstill.data.sources import from_clients
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.records import Carry, Payload, Reply, State
-from fedstill.registry import lookup
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 CLASSES, WIDTH = toys.CLASSES, 8
 Said = dict[int, dict[int, Tensor]]

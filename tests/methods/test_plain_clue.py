@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR
-from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.keys import generator, seed_for
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import Prepared
+from fedstill.running.runner import run
 
 SINGLE = {"query": {"draw": "single", "fewer_than": 8}}
 NOISE = torch.randn(

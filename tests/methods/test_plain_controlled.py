@@ -23,7 +23,7 @@ from plain import (
 )
 from torch import Tensor, nn
 
-from fedstill.records import Payload, Reply
+from fedstill.core.records import Payload, Reply
 
 MOMENTA = pytest.mark.parametrize("momentum", [0.0, 0.9])
 

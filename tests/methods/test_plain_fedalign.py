@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from double import NEAR
-from fedstill.errors import IncompatibleMethod
+from fedstill.core.errors import IncompatibleMethod
 from fedstill.methods.fedalign import steepness
 from fedstill.models import contract, resnet
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import toys
 from double import NEAR
-from fedstill.keys import generator, numpy_generator, seed_for
+from fedstill.core.keys import generator, numpy_generator, seed_for
+from fedstill.core.records import SERVER, Stage
 from fedstill.methods.fedbe import FedBE
-from fedstill.records import SERVER, Stage
 
 TEACH = {
     "epochs": 5,

@@ -9,8 +9,8 @@ import torch
 from plain import Federation, Params, average, ce, check, check_matters, drive, ready_for
 from torch import Tensor, nn
 
+from fedstill.core.records import Payload, State, World
 from fedstill.methods.feddc import FedDC
-from fedstill.records import Payload, State, World
 
 PLAIN = {"momentum": 0.0, "clip_norm": 0.0}
 EVEN = {"partition": "iid", "plan": PLAIN}

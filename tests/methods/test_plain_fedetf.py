@@ -8,10 +8,10 @@ from plain import Federation, average, check, check_matters, drive, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
 from fedstill.losses import adjusted_cross_entropy, cross_entropy
+from fedstill.running.preparation import prepare
 
 CLASSES = toys.CLASSES
 

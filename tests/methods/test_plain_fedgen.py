@@ -10,15 +10,15 @@ from plain import Federation, Loss, Params, average, ce, check, check_matters, d
 from torch import Tensor, nn
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER, Payload, Plan, Stage
+from fedstill.core.trees import same_bits
 from fedstill.engines.loop import train
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
 from fedstill.methods.fedgen import POOL, TrainGenerator, diversity_loss
 from fedstill.models import contract
-from fedstill.records import SERVER, Payload, Plan, Stage
-from fedstill.trees import same_bits
+from fedstill.running.preparation import Prepared, prepare
 
 CLASSES, NOISE = toys.CLASSES, 3
 SMALL = {"name": "fedgen", "noise": NOISE, "hidden": 6, "samples": 40}

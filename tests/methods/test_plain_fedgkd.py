@@ -10,8 +10,8 @@ from plain import Federation, Params, average, ce, check, check_matters, drive, 
 from torch import Tensor, nn
 
 import toys
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.running.runner import run
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.running.runner import run
 
 PUBLIC = {"data": {"public": toys.PUBLIC}}
 

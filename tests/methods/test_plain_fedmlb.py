@@ -8,15 +8,15 @@ from plain import Federation, Params, average, check, check_matters, drive, read
 from torch import Tensor, nn
 
 from double import NEAR
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import Carry, Plan, Stage
+from fedstill.core.trees import same_bits
 from fedstill.engines.loop import train
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
 from fedstill.methods.fedmlb import Branched, FedMLB
 from fedstill.models import contract
 from fedstill.models.layer_chain import levels
-from fedstill.records import Carry, Plan, Stage
-from fedstill.trees import same_bits
+from fedstill.running.preparation import prepare
 from toys import blobs, toy
 
 DEEP = {"name": "mlp", "hidden": (8, 6)}

@@ -11,13 +11,13 @@ from plain import PLAN, Federation, Params, ce, check, check_matters, drive, exp
 from torch import Tensor, nn
 
 import toys
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.keys import generator, seed_for
+from fedstill.config.resolve import settle
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Carry, Stage
+from fedstill.core.trees import same_bits
 from fedstill.methods.fedsam import FedSAM
 from fedstill.methods.fedsol import FedSOL
-from fedstill.records import Carry, Stage
-from fedstill.trees import same_bits
+from fedstill.running.preparation import prepare
 
 First = Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor]
 STAGE = Stage(1, 0, "train", (0,))

@@ -8,16 +8,16 @@ from plain import Federation, Params, ce, check, drive, ready_for
 from torch import Tensor, nn
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage
+from fedstill.core.registry import lookup
+from fedstill.core.trees import same_bits
 from fedstill.engines.loop import train
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.keys import generator, seed_for
 from fedstill.methods.fedtgp import Apart, all_prototypes, table_of
 from fedstill.models import contract
-from fedstill.records import SERVER, Payload, Plan, Reply, Stage
-from fedstill.registry import lookup
-from fedstill.trees import same_bits
+from fedstill.running.preparation import prepare
 
 CLASSES, WIDTH = toys.CLASSES, 8
 SERVERS = {

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import fedstill
 import toys
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.keys import generator, seed_for
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Carry
+from fedstill.core.trees import same_bits
 from fedstill.methods.fml import FML, Mutual
 from fedstill.models import contract
 from fedstill.models.pair import own_of
-from fedstill.records import Carry
-from fedstill.trees import same_bits
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 PAIR = toys.two_networks()
 

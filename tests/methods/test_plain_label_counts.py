@@ -11,7 +11,7 @@ from plain import Federation, average, ce, check, check_matters, drive, ready_fo
 from torch import Tensor, nn
 
 import toys
-from fedstill.records import Payload, Stage
+from fedstill.core.records import Payload, Stage
 
 Objective = Callable[[nn.Module, nn.Module, Tensor, Tensor, list[int]], Tensor]
 

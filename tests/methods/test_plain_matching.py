@@ -15,14 +15,14 @@ from test_plain_one_shot import ready
 from torch import Tensor
 
 import toys
-from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.runner import run
-from fedstill.fields import check_ranges
-from fedstill.keys import seed_for
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.fields import check_ranges
+from fedstill.core.keys import seed_for
 from fedstill.methods.pfnm import PFNM
 from fedstill.models import contract
-from fedstill.models.model_files import read_model, save_model
+from fedstill.models.model_file import read_model, save_model
+from fedstill.running.preparation import Prepared
+from fedstill.running.runner import run
 
 ONE = {"name": "pfnm", "gamma": [1.0], "variance": [0.5], "prior_variance": [10.0]}
 Params = dict[str, Tensor]

@@ -11,11 +11,11 @@ from plain import PLAN, Federation, Params, ce, check, drive, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.running.runner import resume, run
-from fedstill.keys import generator, seed_for
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.trees import only, same_bits
 from fedstill.methods.metafed import InRing, MetaFed, statistics
-from fedstill.trees import only, same_bits
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 RING = {"clients": 4}

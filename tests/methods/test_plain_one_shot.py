@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.keys import generator, seed_for
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import State
 from fedstill.methods.qkt import PartlyRefined
 from fedstill.models import contract
-from fedstill.records import State
+from fedstill.running.preparation import Prepared
 
 PLAN = {"epochs": 3, "batch": 10, "lr": 0.02, "weight_decay": 4e-3, "patience": 2}
 QUERY = {"draw": "multi", "fewer_than": 8, "least": 1}

@@ -16,17 +16,17 @@ from torch.nn.functional import one_hot
 import fedstill
 import toys
 from double import NEAR
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.keys import generator, seed_for
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Carry, Stage
+from fedstill.core.registry import method
+from fedstill.core.trees import only, same_bits
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.feddbe import FedDBE, Shifted
 from fedstill.methods.fedlc import Calibrated
 from fedstill.models import contract
-from fedstill.records import Carry, Stage
-from fedstill.registry import method
-from fedstill.trees import only, same_bits
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 HEAD, BODY = ("head.weight", "head.bias"), ("body.1.weight", "body.1.bias")
 OWN = ("own.weight", "own.bias")

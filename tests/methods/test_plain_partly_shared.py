@@ -11,10 +11,10 @@ import torch
 from plain import PLAN, Federation, Params, ce, check, drive, ready_for
 from torch import Tensor, nn
 
-from fedstill.keys import generator, seed_for
-from fedstill.records import Payload, Reply
-from fedstill.trees import same_bits
-from fedstill.wire.screen import Rules, screen
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Payload, Reply
+from fedstill.core.screen import Rules, screen
+from fedstill.core.trees import same_bits
 
 HEAD, BODY = ("head.weight", "head.bias"), ("body.1.weight", "body.1.bias")
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]

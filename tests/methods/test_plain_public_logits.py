@@ -17,10 +17,10 @@ from plain import PLAN, Params, check, drive, normal, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.keys import generator, seed_for
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER
 from fedstill.models import contract
-from fedstill.records import SERVER
+from fedstill.running.preparation import Prepared
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CLIENTS = (0, 1, 2, 3)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import toys
 from double import in_double
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER, Examples
 from fedstill.data.partition import public_split
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.keys import generator, seed_for
-from fedstill.records import SERVER, Examples
+from fedstill.running.preparation import prepare
 
 SAMPLES, LAMBDA = 15, 0.4
 

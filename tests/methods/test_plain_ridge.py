@@ -12,11 +12,11 @@ from plain import Federation, Params, check, drive, experiment, ready_for
 
 import toys
 from double import in_double
-from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running.runner import run
-from fedstill.ridge import feature_sums, solved
+from fedstill.config.resolve import settle
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.stages import feature_sums, solved
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 
 HEAD = ("head.weight", "head.bias")
 ALL = {"topology": {"clients": 6}}

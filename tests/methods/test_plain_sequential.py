@@ -29,8 +29,8 @@ from test_plain_distilling import at, binary, decoupled, gini, kl, removed
 from torch import Tensor, nn
 
 from double import NEAR
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.keys import generator, seed_for
+from fedstill.core.keys import generator, seed_for
+from fedstill.running.preparation import Prepared
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 4}
 SIDE_BY_SIDE = {"kind": "parallel", "clients": 6, "sampled": 4}

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill import trees
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core import trees
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Carry, Plan, Stage, Step, Tensors
+from fedstill.core.work import ClientWork
 from fedstill.engines import precision
 from fedstill.engines.loop import train
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import run
-from fedstill.records import Carry, Plan, Stage, Step, Tensors
-from fedstill.work import ClientWork
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

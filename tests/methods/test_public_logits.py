@@ -15,17 +15,17 @@ from plain import drive, ready_for
 from torch import Tensor
 
 import toys
-from fedstill import registry
-from fedstill.errors import ConfigError, IncompatibleMethod, TooFewReplies
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.runner import run
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError, IncompatibleMethod, TooFewReplies
+from fedstill.core.records import SERVER, Examples, State
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.methods.hiper_fedkd import HiPerFedKD
 from fedstill.methods.public_logits import Distil, TrainThenPredict
-from fedstill.records import SERVER, Examples, State
-from fedstill.registry import method
-from fedstill.work import ClientWork
+from fedstill.running.explain import arithmetic
+from fedstill.running.preparation import Prepared
+from fedstill.running.runner import run
 
 NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]
 PUBLIC = [n for n in NAMES if "public_data" in registry.lookup("method", n).build().requires()]
@@ -125,7 +125,7 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
 
 
 def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
-    from fedstill.experiment.preparing.misfits import _check_public_labels
+    from fedstill.running.compatibility import _check_public_labels
 
     ready = federation("fedmd")
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
@@ -183,7 +183,7 @@ def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tm
         tmp_path / "run",
         data=toys.blobs(),
     )
-    from fedstill.experiment.run_directory.journal import read_journal
+    from fedstill.running.journal import read_journal
 
     clients = [
         e

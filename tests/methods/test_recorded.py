@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill import registry
-from fedstill.engines import recorded
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.records import Carry, Payload, Stage, Step
+from fedstill.core.work import ClientWork
+from fedstill.engines import cuda_graphs
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Payload, Stage, Step
-from fedstill.work import ClientWork
+from fedstill.running.preparation import prepare
 from imitated_card import record_on_cpu
 
 DEVICE = toys.DEVICE if torch.cuda.is_available() else "cpu"
@@ -55,30 +55,30 @@ def changed(setting: str, name: str, **plan: Any) -> dict[str, Any]:
 def _recording(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         record_on_cpu(monkeypatch)
-    monkeypatch.setattr(recorded, "_refused", set())
+    monkeypatch.setattr(cuda_graphs, "_refused", set())
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each step that is replayed."""
     seen: list[int] = []
-    plain = recorded.Recording.replay
+    plain = cuda_graphs.Recording.replay
 
-    def replay(self: recorded.Recording, of: Any) -> dict[str, Tensor]:
+    def replay(self: cuda_graphs.Recording, of: Any) -> dict[str, Tensor]:
         seen.append(len(of[1]))
         return plain(self, of)
 
-    monkeypatch.setattr(recorded.Recording, "replay", replay)
+    monkeypatch.setattr(cuda_graphs.Recording, "replay", replay)
     return seen
 
 
 def both(replays: list[int], monkeypatch: pytest.MonkeyPatch, name: str, **changes: object) -> int:
     """Assert that replayed steps end at the bits of steps that are not; how many were replayed."""
-    monkeypatch.setenv(recorded.REPLAY, "0")
+    monkeypatch.setenv(cuda_graphs.REPLAY, "0")
     ready = lambda: stacking.ready(name, "serial", device=DEVICE, **changes)  # noqa: E731
     plain, said, _ = stacking.rounds(ready())
     assert not replays
-    monkeypatch.setenv(recorded.REPLAY, "1")
+    monkeypatch.setenv(cuda_graphs.REPLAY, "1")
     state, told, _ = stacking.rounds(ready())
     expected, got = stacking.tensors(plain), stacking.tensors(state)
     for key in expected:
@@ -132,7 +132,7 @@ def test_dropout_and_augmentation_are_drawn_as_they_are_without(
 ) -> None:
     ends = []
     for on in "01":
-        monkeypatch.setenv(recorded.REPLAY, on)
+        monkeypatch.setenv(cuda_graphs.REPLAY, on)
         plan = {**LONG, "epochs": 0, "steps": 18}
         changes = {
             "data": {"augment": augment},

@@ -14,20 +14,18 @@ from scipy.special import log_softmax
 from torch.nn.functional import normalize
 
 import toys
-from fedstill.engines.memory import Memory
+from fedstill.config.resolve import settle
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Carry, Examples, Payload, State
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.engines.client_memory import Memory
 from fedstill.engines.step import Networks, Seen
-from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.keys import generator, seed_for
-from fedstill.methods.rehearsed import herded, lowest, merged
-from fedstill.methods.replay import Rehearse, Replay
+from fedstill.methods.replay import Rehearse, Replay, herded, lowest, merged
 from fedstill.models.contract import initial, module, spec_for
-from fedstill.records import Carry, Examples, Payload, State
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runner import run
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "seen"}

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR, in_double
-from fedstill.data.examples import Dataset
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
-from fedstill.records import Tensors
+from fedstill.config.resolve import settle
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Tensors
+from fedstill.data.dataset import Dataset
+from fedstill.running.preparation import Prepared, prepare
 
 RESNET = {"name": "resnet10", "norm": "batch"}
 SIZE = 20

@@ -15,28 +15,27 @@ pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
 import toys
-from fedstill import registry, trees
-from fedstill.engines import masking
-from fedstill.engines.masking import MaskedEngine, Masking
-from fedstill.errors import (
+from fedstill.attribution.replay import taken_up
+from fedstill.config.resolve import settle
+from fedstill.core import registry, trees
+from fedstill.core.errors import (
     ClientFailed,
     ConfigError,
     FedstillError,
     IncompatibleMethod,
     TooFewReplies,
 )
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.preparing.unmaskable import with_masking
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import resume, run
-from fedstill.experiment.why.again import taken_up
-from fedstill.method import Method
+from fedstill.core.method import Method
+from fedstill.core.records import Payload, Reply, State
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.screen import Rules
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Payload, Reply, State
-from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
-from fedstill.wire.screen import Rules
+from fedstill.privacy import masking
+from fedstill.privacy.compatibility import with_masking
+from fedstill.privacy.masking import MaskedEngine, Masking
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")

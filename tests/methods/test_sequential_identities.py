@@ -12,14 +12,14 @@ from plain import Federation, check, drive, ready_for
 
 import toys
 from fedstill import losses
-from fedstill.errors import InfeasiblePartition
-from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.labels import discrepancy_weights, proportions
+from fedstill.core.errors import InfeasiblePartition
+from fedstill.core.labels import discrepancy_weights, proportions
+from fedstill.core.records import NOTHING, Carry, Payload, Reply, Stage, many
 from fedstill.methods.cwc import CWC
 from fedstill.methods.sfedkd import SFedKD
-from fedstill.records import NOTHING, Carry, Payload, Reply, Stage, many
+from fedstill.running.explain import arithmetic
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 4}
 SIDE_BY_SIDE = {"kind": "parallel", "clients": 6, "sampled": 4}

@@ -14,12 +14,12 @@ import torch
 
 import toys
 from double import in_double
-from fedstill.errors import Interrupted
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import Interrupted
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 

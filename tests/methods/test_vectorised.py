@@ -15,15 +15,15 @@ from torch import Tensor
 
 import toys
 from double import NEAR, in_double
-from fedstill import registry
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.work import ClientWork
 from fedstill.data.sources import from_tensors
 from fedstill.engines.vectorised import VectorisedEngine
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.running.runner import run
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.work import ClientWork
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 METHODS = registry.names("method")
 

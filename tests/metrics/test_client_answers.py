@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedstill.metrics.client_answers import personal_accuracies, personal_answers
+from fedstill.metrics.local_models import personal_accuracies, personal_answers
 
 DRAW = np.random.default_rng(3)
 COUNTS = DRAW.integers(0, 4, (6, 5)).tolist()

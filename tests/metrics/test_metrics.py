@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from fedstill import metrics
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 
 NAN = float("nan")
 RNG = np.random.default_rng(0)

@@ -11,11 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 from fedstill.metrics import loss_surface
-from fedstill.metrics.distances import distribution_distance, gradient_diversity, weight_divergence
+from fedstill.metrics.distances import (
+    alignment,
+    distribution_distance,
+    gradient_diversity,
+    preferred_classes,
+    weight_divergence,
+)
 from fedstill.metrics.local_models import local_accuracies, over_clients
-from fedstill.metrics.unit_alignment import alignment, preferred_classes
 
 RNG = np.random.default_rng(1)
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import toys
+from fedstill.benchmark import recipes
 from fedstill.cli import call
+from fedstill.config.resolve import settle
 from fedstill.engines.passes import ModelPasses
-from fedstill.experiment.comparing import recipes
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.metrics.own_models import private_public
+from fedstill.metrics.local_models import private_public
 from fedstill.report.page import write_page
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import run
 
 FOUR = (
     {"name": "mlp", "hidden": (6,)},
@@ -95,7 +95,7 @@ def test_a_run_says_what_every_client_knows_before_and_after(finished: Path) -> 
 
 def test_the_numbers_are_those_of_the_models_themselves(finished: Path) -> None:
     prepared = prepare(settle(experiment()), toys.blobs())
-    from fedstill.wire.codec import decode
+    from fedstill.core.codec import decode
 
     last = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"][-1]
     public, stage = prepared.sites.public, prepared.settings.topology(2, prepared.world)[2]

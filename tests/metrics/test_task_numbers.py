@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 from fedstill.metrics import published
 from fedstill.metrics import tasks as over
 from fedstill.metrics.forgetting import forgetting

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import toys
-from fedstill import registry
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.preparing.start_weights import start_of
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import ModelSpec
+from fedstill.core.trees import only, same_bits
 from fedstill.models import contract
-from fedstill.models.additions import is_added, own_logits, with_both_heads
-from fedstill.models.model_files import read_model, save_model
-from fedstill.records import ModelSpec
-from fedstill.trees import only, same_bits
+from fedstill.models.model_file import read_model, save_model
+from fedstill.models.parameters import is_added, own_logits, with_both_heads
+from fedstill.running.preparation import prepare
+from fedstill.running.start_weights import start_of
 
 PLAIN = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
 BOTH = replace(PLAIN, adds=("own_head", "shift"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedstill.models import contract
-from fedstill.models.cut import above, at_levels
 from fedstill.models.layer_chain import levels
+from fedstill.models.layer_inputs import above, at_levels
 
 
 @pytest.mark.parametrize(

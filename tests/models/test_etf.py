@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 from fedstill.models import contract
 from fedstill.models.etf import simplex
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 from fedstill.models import contract
 from fedstill.models.contract import spec_for
 from fedstill.models.lifted import lifted_body, lifted_spec, random_directions

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from double import NEAR
-from fedstill import registry
-from fedstill.errors import ConfigError
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError
 
 CIFAR, GREY28, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
 

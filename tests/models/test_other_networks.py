@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from double import NEAR
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import ModelSpec, Plan
 from fedstill.engines.vectorised import why_not
-from fedstill.errors import ConfigError
 from fedstill.models import contract
 from fedstill.models.layer_chain import plain_chain, with_widths
 from fedstill.models.stacked import stacked
-from fedstill.records import ModelSpec, Plan
 
 VOCABULARY, LENGTH = 20, 12
 BLOCK = 4 * 64 * 65 + 2 * 128 + 128 * 65 + 64 * 129
@@ -192,7 +192,7 @@ def test_attention_is_torchs() -> None:
     """Against ``scaled_dot_product_attention``, which has neither a rule for stacks nor a second
     derivative.
     """
-    from fedstill.models.attention import Attention
+    from fedstill.models.layers import Attention
 
     draw = torch.Generator().manual_seed(4)
     layer = Attention(8, 2).double()

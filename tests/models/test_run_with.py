@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedstill.models.run_with import run_with
+from fedstill.models.contract import run_with
 
 
 class Recurrent(nn.Module):

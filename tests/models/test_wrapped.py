@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import FedstillError, Interrupted
+from fedstill.core.records import ModelSpec, Plan, as_pairs, as_table_again
 from fedstill.engines.vectorised import why_not
-from fedstill.errors import FedstillError, Interrupted
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.named_in_config import code_in
-from fedstill.experiment.running.provenance import sources
-from fedstill.experiment.running.runner import resume, run
-from fedstill.model_spec import as_pairs, as_table_again
+from fedstill.flower.site_settings import code_in
 from fedstill.models import contract
-from fedstill.records import ModelSpec, Plan
+from fedstill.running.provenance import sources
+from fedstill.running.runner import resume, run
 from kinds import small_data
 from run_bits import StopAfter, assert_same_bits, bits
 
@@ -218,7 +217,7 @@ def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -
     (tmp_path / "own.toml").write_text(
         "rounds = 1\n[model]\nname = 'wrapped'\nof = 'own.py:net'\nhead = '1'\n"
     )
-    from fedstill.experiment.config.experiment import load
+    from fedstill.config.experiment import load
 
     settings = settle(load(tmp_path / "own.toml"))
     assert settings.named.model.values["of"] == f"{tmp_path / 'own.py'}:net"

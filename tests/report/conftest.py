@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.experiment.running import runner
+from fedstill.running import runner
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,15 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, CorruptFile, DataError
-from fedstill.experiment.running.runner import run
-from fedstill.report.definitions import definition_heads, definition_rows, how_they_differ
-from fedstill.report.matrix_file import read_matrix
-from fedstill.report.run_matrix import run_matrices
+from fedstill.core.errors import ConfigError, CorruptFile, DataError
+from fedstill.report.accuracy_matrix import (
+    definition_heads,
+    definition_rows,
+    how_they_differ,
+    read_matrix,
+    run_matrices,
+)
+from fedstill.running.runner import run
 
 A = "80\n78,60\n75,55,50\n"
 

@@ -13,10 +13,18 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.experiment.comparing.compare import Outcome
-from fedstill.experiment.comparing.variants import variants
-from fedstill.report.following import Bar, Followed, Lines, followed
-from fedstill.report.following_several import RunBars, RunLines, UnseenRuns, followed_runs
+from fedstill.report.progress import (
+    Bar,
+    Followed,
+    Lines,
+    RunBars,
+    RunLines,
+    UnseenRuns,
+    followed,
+    followed_runs,
+)
+from fedstill.running.compare import Outcome
+from fedstill.running.variants import variants
 
 
 class Clock:

@@ -14,21 +14,15 @@ import pytest
 from torch import Tensor
 
 import toys
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError
 from fedstill.data.sources import from_clients
-from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.run_directory.shown import (
-    MOST_CLASSES,
-    forgotten_table,
-    notebook_table,
-    shaded,
-)
-from fedstill.experiment.running.runner import run
 from fedstill.metrics import forgetting
 from fedstill.report.comparison import Comparison
 from fedstill.report.groups import groups
 from fedstill.report.numbers import COLUMNS
+from fedstill.running.result import MOST_CLASSES, Result, forgotten_table, notebook_table, shaded
+from fedstill.running.runner import run
 
 pandas = pytest.importorskip(
     "pandas", reason="the extra pandas is not installed: pip install 'fedstill[pandas]'"

@@ -9,15 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.errors import CorruptFile
-from fedstill.experiment.ranking.cell_settings import Setting
-from fedstill.experiment.ranking.scoring import Score
-from fedstill.experiment.ranking.where import AXES, Grid, MapCell
-from fedstill.report import map_file
-from fedstill.report.map_file import MAPPED, keep_map, map_from, map_text, shipped_maps
-from fedstill.report.maps_shown import floor_table, gain_table, maps_text
-from fedstill.report.ranking_page import ranking_page
-from fedstill.report.where_it_helps import cell_table, write_map
+from fedstill.benchmark import maps
+from fedstill.benchmark.map_page import cell_table, floor_table, gain_table, maps_text, write_map
+from fedstill.benchmark.maps import (
+    AXES,
+    MAPPED,
+    Grid,
+    MapCell,
+    Setting,
+    keep_map,
+    map_from,
+    map_text,
+    shipped_maps,
+)
+from fedstill.benchmark.page import ranking_page
+from fedstill.benchmark.scoring import Score
+from fedstill.core.errors import CorruptFile
 
 
 def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
@@ -53,7 +60,7 @@ def _score(accuracy: float) -> Score:
 @pytest.fixture
 def ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Grid]:
     """Two maps in the place of those that ship."""
-    monkeypatch.setattr(map_file, "_folder", lambda: tmp_path / "maps")
+    monkeypatch.setattr(maps, "_folder", lambda: tmp_path / "maps")
     keep_map(made_up("FedLC"), "fedlc")
     keep_map(made_up(), "fedntd")
     return shipped_maps()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import toys
-from fedstill.experiment.running.runner import run
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups
-from fedstill.report.over_tasks import (
+from fedstill.report.page import write_page
+from fedstill.report.tasks import (
     changes,
     learned_and_kept,
     matrix_map,
@@ -24,7 +24,7 @@ from fedstill.report.over_tasks import (
     run_rows,
     task_curves,
 )
-from fedstill.report.page import write_page
+from fedstill.running.runner import run
 
 STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedstill.experiment.ranking.scoring import Score
-from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
-from fedstill.report.agreement import agreement_lines
-from fedstill.report.ranking_figures import label_sides, scatter
-from fedstill.report.ranking_files import (
+from fedstill.benchmark.page import HOW, MEANS, label_sides, ranking_page, scatter
+from fedstill.benchmark.scoring import Score
+from fedstill.benchmark.standings import RankedRow, Standings, agreement_lines, standings
+from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite
+from fedstill.benchmark.tables import (
     about,
     agreement_text,
     rows_from,
@@ -30,8 +30,6 @@ from fedstill.report.ranking_files import (
     tables_text,
     write_ranking_files,
 )
-from fedstill.report.ranking_page import HOW, MEANS, ranking_page
-from fedstill.report.standings import RankedRow, Standings, standings
 from fedstill.report.table_files import csv_text
 
 NAME = "digits-space"

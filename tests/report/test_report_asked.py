@@ -11,15 +11,23 @@ import pytest
 from run_journals import events
 
 import toys
-from fedstill.errors import CorruptFile
-from fedstill.experiment.running import runner
-from fedstill.queries import because
-from fedstill.report.asked import _client, _epochs, _trade, asked, noise_probes
-from fedstill.report.askers import one_after_another, query_rows, who_asked
-from fedstill.report.decision_planes import boundaries
+from fedstill.core.errors import CorruptFile
+from fedstill.querying.queries import because
+from fedstill.querying.report import (
+    _client,
+    _epochs,
+    _trade,
+    asked,
+    noise_probes,
+    one_after_another,
+    query_rows,
+    untaught,
+    who_asked,
+)
+from fedstill.report.features import boundaries
 from fedstill.report.figures import Style
 from fedstill.report.groups import groups
-from fedstill.report.untaught import untaught
+from fedstill.running import runner
 
 
 @pytest.fixture(scope="module")

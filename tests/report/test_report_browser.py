@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstill.experiment.ranking.scoring import Score
-from fedstill.experiment.ranking.suites import load_suite
-from fedstill.experiment.ranking.where import AXES, Grid, MapCell
+from fedstill.benchmark.maps import AXES, Grid, MapCell
+from fedstill.benchmark.page import write_ranking_page
+from fedstill.benchmark.scoring import Score
+from fedstill.benchmark.standings import RankedRow, standings
+from fedstill.benchmark.suites import load_suite
 from fedstill.report.page import write_page
-from fedstill.report.ranking_page import write_ranking_page
-from fedstill.report.standings import RankedRow, standings
 
 pytestmark = pytest.mark.slow
 

@@ -14,16 +14,15 @@ import pytest
 from run_journals import events, stop_after
 
 import toys
-from fedstill.errors import CorruptFile
-from fedstill.experiment.running.runner import run
-from fedstill.report import chain_hops, targets
-from fedstill.report.figures import PERCENT, Style, curves
+from fedstill.core.errors import CorruptFile
+from fedstill.report import chain, costs
+from fedstill.report.figures import PERCENT, Style, class_map, curves
 from fedstill.report.groups import Group, groups
-from fedstill.report.heatmaps import class_map
 from fedstill.report.numbers import Spread
 from fedstill.report.page import page
 from fedstill.report.runs import read_run
 from fedstill.report.series import Series
+from fedstill.running.runner import run
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
 
@@ -52,7 +51,7 @@ def made(*folders: Path):  # type: ignore[no-untyped-def]
 
 def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
     (group,) = made(runs / "seq7")
-    (hops,) = chain_hops.read_hops(group)
+    (hops,) = chain.read_hops(group)
     looks = [e for e in events(runs / "seq7") if e["event"] == "measure"]
     assert list(hops.accuracy) == list(range(1, 10))
     assert list(hops.accuracy.values()) == [e["class_accuracy"] for e in looks]
@@ -65,7 +64,7 @@ def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
 
 def test_a_client_that_failed_leaves_a_blank_column() -> None:
     row = [0.5, None]
-    hops = chain_hops.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
+    hops = chain.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
     assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, (
         "round 2 was not measured"
     )
@@ -119,17 +118,17 @@ def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:
         passed += event["seconds_clients"]
         sums.append(passed)
     reached = [e["accuracy"] for e in one.rounds]
-    assert targets.seconds_to(one, reached[0]) == pytest.approx(sums[0])
+    assert costs.seconds_to(one, reached[0]) == pytest.approx(sums[0])
     best = max(reached)
-    assert targets.seconds_to(one, best) == pytest.approx(sums[reached.index(best)])
-    assert targets.seconds_to(one, 1.01) is None
+    assert costs.seconds_to(one, best) == pytest.approx(sums[reached.index(best)])
+    assert costs.seconds_to(one, 1.01) is None
 
 
 def test_long_runs_are_told_in_seconds_without_an_exponent() -> None:
     rounds = [[{"accuracy": 0.5, "seconds_clients": seconds}] for seconds in (913.0, 2474.0)]
     runs = [SimpleNamespace(rounds=own) for own in rounds]
-    assert targets._seconds(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
-    assert targets._seconds(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
+    assert costs._seconds(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
+    assert costs._seconds(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
 
 
 def test_the_number_of_teachers_stands_in_the_table(runs: Path) -> None:
@@ -156,5 +155,5 @@ def test_a_run_that_was_stopped_is_drawn_up_to_there(runs: Path, tmp_path: Path)
     for name in ("config.toml", "summary.json", "journal.jsonl", "split.safetensors"):
         (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
     stop_after(folder, 1)
-    (hops,) = chain_hops.read_hops(made(folder)[0])
+    (hops,) = chain.read_hops(made(folder)[0])
     assert list(hops.accuracy) == [1, 2, 3]

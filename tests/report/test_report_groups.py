@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_journals import stop_after
 
-from fedstill.errors import ConfigError, CorruptFile
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.report import data_split, series
 from fedstill.report.groups import differing, groups, split_of
 from fedstill.report.numbers import COLUMNS

@@ -14,13 +14,13 @@ import pytest
 
 import fedstill
 import toys
+from fedstill.attribution import report
+from fedstill.attribution.falls import Moment, Told
+from fedstill.attribution.report import NOBODY, hint_of, lines_of, points, sentence_of
 from fedstill.cli import call
-from fedstill.experiment.why.falls import Moment, Told
-from fedstill.report import contributors
 from fedstill.report.figures import Style
 from fedstill.report.groups import groups
 from fedstill.report.page import page
-from fedstill.report.why_said import NOBODY, hint_of, lines_of, points, sentence_of
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_map_for_each_measured_round_and_a_fall_for_each_moment(runs: Path) ->
 
 def test_a_chain_has_a_column_for_each_link(runs: Path) -> None:
     compared = groups([runs / "fedseq"])
-    section = contributors.contributors(compared, Style(compared))
+    section = report.contributors(compared, Style(compared))
     assert section is not None
     (variants,) = figures(section.text, "contributors")
     acted = [e["clients"][0] for e in compared[0].started[0].measures if e["round"] == 2]
@@ -110,7 +110,7 @@ def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(
         if after < before
     ]
     assert falls
-    moments = contributors._moments(compared[0].started[0])
+    moments = report._moments(compared[0].started[0])
     assert [
         (m.round, m.of, m.before, m.after) for m in sorted(moments, key=lambda m: (m.round, m.of))
     ] == falls
@@ -124,7 +124,7 @@ def test_what_a_server_with_momentum_does_by_itself_is_a_bar_and_a_row(tmp_path:
         data=toys.blobs(),
     )
     compared = groups([tmp_path / "run"])
-    section = contributors.contributors(compared, Style(compared))
+    section = report.contributors(compared, Style(compared))
     assert section is not None
     (variants,) = figures(section.text, "falls")
     bars = [trace for variant in variants for trace in variant["data"] if NOBODY in trace["x"]]

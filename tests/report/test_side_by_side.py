@@ -15,8 +15,8 @@ import pytest
 import fedstill
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, Interrupted, RunsFailed
-from fedstill.experiment.config.experiment import load
+from fedstill.config.experiment import load
+from fedstill.core.errors import ConfigError, Interrupted, RunsFailed
 from run_bits import assert_same_bits, bits
 
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_compared_is_refused_first(
 SOMETIMES = """
 from dataclasses import dataclass
 from fedstill.methods.fedavg import FedAvg
-from fedstill.registry import method
+from fedstill.core.registry import method
 
 @method("sometimes")
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import pytest
 from run_journals import events
 
 import toys
-from fedstill.errors import ConfigError
-from fedstill.experiment.running import runner
-from fedstill.experiment.tracking.tracker import AboutRun
-from fedstill.report.tensorboard_export import export, export_tensorboard
+from fedstill.core.errors import ConfigError
+from fedstill.report.tensorboard import export, export_tensorboard
+from fedstill.running import runner
+from fedstill.running.trackers import AboutRun
 
 
 class Kept:

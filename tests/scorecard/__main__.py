@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedstill.errors import UnknownName
-from fedstill.experiment.comparing.variants import new_folder
+from fedstill.core.errors import UnknownName
 from fedstill.report import terminal
+from fedstill.running.variants import new_folder
 from scorecard.rows import HEAD, all_passed, chosen_rows, measure_rows, score_lines, write_scorecard
 from scorecard.trials import PromiseRow
 

@@ -15,14 +15,14 @@ import torch
 from tools.fitting_runs import own_methods
 from tools.what_is_sent import cells
 
-from fedstill.errors import FedstillError, on_one_line
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
-from fedstill.metrics.epsilon_audit import epsilon_at_least
-from fedstill.records import Payload
-from fedstill.wire.moments_accountant import training_epsilon
-from fedstill.wire.privacy import Privacy, gaussian_epsilon
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import FedstillError, on_one_line
+from fedstill.core.records import Payload
+from fedstill.privacy.epsilon_audit import epsilon_at_least
+from fedstill.privacy.noise import Privacy, gaussian_epsilon
+from fedstill.privacy.private_training import training_epsilon
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
 from scorecard.trials import Trials, scratch, small_run
 
 ATTACKS = ("sign_flip", "scaled", "label_flip")

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedstill.deploy import certificates, folder, greeting, programs
-from fedstill.deploy.gate import KEY_HEADER, MAX_BODY, Gate
-from fedstill.errors import FedstillError
+from fedstill.core.errors import FedstillError
+from fedstill.flower.deployment import certificates, folder, greeting, programs
+from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, Gate
 from fedstill.version import VERSION
 from scorecard.trials import Trials, scratch
 

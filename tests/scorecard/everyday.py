@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import fedstill
-from fedstill.errors import FedstillError, Interrupted, cut_reason, on_one_line
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.running.runner import resume, run
+from fedstill.core.errors import FedstillError, Interrupted, cut_reason, on_one_line
 from fedstill.report.page import write_page
+from fedstill.running.progress import Quiet
+from fedstill.running.runner import resume, run
 from scorecard.stopping_runs import evidence_of
 from scorecard.trials import Trials, scratch, small_run
 
@@ -62,7 +62,7 @@ class _Watching(Quiet):
         self.seen: list[tuple[int, int]] = []
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Note them (``experiment.progress.Progress``)."""
+        """Note them (``running.progress.Progress``)."""
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         self.seen.append(
             (pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path("/proc/self/fd").iterdir())))
@@ -132,12 +132,12 @@ def examples(trials: int) -> Trials:
 METHOD = '''
 from dataclasses import dataclass
 
-from fedstill.fields import NonNegative
+from fedstill.core.fields import NonNegative
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
-from fedstill.registry import method
-from fedstill.records import Carry, Payload
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.records import Carry, Payload
+from fedstill.core.work import ClientWork
 
 
 @method("scorecard_mine")
@@ -185,7 +185,7 @@ class _StopsAfterOne(Quiet):
     """Stops a run after its first stage."""
 
     def stop(self) -> bool:
-        """At once (``experiment.progress.Progress``)."""
+        """At once (``running.progress.Progress``)."""
         return True
 
 

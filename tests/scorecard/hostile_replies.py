@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
-from fedstill.census import run_census
-from fedstill.errors import Diverged, FedstillError, TooFewReplies, on_one_line
-from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.keys import generator, seed_for
-from fedstill.records import NOTHING, Payload, Reply, Stage, State
-from fedstill.rounds import Engine, run_round
-from fedstill.trees import same_bits
-from fedstill.watch import Unwatched
-from fedstill.wire.screen import Refusal
-from fedstill.work import ClientWork
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.census import run_census
+from fedstill.core.errors import Diverged, FedstillError, TooFewReplies, on_one_line
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import NOTHING, Payload, Reply, Stage, State
+from fedstill.core.rounds import Engine, Unwatched, run_round
+from fedstill.core.screen import Refusal
+from fedstill.core.trees import same_bits
+from fedstill.core.work import ClientWork
+from fedstill.running.preparation import Prepared, prepare
 from scorecard.trials import STEADY, Trials, small_run
 
 Change = Callable[[list[Reply]], list[Reply]]

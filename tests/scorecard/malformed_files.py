@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill.config.experiment import Experiment, load
+from fedstill.config.resolve import settle
+from fedstill.core.codec import decode, encode
+from fedstill.core.errors import FedstillError, on_one_line
+from fedstill.core.records import Payload
 from fedstill.data.sources.loader import load_dataset
-from fedstill.errors import FedstillError, on_one_line
-from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.running.runner import run
-from fedstill.records import Payload
 from fedstill.report.runs import find
-from fedstill.wire.codec import decode, encode
+from fedstill.running.runner import run
 from scorecard.trials import Trials, scratch, small_run
 
 NASTY: tuple[Any, ...] = (

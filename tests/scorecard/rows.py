@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fedstill.errors import UnknownName
-from fedstill.files import make_folder, write_whole
+from fedstill.core.errors import UnknownName
+from fedstill.core.files import make_folder, write_whole
 from fedstill.report.markup import html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.version import VERSION

@@ -12,14 +12,13 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from fedstill import registry
-from fedstill.errors import IncompatibleMethod, TooFewReplies
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.unmaskable import refuse_methods_without_sums
-from fedstill.secure.fixed_point import BITS, RANGE, FixedPoint
-from fedstill.secure.primitives import Masks
-from fedstill.secure.protocol import Sum, Summand
-from fedstill.secure.unmasking import unmasked
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import IncompatibleMethod, TooFewReplies
+from fedstill.privacy.compatibility import refuse_methods_without_sums
+from fedstill.privacy.masking import BITS, RANGE, FixedPoint
+from fedstill.privacy.primitives import Masks
+from fedstill.privacy.protocol import Sum, Summand, unmasked
 from scorecard.trials import Trials, small_run
 
 GONE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6)

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedstill.errors import FedstillError, on_one_line
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
-from fedstill.files import digest
+from fedstill.config.resolve import settle
+from fedstill.core.errors import FedstillError, on_one_line
+from fedstill.core.files import digest
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import resume, run
 from scorecard.trials import STEADY, Trials, scratch, small_run
 
 PATIENCE = 120.0

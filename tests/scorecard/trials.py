@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.config.experiment import Experiment
 
 STEADY = ("fedavg", "fedntd", "scaffold", "feddyn", "moon", "fedseq", "fedadkd", "fedrep")
 """Methods that rows with one round or run a method take in turn: with and without memory, parallel

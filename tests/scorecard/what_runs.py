@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import fedstill
-from fedstill.deploy.flower_app import CODE, PYPROJECT, TRIAL, require_own_app
-from fedstill.errors import Refused
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare, read_data
-from fedstill.files import digest
-from fedstill.records import Payload, Stage
+from fedstill.config.resolve import settle
+from fedstill.core.errors import Refused
+from fedstill.core.files import digest
+from fedstill.core.records import Payload, Stage
+from fedstill.flower.deployment.app_files import CODE, PYPROJECT, TRIAL, require_own_app
+from fedstill.running.preparation import prepare, read_data
 from fedstill.version import VERSION
 from scorecard.trials import Trials, scratch, small_run
 
@@ -34,7 +34,7 @@ WATCHED = """
 import sys
 from pathlib import Path
 import fedstill
-from fedstill.experiment.running.runner import resume
+from fedstill.running.runner import resume
 from fedstill.report.page import write_page
 
 met = []
@@ -103,9 +103,9 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     """What a server may ask of a site that lists no code, by name; each gives what is wrong with
     the answer.
     """
-    from fedstill.engines.flower.requests import Request
-    from fedstill.experiment.on_flower.site import Clerk
-    from fedstill.experiment.on_flower.site_file import Site
+    from fedstill.flower.messages import Request
+    from fedstill.flower.site import Clerk
+    from fedstill.flower.site_settings import Site
 
     settings = settle(small_run("fedavg", engine="flower"))
     ready, data = prepare(settings), read_data(settings)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.errors import BadPayload
-from fedstill.secure.fixed_point import FixedPoint, change_of, moved_by
+from fedstill.core.errors import BadPayload
+from fedstill.privacy.masking import FixedPoint, change_of, moved_by
 
 
 @pytest.mark.parametrize(("most", "bits"), [(16.0, 32), (1.0, 8), (4.0, 48)])

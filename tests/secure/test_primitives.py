@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
-from fedstill.errors import BadPayload
-from fedstill.secure.primitives import (
+from fedstill.core.errors import BadPayload
+from fedstill.privacy.primitives import (
     agreed_key,
     mask_of,
     public_half,

@@ -13,9 +13,8 @@ from scipy.stats import chisquare
 pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
-from fedstill.errors import BadPayload, TooFewReplies
-from fedstill.secure.protocol import Sum, Summand
-from fedstill.secure.unmasking import unmasked
+from fedstill.core.errors import BadPayload, TooFewReplies
+from fedstill.privacy.protocol import Sum, Summand, unmasked
 
 LENGTH = 40
 

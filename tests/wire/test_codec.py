@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedstill.errors import BadPayload
-from fedstill.records import Payload
-from fedstill.wire.codec import decode, encode
+from fedstill.core.codec import decode, encode
+from fedstill.core.errors import BadPayload
+from fedstill.core.records import Payload
 
 DTYPES = (
     torch.float32,

@@ -15,9 +15,7 @@ import zipfile
 import pytest
 import torch
 
-from fedstill.errors import BadPayload
-from fedstill.records import Payload
-from fedstill.wire.codec import (
+from fedstill.core.codec import (
     MAX_DIMS,
     MAX_ENTRIES,
     MAX_TENSOR_HEADER,
@@ -25,6 +23,8 @@ from fedstill.wire.codec import (
     decode,
     encode,
 )
+from fedstill.core.errors import BadPayload
+from fedstill.core.records import Payload
 
 SAMPLE = Payload(
     params={

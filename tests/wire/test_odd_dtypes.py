@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from fedstill.census import run_census
-from fedstill.experiment.preparing.noised_sums import NoisedSums
-from fedstill.records import Payload, Reply, Stage, State, World
-from fedstill.wire.codec import decode, encode
-from fedstill.wire.screen import Rules, screen
+from fedstill.core.census import run_census
+from fedstill.core.codec import decode, encode
+from fedstill.core.records import Payload, Reply, Stage, State, World
+from fedstill.core.screen import Rules, screen
+from fedstill.privacy.noised_sums import NoisedSums
 
 ODD = [
     "uint16",

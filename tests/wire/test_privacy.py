@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import toys
-from fedstill.engines.flower.loopback import parsed, serialised
-from fedstill.errors import BudgetSpent, ConfigError
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.progress import Quiet
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.privacy_budget import Budget
-from fedstill.experiment.running.runner import resume, run
-from fedstill.metrics.epsilon_audit import epsilon_at_least
-from fedstill.records import Payload, Stage
-from fedstill.wire.privacy import Privacy, clip_rows, gaussian_epsilon
+from fedstill.config.resolve import settle
+from fedstill.core.errors import BudgetSpent, ConfigError
+from fedstill.core.records import Payload, Stage
+from fedstill.flower.loopback import parsed, serialised
+from fedstill.privacy.budget import Budget
+from fedstill.privacy.epsilon_audit import epsilon_at_least
+from fedstill.privacy.noise import Privacy, clip_rows, gaussian_epsilon
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.preparation import prepare
+from fedstill.running.progress import Quiet
+from fedstill.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower
 from run_bits import stopped
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedstill.records import Payload, Reply, Stage
-from fedstill.wire.screen import MAX_EXAMPLES, MAX_STRING, Refusal, Rules, screen
+from fedstill.core.records import Payload, Reply, Stage
+from fedstill.core.screen import MAX_EXAMPLES, MAX_STRING, Refusal, Rules, screen
 
 STAGE = Stage(3, 1, "train", (4, 0, 2, 7))
 PARAMS = {"weight": torch.full((2, 3), 0.5), "bias": torch.zeros(2), "seen": torch.tensor(5)}

@@ -1,5 +1,5 @@
 """The server_app of fedstill."""
 
-from fedstill.experiment.flower_apps import server_app as app
+from fedstill.flower.apps import server_app as app
 
 __all__ = ["app"]

@@ -11,25 +11,26 @@ from typing import Any
 
 from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
-from fedstill.cli import (
-    asking,
-    comparisons,
-    deploy,
-    explained,
-    export,
-    matrix,
-    rank,
-    rank_entries,
-    reproduce,
-    single_run,
-    tune,
-    why,
-)
+from fedstill.attribution import commands as why
+from fedstill.benchmark import commands as rank
+from fedstill.benchmark import reproduce_command as reproduce
+from fedstill.cli import comparisons, matrix, tune
+from fedstill.cli import explain as explained
+from fedstill.cli import run as single_run
 from fedstill.cli.app import app, say
-from fedstill.cli.output import print_what_is_near
-from fedstill.cli.spelling import as_key, first_argument, no_value, spaced_list, unused_words
-from fedstill.errors import FedstillError, Interrupted, cut_reason
-from fedstill.files import named_path
+from fedstill.cli.spelling import (
+    as_key,
+    first_argument,
+    no_value,
+    print_what_is_near,
+    spaced_list,
+    unused_words,
+)
+from fedstill.core.errors import FedstillError, Interrupted, cut_reason
+from fedstill.core.files import named_path
+from fedstill.export import commands as export
+from fedstill.flower import commands as deploy
+from fedstill.querying import commands as asking
 
 __all__ = [
     "app",
@@ -42,7 +43,6 @@ __all__ = [
     "main",
     "matrix",
     "rank",
-    "rank_entries",
     "reproduce",
     "single_run",
     "tune",

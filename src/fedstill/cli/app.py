@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
-from fedstill.errors import ConfigError, FedstillError, UnknownName
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName
 from fedstill.version import VERSION
 
 app = App(

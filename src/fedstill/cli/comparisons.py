@@ -20,10 +20,10 @@ from fedstill.cli.app import (
     app,
     say,
 )
-from fedstill.files import in_shell
+from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
-    from fedstill.experiment.comparing.variants import Variant
+    from fedstill.running.variants import Variant
 
 
 @app.command(name="compare")
@@ -65,9 +65,9 @@ def compare_command(
             clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.experiment.comparing.variants import new_folder, variants
-    from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.overrides import from_here, parse_grid
+    from fedstill.config.experiment import load
+    from fedstill.config.overrides import from_here, parse_grid
+    from fedstill.running.variants import new_folder, variants
 
     experiment = load(config, set_)
     folder = out or new_folder("compare")
@@ -99,8 +99,8 @@ def demo(
     """
     from importlib import resources
 
-    from fedstill.experiment.comparing.variants import new_folder, variants
-    from fedstill.experiment.config.experiment import load
+    from fedstill.config.experiment import load
+    from fedstill.running.variants import new_folder, variants
 
     with resources.as_file(resources.files("fedstill.recipes") / "demo.toml") as path:
         experiment = load(path)
@@ -129,12 +129,12 @@ def report(
         against: The label of the runs that differences are to. Unset, the first.
         tensorboard: Also write TensorBoard scalars to this directory.
     """
-    from fedstill.errors import ConfigError
-    from fedstill.experiment.run_directory.evidence import folder_of
+    from fedstill.core.errors import ConfigError
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
     from fedstill.report.table_files import write_tables
-    from fedstill.report.tensorboard_export import export_tensorboard
+    from fedstill.report.tensorboard import export_tensorboard
+    from fedstill.running.archive import folder_of
 
     if not directories:
         raise ConfigError("report: name at least one directory of runs")
@@ -160,9 +160,9 @@ def pack_command(directory: Path) -> int:
     Args:
         directory: A directory with runs below it.
     """
-    from fedstill.experiment.run_directory import evidence
+    from fedstill.running import archive
 
-    packed = evidence.pack(directory)
+    packed = archive.pack(directory)
     size, unpack = f"{packed.stat().st_size / 1e3:,.0f} kB", f"`fedstill unpack {in_shell(packed)}`"
     print(
         f"{packed}: {size}; {unpack} restores configs, journals, splits and summaries, not models"
@@ -178,9 +178,9 @@ def unpack_command(file: Path) -> int:
     Args:
         file: A file NAME.runs.tar.xz.
     """
-    from fedstill.experiment.run_directory import evidence
+    from fedstill.running import archive
 
-    print(evidence.unpack(file))
+    print(archive.unpack(file))
     return 0
 
 
@@ -200,9 +200,9 @@ def carry_out(
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
-    from fedstill.experiment.run_directory.claim import claimed
-    from fedstill.experiment.run_directory.evidence import pack_of, restored
-    from fedstill.report.side_by_side import begun_of, followed_outcomes
+    from fedstill.report.comparison import begun_of, followed_outcomes
+    from fedstill.running.archive import pack_of, restored
+    from fedstill.running.directory import claimed
 
     if restored(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
@@ -230,13 +230,13 @@ def carry_out(
 
 def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     """Print the table of some runs, and write their report and their tables as files."""
+    from fedstill.querying.report import untaught
     from fedstill.report import terminal
-    from fedstill.report.best_first import best_first, said_of_order
+    from fedstill.report.comparison import write_files
     from fedstill.report.groups import groups
     from fedstill.report.numbers import BELOW_ZERO
-    from fedstill.report.refused import refused
-    from fedstill.report.side_by_side import write_files
-    from fedstill.report.untaught import untaught
+    from fedstill.report.page import refused
+    from fedstill.report.summary import best_first, said_of_order
 
     screen, compared = terminal.console(), groups(begun)
     if show:

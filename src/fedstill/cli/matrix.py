@@ -34,10 +34,9 @@ def forgetting_command(
         initial: The untrained model's accuracy in each column, for forward transfer.
         class_tasks: Where columns are classes: the task of each, counted from 0 or from 1.
     """
-    from fedstill.errors import ConfigError
-    from fedstill.report import definitions, terminal
-    from fedstill.report.matrix_file import read_matrix
-    from fedstill.report.run_matrix import run_matrices
+    from fedstill.core.errors import ConfigError
+    from fedstill.report import accuracy_matrix, terminal
+    from fedstill.report.accuracy_matrix import read_matrix, run_matrices
 
     if not matrices:
         raise ConfigError(
@@ -53,15 +52,17 @@ def forgetting_command(
     for matrix in read:
         for note in matrix.notes:
             terminal.tell(screen, f"{matrix.name}: {note}")
-        if rows := definitions.matrix_rows(matrix):
+        if rows := accuracy_matrix.matrix_rows(matrix):
             screen.print(terminal.table([matrix.name, *matrix.columns], rows))
         screen.print()
-    heads, numbers = definitions.definition_heads(read), len(definitions.in_units(read))
-    rows = [[row[0], *row[-2:], *row[1 : 1 + numbers]] for row in definitions.definition_rows(read)]
+    heads, numbers = accuracy_matrix.definition_heads(read), len(accuracy_matrix.in_units(read))
+    rows = [
+        [row[0], *row[-2:], *row[1 : 1 + numbers]] for row in accuracy_matrix.definition_rows(read)
+    ]
     screen.print(terminal.table([heads[0], *heads[-2:], *heads[1 : 1 + numbers]], rows, words=3))
     for matrix in read:
         of = f" for {matrix.name}" if len(read) > 1 else ""
         terminal.tell(screen, f"\nBeside average_forgetting, Chaudhry's{of}:")
-        for line in definitions.how_they_differ(matrix):
+        for line in accuracy_matrix.how_they_differ(matrix):
             terminal.tell(screen, f"  {line}")
     return 0

@@ -4,10 +4,53 @@ missing arguments.
 
 from __future__ import annotations
 
+import codecs
+import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fedstill.files import in_shell
+from fedstill.core.files import in_shell
+
+# What the standard streams do with characters that their encoding lacks, as Latin-1 lacks the en
+# dash.
+
+
+NEAR = {
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "…": ".",
+    "→": ">",
+    "Δ": "d",
+    "±": "~",
+    "×": "x",
+    "░": ".",
+    "▒": ":",
+    "▓": "+",
+    "█": "#",
+}
+"""One character for each that tables and pictures have, so that columns stay where they are."""
+
+NAME = "fedstill.near"
+
+
+def print_what_is_near() -> None:
+    """From now on, standard output and error print something near a character that their encoding
+    lacks, or ``?``.
+    """
+    codecs.register_error(NAME, _near)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=NAME)
+
+
+def _near(error: UnicodeError) -> tuple[str, int]:
+    """What a codec prints in the place of what it cannot encode, and where it goes on."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(NEAR.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
 
 LISTS = frozenset(
     {
@@ -82,7 +125,7 @@ def as_key(tokens: Sequence[str], option: str) -> str:
     """
     if not tokens or tokens[0] not in WITH_SETTINGS or option in WITH_SETTINGS[tokens[0]]:
         return ""
-    from fedstill.experiment.config.misplaced import home_of
+    from fedstill.config.unknown_keys import home_of
 
     if not (home := home_of(option.lstrip("-").replace("-", "_"))):
         return ""

@@ -11,8 +11,8 @@ from cyclopts import Parameter, validators
 from fedstill.cli.app import Grid, Jobs, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
-    from fedstill.experiment.comparing.compare import Outcome
-    from fedstill.experiment.comparing.variants import Variant
+    from fedstill.running.compare import Outcome
+    from fedstill.running.variants import Variant
 
 Space = Annotated[tuple[str, ...], *Grid.__metadata__[:1], Parameter(metavar="KEY=LOW..HIGH")]
 TrialCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=10_000))]
@@ -51,13 +51,14 @@ def tune_command(
         set_: A value over the file's, as key=value. May be repeated.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.experiment.comparing import compare as compared
-    from fedstill.experiment.comparing.tuning import Tuning, parse_space
-    from fedstill.experiment.comparing.variants import new_folder
-    from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.run_directory.claim import claimed
-    from fedstill.report import terminal, tuned
-    from fedstill.report.following_several import followed_runs
+    from fedstill.config.experiment import load
+    from fedstill.report import terminal
+    from fedstill.report import tuning as tuned
+    from fedstill.report.progress import followed_runs
+    from fedstill.running import compare as compared
+    from fedstill.running.directory import claimed
+    from fedstill.running.tuning import Tuning, parse_space
+    from fedstill.running.variants import new_folder
 
     folder, experiment = out or new_folder("tune"), load(config, set_)
     count = jobs or compared.jobs_that_fit(experiment.device)

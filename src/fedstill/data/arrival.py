@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedstill.keys import generator, seed_for
+from fedstill.core.keys import generator, seed_for
 
 Order = Literal["mixed", "by_class"]
 """In which order a client's examples arrive: drawn evenly, or one class after another."""

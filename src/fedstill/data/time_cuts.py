@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from fedstill.errors import ConfigError, DataError
+from fedstill.core.errors import ConfigError, DataError
 
 
 def cut_times(cuts: Sequence[str]) -> list[datetime.datetime]:

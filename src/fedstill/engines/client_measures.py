@@ -12,18 +12,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedstill.core.errors import FedstillError
+from fedstill.core.records import SERVER, Examples, Stage, Tensors, View
+from fedstill.core.reports import ENGINE, OWN, PROBE, TAKEN
+from fedstill.core.stages import FIT
+from fedstill.core.stream import OFF, Stream
+from fedstill.core.topology import TASK_TEST
+from fedstill.core.user_code import reason
 from fedstill.data.inputs import Inputs
-from fedstill.engines.lent import Lent
 from fedstill.engines.passes import correct_by_class
-from fedstill.engines.returned import journal_fields
-from fedstill.errors import FedstillError
-from fedstill.fitting import FIT
+from fedstill.engines.user_functions import Lent, journal_fields
 from fedstill.models.contract import predictor
-from fedstill.origin import reason
-from fedstill.records import SERVER, Examples, Stage, Tensors, View
-from fedstill.stream import OFF, Stream
-from fedstill.topology import TASK_TEST
-from fedstill.wire.reports import ENGINE, OWN, PROBE, TAKEN
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
 """Fields of a client's event that no measure gives."""
@@ -65,7 +64,7 @@ class AtClient:
 
 
 class ClientMeasure(Protocol):
-    """What a measure that clients take has; ``experiment.measures.base.Measure`` is one."""
+    """What a measure that clients take has; ``measures.base.Measure`` is one."""
 
     @property
     def each_epoch(self) -> bool:

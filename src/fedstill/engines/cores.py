@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 
 WORKERS = "FEDSTILL_WORKERS"
 """The environment variable that says how much to do side by side; unset, one thing a core."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedstill.core.records import ModelSpec
 from fedstill.models import contract
-from fedstill.records import ModelSpec
 
 
 @lru_cache(maxsize=64)

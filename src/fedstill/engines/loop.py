@@ -6,32 +6,147 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedstill import trees
+from fedstill.core import trees
+from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.records import Carry, Plan, Ran, Stage, Step, Tensors, View
+from fedstill.core.user_code import bad_return
+from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
-from fedstill.engines.how import How, as_carried, stage_examples, stage_generator
-from fedstill.engines.lone import LoneClient
-from fedstill.engines.looking_ahead import backward, gradients, looked_ahead
+from fedstill.engines.batches import LoneClient
+from fedstill.engines.cuda_graphs import Recorder, is_wanted, on_own_stream, whole_batches
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision, products
-from fedstill.engines.private import Private, example_gradients, noised_mean
-from fedstill.engines.recorded import Recorder, is_wanted, on_own_stream, whole_batches
-from fedstill.engines.returned import terms_of
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
-from fedstill.engines.tallies import BestEpoch, RunningSums
-from fedstill.keys import drawing_from, seed_for
+from fedstill.engines.training_setup import (
+    How,
+    as_carried,
+    scores_count,
+    stage_examples,
+    stage_generator,
+)
+from fedstill.engines.user_functions import terms_of
 from fedstill.models import contract
-from fedstill.models.probing import draws_random_numbers, freeze_norms
-from fedstill.origin import bad_return
-from fedstill.records import Carry, Plan, Ran, Stage, Step, Tensors, View
-from fedstill.work import ClientWork
+from fedstill.models.contract import draws_random_numbers, freeze_norms
+from fedstill.privacy.private_training import Private, example_gradients, noised_mean
+
+# What training keeps account of: the best epoch so far, and the sums of an objective's terms.
+
+
+@dataclass
+class BestEpoch:
+    """The best epoch so far, and how long ago it was."""
+
+    plan: Plan
+    score: float = float("-inf")
+    params: dict[str, Tensor] = field(default_factory=dict)
+    stale: int = 0
+    scores: list[float] = field(default_factory=list)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the plan does anything with a score: it is not computed for nothing."""
+        return scores_count(self.plan)
+
+    def seen(self, score: float | None, params: Tensors) -> bool:
+        """Take an epoch's score, None where there is nothing to score by; True if training should
+        stop.
+        """
+        if score is None:
+            return False
+        self.scores.append(score)
+        if score > self.score:
+            self.score, self.params, self.stale = score, trees.clone(params), 0
+        else:
+            self.stale += 1
+        return 0 < self.plan.patience <= self.stale
+
+
+class RunningSums:
+    """Running sums of the objective's terms in an epoch, kept as tensors so that no step waits for
+    a number.
+    """
+
+    def __init__(self) -> None:
+        self.terms: dict[str, Tensor] = {}
+        self.counts: int | Tensor = 0
+
+    def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
+        """Add a step's terms; those of an epoch before are dropped."""
+        more = {k: v.detach() * batch.sizes for k, v in terms.items()}
+        if isinstance(batch.first, Tensor):
+            zero = torch.zeros((), device=batch.first.device)
+            old = {k: torch.where(batch.first, zero.to(v.dtype), v) for k, v in self.terms.items()}
+            self.counts = torch.where(batch.first, 0, self.counts) + batch.sizes
+        else:
+            old = {} if batch.first else self.terms
+            self.counts = batch.sizes if batch.first else self.counts + batch.sizes
+        self.terms = {k: old[k] + v if k in old else v for k, v in more.items()}
+
+    def means(self, clients: int) -> list[dict[str, float]]:
+        """The mean of each term over the examples of the last epoch, for each client."""
+        by_term = {k: (v / self.counts).reshape(-1).tolist() for k, v in self.terms.items()}
+        return [{k: v[i] for k, v in by_term.items()} for i in range(clients)]
+
+
+# The gradient of an objective, and where it is taken: at the parameters in training, or where a
+# method looks ahead.
+
+
+def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> bool:
+    """Give leaves the gradient of the sum of all terms; one on which no term depends has none.
+
+    False if no term depends on anything that is trained.
+    """
+    parts = [v if v.dtype == torch.float64 else v.float() for v in terms.values()]
+    for leaf in leaves.values():
+        leaf.grad = None
+    if not parts:
+        return False
+    loss = (parts[0] if len(parts) == 1 else torch.stack(parts)).sum()
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.requires_grad
+
+
+def gradients(leaves: Tensors) -> dict[str, Tensor]:
+    """Copies of the leaves' gradients; zeros where one has none."""
+    return {
+        k: torch.zeros_like(v) if v.grad is None else v.grad.detach().clone()
+        for k, v in leaves.items()
+    }
+
+
+def looked_ahead(
+    work: ClientWork,
+    clients: LoneClient | Stack,
+    params: Tensors,
+    leaves: Tensors,
+    first: Callable[..., dict[str, Tensor]] | None,
+    of: tuple[Any, ...],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All parameters at the point that ``lookahead`` gives, and those of them that are trained,
+    which are new leaves.
+
+    first: the objective of the first pass over a batch, ``of``; None: there is none, and the
+    gradient is zero. After a first pass the other entries are copies: a batch's statistics are
+    taken up once.
+    """
+    rest = {k: v for k, v in params.items() if k not in leaves}
+    backward({} if first is None else clients.each(first, params, *of), leaves)
+    if first is not None:
+        rest = {k: v.clone() for k, v in rest.items()}
+    here = {k: v.detach() for k, v in leaves.items()}
+    point = clients.each(lambda carry, w, g: work.lookahead(w, g, carry), here, gradients(leaves))
+    there = {k: point[k].detach().to(v.dtype).requires_grad_() for k, v in leaves.items()}
+    return {**params, **rest, **there}, there
 
 
 @dataclass(frozen=True)

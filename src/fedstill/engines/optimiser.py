@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from fedstill.records import Plan
+from fedstill.core.records import Plan
 
 
 class Optimiser(Protocol):

@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fedstill.core.keys import generator
+from fedstill.core.records import Examples, ModelSpec, Tensors
+from fedstill.core.trees import add, on_cpu
 from fedstill.data.inputs import SHARD, Inputs, channels_last
 from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import Precision, lowered, without_cudnn
-from fedstill.keys import generator
 from fedstill.models import contract
-from fedstill.models.joined import Joined
+from fedstill.models.ensemble import Joined
 from fedstill.models.layer_inputs import body_layers, input_products
-from fedstill.records import Examples, ModelSpec, Tensors
-from fedstill.trees import add, on_cpu
 
 LONG = 0.002
 """Seconds of a shard; of shorter ones, threads side by side wait for the interpreter as long as

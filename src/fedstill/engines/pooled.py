@@ -4,6 +4,8 @@ serial engine's bits.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -13,16 +15,58 @@ from typing import TypeVar
 
 import torch
 
+from fedstill.core.keys import drawing_from, global_state, has_moved, seed_for
+from fedstill.core.records import SERVER, ModelSpec, Payload, Reply, Stage
+from fedstill.core.work import ClientWork
 from fedstill.engines.cores import workers
 from fedstill.engines.footprint import activations, step_flops
 from fedstill.engines.loop import Trained
 from fedstill.engines.serial import Begun, SerialEngine
-from fedstill.engines.shared_draws import Drew, Unmoved, say_drawn
-from fedstill.keys import drawing_from, seed_for
 from fedstill.models import contract
-from fedstill.models.probing import draws_random_numbers
-from fedstill.records import SERVER, ModelSpec, Payload, Reply, Stage
-from fedstill.work import ClientWork
+from fedstill.models.contract import draws_random_numbers
+
+# Clients that share torch's global generators, side by side or in a stack: whether anything has
+# drawn from them.
+
+
+log = logging.getLogger("fedstill.engine")
+
+
+class Drew(Exception):
+    """A client has drawn from a generator that it shares with others: the bits would depend on
+    which came first.
+    """
+
+
+class Unmoved:
+    """Generators that are to stay where they stand now."""
+
+    def __init__(self) -> None:
+        self._since = global_state()
+
+    def check(self) -> None:
+        """Raises Drew if they have moved."""
+        if has_moved(self._since):
+            raise Drew
+
+
+def drew_under_vmap(error: Exception) -> bool:
+    """Whether an error is torch's, of an objective that draws random numbers for a stack of
+    clients.
+    """
+    return isinstance(error, RuntimeError) and "random operation" in str(error)
+
+
+@functools.cache
+def say_drawn(work: str) -> None:
+    """Once a process: clients of one method are alike."""
+    log.warning(
+        "%s draws random numbers from torch's global generator, which clients side by side or in a "
+        "stack would share: "
+        "its clients are trained one after another; set engine = 'serial' to save the first try",
+        work,
+    )
+
 
 LIGHT = 1e6
 """About so many floating-point operations in a step, or fewer, and threads side by side wait for

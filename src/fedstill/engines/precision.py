@@ -12,7 +12,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "tf32"]
 """``fp32``; ``bf16``: forward passes of students and teachers, and their backward, in bfloat16, but

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,24 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedstill.data.examples import examples_digest
-from fedstill.data.inputs import Inputs
-from fedstill.engines.allocator import keep_freed
-from fedstill.engines.client_measures import AtClient, ClientMeasures, tested_by_task
-from fedstill.engines.frozen import FrozenModel, frozen
-from fedstill.engines.lent import Lent
-from fedstill.engines.loop import Trained, train
-from fedstill.engines.memory import Memory
-from fedstill.engines.precision import Precision
-from fedstill.engines.private import Private
-from fedstill.engines.returned import carry_of, journal_fields, sent_and_remembered
-from fedstill.engines.reuse import KeptReplies, class_identity, key_of
-from fedstill.errors import ChangedInPlace, ClientFailed, CorruptFile
-from fedstill.files import digest
-from fedstill.keys import drawing_from, seed_for
-from fedstill.origin import reason
-from fedstill.raised import as_sent, raises
-from fedstill.records import (
+from fedstill.core.codec import encode
+from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
+from fedstill.core.files import digest
+from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -40,11 +31,48 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.watch import place
-from fedstill.wire.codec import encode
-from fedstill.wire.privacy import Privacy
-from fedstill.wire.reports import OWN
-from fedstill.work import ClientWork
+from fedstill.core.reports import OWN
+from fedstill.core.rounds import place
+from fedstill.core.user_code import reason
+from fedstill.core.work import ClientWork
+from fedstill.data.dataset import examples_digest
+from fedstill.data.inputs import Inputs
+from fedstill.engines.client_measures import AtClient, ClientMeasures, tested_by_task
+from fedstill.engines.client_memory import Memory
+from fedstill.engines.frozen_teachers import FrozenModel, frozen
+from fedstill.engines.loop import Trained, train
+from fedstill.engines.precision import Precision
+from fedstill.engines.reply_cache import KeptReplies, class_identity, key_of
+from fedstill.engines.user_functions import Lent, carry_of, journal_fields, sent_and_remembered
+from fedstill.privacy.noise import Privacy
+from fedstill.privacy.private_training import Private
+from fedstill.querying.raised import as_sent, raises
+
+# What the C library does with memory that was freed: kept for the next batch, not returned and
+# requested again.
+#
+# A batch's activations and gradients are allocated and freed in every step. Handed back, their
+# pages must be found, cleared and mapped again the next time. What that is worth here, ``python -m
+# benchmarks.allocator`` prints.
+
+
+KEEP = "FEDSTILL_KEEP_FREED"
+"""The environment variable that, at 0, leaves the C library as it is, with less memory held between
+stages.
+"""
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's names for them
+LARGEST = 32 * 2**20  # the largest that the library takes for what is mapped on its own
+
+
+@functools.cache
+def keep_freed() -> bool:
+    """Have this process keep what is freed, once; whether it does: only glibc can be asked."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None or os.environ.get(KEEP) == "0":
+        return False
+    return bool(mallopt(MMAP_THRESHOLD, LARGEST) and mallopt(TRIM_THRESHOLD, 2**31 - 1))
+
 
 log = logging.getLogger("fedstill.engine")
 

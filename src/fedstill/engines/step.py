@@ -11,13 +11,13 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedstill.engines.frozen import FrozenModel, frozen
+from fedstill.core.records import Carry, Ends, ModelSpec, Tensors
+from fedstill.core.stream import OFF
+from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
-from fedstill.models.cut import above, at_levels
 from fedstill.models.layer_chain import levels
-from fedstill.records import Carry, Ends, ModelSpec, Tensors
-from fedstill.stream import OFF
+from fedstill.models.layer_inputs import above, at_levels
 
 P = ParamSpec("P")
 T = TypeVar("T")

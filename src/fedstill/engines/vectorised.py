@@ -16,26 +16,25 @@ from functools import partial
 import torch
 from torch import nn
 
+from fedstill.core.errors import on_one_line
+from fedstill.core.keys import put_aside
+from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage
+from fedstill.core.work import ClientWork
 from fedstill.engines.cores import torch_threads
 from fedstill.engines.footprint import activations
-from fedstill.engines.how import How, scores_count, stage_examples, trains_its_own
 from fedstill.engines.loop import Trained, train_stack
-from fedstill.engines.pooled import PooledEngine
+from fedstill.engines.pooled import Drew, PooledEngine, drew_under_vmap
 from fedstill.engines.serial import Begun
-from fedstill.engines.shared_draws import Drew, drew_under_vmap
-from fedstill.engines.stacked_carry import Structures
-from fedstill.errors import on_one_line
-from fedstill.keys import put_aside
+from fedstill.engines.stack import Structures
+from fedstill.engines.training_setup import How, scores_count, stage_examples, trains_its_own
 from fedstill.models import contract
-from fedstill.models.probing import (
+from fedstill.models.contract import (
     draws_random_numbers,
     freeze_norms,
     is_of_library,
     joins_last_example,
 )
 from fedstill.models.wrapped import Wrapped
-from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
-from fedstill.work import ClientWork
 
 MOST = 100
 """The most clients in a stack."""

@@ -6,8 +6,7 @@ in log space, run under ``torch.func.vmap``, keep the student's dtype, and leave
 keep gradients out of teachers.
 """
 
-from fedstill.losses.classification import cross_entropy
-from fedstill.losses.contrastive import model_contrast
+from fedstill.losses.classification import adjusted_cross_entropy, cross_entropy, minority_kd
 from fedstill.losses.decoupled import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.losses.distillation import (
     kd,
@@ -18,7 +17,6 @@ from fedstill.losses.distillation import (
     soft_cross_entropy,
     standardize,
 )
-from fedstill.losses.label_counts import adjusted_cross_entropy, minority_kd
 from fedstill.losses.multi_teacher import (
     confidence_weights,
     entropy_weights,
@@ -26,7 +24,7 @@ from fedstill.losses.multi_teacher import (
     multi_nckd,
     multi_tckd,
 )
-from fedstill.losses.penalties import proximal, quadratic
+from fedstill.losses.penalties import model_contrast, proximal, quadratic
 
 __all__ = [
     "adjusted_cross_entropy",

@@ -1,4 +1,4 @@
-"""Penalties on parameters: what a client pays for leaving where it started."""
+"""Penalties: on parameters that leave where they started, and on features (contrast)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, softplus
+
+# Penalties on parameters: what a client pays for leaving where it started.
 
 
 def proximal(
@@ -58,3 +61,28 @@ def quadratic(
             [(o * (params[k] - anchor[k]).square()).sum() for k, o in importance.items()]
         ).sum()
     )
+
+
+# Contrast between models: features near one model's, far from another's.
+
+
+def model_contrast(
+    features: Tensor, near: Tensor, far: Tensor, temperature: float | Tensor = 0.5
+) -> Tensor:
+    """``-log(exp(cos(h, near)/T) / (exp(cos(h, near)/T) + exp(cos(h, far)/T)))``, one value per
+    example.
+
+    features, near, far: (B, D) float; temperature T > 0. Gives (B,) of the features' dtype, in
+    nats, > 0; log 2 where near and far are the same. Features of length 0 have cosine 0 with
+    everything.
+
+    Source: Li et al., "Model-Contrastive Federated Learning" (MOON), eq. 3.
+
+    >>> import torch
+    >>> h = torch.tensor([[1.0, 0.0]])
+    >>> round(model_contrast(h, h, h).item(), 4)
+    0.6931
+    """
+    near, far = near.to(features.dtype), far.to(features.dtype)
+    closer = cosine_similarity(features, near, dim=-1) - cosine_similarity(features, far, dim=-1)
+    return softplus(-closer / temperature)

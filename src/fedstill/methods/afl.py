@@ -32,9 +32,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative
-from fedstill.method import Method
-from fedstill.records import (
+from fedstill.core.fields import NonNegative
+from fedstill.core.method import Method
+from fedstill.core.records import (
     SERVER,
     Carry,
     ModelSpec,
@@ -48,10 +48,10 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
 
 SUMS = ("gram", "cross")
 

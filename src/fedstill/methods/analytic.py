@@ -37,12 +37,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedstill.fields import CountOrZero, NonNegative
-from fedstill.keys import generator, seed_for
-from fedstill.methods.afl import SUMS, SendChange
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.models.lifted import lifted_body, lifted_spec
-from fedstill.records import (
+from fedstill.core.fields import CountOrZero, NonNegative
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import (
     SERVER,
     Carry,
     ModelSpec,
@@ -56,8 +53,8 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.ridge import (
+from fedstill.core.registry import method
+from fedstill.core.stages import (
     NO_TRAINING,
     empty_group_sums,
     empty_sums,
@@ -66,8 +63,11 @@ from fedstill.ridge import (
     no_linear_head,
     solved,
 )
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.methods.afl import SUMS, SendChange
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.models.lifted import lifted_body, lifted_spec
 
 SUM_UP = "sums"
 

@@ -20,14 +20,14 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
 from fedstill.losses import kd, nckd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal, no_other_classes
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
 
 
 @method("fedavg_asd", about="FedAvg with adaptive self-distillation of all classes.", classes="all")

@@ -28,12 +28,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.errors import BadPayload
-from fedstill.fields import CountOrZero
-from fedstill.keys import generator, seed_for
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.models.contract import predictor, width
-from fedstill.records import (
+from fedstill.core.errors import BadPayload
+from fedstill.core.fields import CountOrZero
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import (
     KEEP,
     NOTHING,
     SERVER,
@@ -50,11 +48,13 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.ridge import NO_TRAINING, no_linear_head
-from fedstill.topology import has_links
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import NO_TRAINING, no_linear_head
+from fedstill.core.topology import has_links
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.models.contract import predictor, width
 
 STATISTICS, CALIBRATE = "statistics", "calibrate"
 MOMENTS = ("counts", "sums", "products")

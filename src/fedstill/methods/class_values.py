@@ -16,12 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative
-from fedstill.labels import means_by_class
-from fedstill.method import Method
-from fedstill.methods.fedavg import FEDNTD_PLAN
-from fedstill.methods.public_logits import own_model
-from fedstill.records import (
+from fedstill.core.fields import NonNegative
+from fedstill.core.labels import means_by_class
+from fedstill.core.method import Method
+from fedstill.core.records import (
     SERVER,
     Carry,
     ModelSpec,
@@ -35,9 +33,11 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.topology import has_links
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.topology import has_links
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FEDNTD_PLAN
+from fedstill.methods.public_logits import own_model
 
 
 @dataclass(frozen=True)

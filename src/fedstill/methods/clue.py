@@ -32,15 +32,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import Count, CountOrZero, PositiveShare
-from fedstill.fitting import FIT, probe_seed, probed
-from fedstill.losses import cross_entropy
-from fedstill.methods.local_only import LocalOnly, answered, fitted, with_students
-from fedstill.methods.naive_kd import TRANSFER, own_and_peers
-from fedstill.methods.qkt import highest
-from fedstill.models.contract import Predictor, predictor
-from fedstill.models.joined import Joined, WeightedVote
-from fedstill.records import (
+from fedstill.core.fields import Count, CountOrZero, PositiveShare
+from fedstill.core.records import (
     NOTHING,
     Carry,
     Examples,
@@ -53,10 +46,17 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.teachers import as_inputs, noise
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT, probe_seed, probed
+from fedstill.core.teachers import as_inputs, noise
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.losses import cross_entropy
+from fedstill.methods.local_only import LocalOnly, answered, fitted, with_students
+from fedstill.methods.naive_kd import TRANSFER, own_and_peers
+from fedstill.methods.qkt import highest
+from fedstill.models.contract import Predictor, predictor
+from fedstill.models.ensemble import Joined, WeightedVote
 
 
 @method("clue")

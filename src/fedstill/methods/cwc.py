@@ -32,11 +32,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive, Share
-from fedstill.losses import quadratic
-from fedstill.methods.fedseq import FedSeq
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core.fields import NonNegative, Positive, Share
+from fedstill.core.records import (
     SERVER,
     Carry,
     Payload,
@@ -50,10 +47,13 @@ from fedstill.records import (
     World,
     many,
 )
-from fedstill.registry import method
-from fedstill.topology import has_links
-from fedstill.trees import add, only, scale, sub, zeros_like
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.trees import add, only, scale, sub, zeros_like
+from fedstill.core.work import ClientWork
+from fedstill.losses import quadratic
+from fedstill.methods.fedseq import FedSeq
+from fedstill.models.contract import trainable_names
 
 
 @method("cwc")

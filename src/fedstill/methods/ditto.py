@@ -22,12 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedstill.fields import NonNegative
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.fedprox import LocalTraining
-from fedstill.methods.public_logits import own_model
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core.fields import NonNegative
+from fedstill.core.records import (
     KEEP,
     NOTHING,
     Carry,
@@ -41,9 +37,13 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.trees import only
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.trees import only
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.fedprox import LocalTraining
+from fedstill.methods.public_logits import own_model
+from fedstill.models.contract import trainable_names
 
 PERSONAL = "personal"
 """The stage in which a client trains its own model."""

@@ -23,11 +23,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedstill.fields import Positive
+from fedstill.core.fields import Positive
+from fedstill.core.records import Plan
+from fedstill.core.registry import method
 from fedstill.losses import soft_cross_entropy
 from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
-from fedstill.records import Plan
-from fedstill.registry import method
 
 DSFL_PLAN = Plan(epochs=5, batch=100, lr=0.1)
 

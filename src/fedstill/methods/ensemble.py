@@ -18,13 +18,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import CountOrZero
-from fedstill.keys import generator, seed_for
+from fedstill.core.fields import CountOrZero
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import State, Tensors, World
+from fedstill.core.registry import method
 from fedstill.methods.local_only import LocalOnly, fitted
 from fedstill.models.contract import predictor
-from fedstill.models.joined import Joined, MeanOfProbabilities
-from fedstill.records import State, Tensors, World
-from fedstill.registry import method
+from fedstill.models.ensemble import Joined, MeanOfProbabilities
 
 
 @method("ensemble")

@@ -27,10 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import weighted_mean
-from fedstill.losses import kd
-from fedstill.methods.class_values import ClassValues, TowardsValues
-from fedstill.records import (
+from fedstill.core.aggregation import weighted_mean
+from fedstill.core.records import (
     SERVER,
     Carry,
     ModelSpec,
@@ -44,8 +42,10 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
+from fedstill.losses import kd
+from fedstill.methods.class_values import ClassValues, TowardsValues
 
 
 @method("fd")

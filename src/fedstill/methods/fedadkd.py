@@ -36,12 +36,23 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
-from fedstill.labels import adaptive_weights, gini_index, proportions
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.labels import adaptive_weights, gini_index, proportions
+from fedstill.core.records import (
+    NOTHING,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.methods.feddkd import Decoupled, FedDKD
-from fedstill.records import NOTHING, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedadkd")

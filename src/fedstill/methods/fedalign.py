@@ -26,12 +26,12 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from fedstill.fields import Count, NonNegative
+from fedstill.core.fields import Count, NonNegative
+from fedstill.core.records import Carry, Plan, Stage, Step
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Plan, Stage, Step
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedalign")

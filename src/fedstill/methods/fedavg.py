@@ -20,10 +20,10 @@ from typing import Annotated, ClassVar
 from annotated_types import Interval
 from torch import Tensor
 
-from fedstill.aggregate import Aggregation, weighted_mean
-from fedstill.method import Method
-from fedstill.records import Plan, Reply, Stage, State, Tensors, World
-from fedstill.registry import method
+from fedstill.core.aggregation import Aggregation, weighted_mean
+from fedstill.core.method import Method
+from fedstill.core.records import Plan, Reply, Stage, State, Tensors, World
+from fedstill.core.registry import method
 
 FEDNTD_PLAN = Plan(epochs=5, batch=50, lr=0.01, lr_decay=0.99, momentum=0.9, weight_decay=1e-5)
 """FedNTD's settings: five epochs, batches of 50, momentum 0.9, the learning rate 1% smaller after

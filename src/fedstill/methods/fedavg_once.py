@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fedstill.aggregate import Aggregation, weighted_mean
-from fedstill.fitting import GOES_ON
+from fedstill.core.aggregation import Aggregation, weighted_mean
+from fedstill.core.records import SERVER, Payload, Reply, Stage, State, World
+from fedstill.core.registry import method
+from fedstill.core.stages import GOES_ON
 from fedstill.methods.fedavg import Suspected
 from fedstill.methods.local_only import LocalOnly
-from fedstill.records import SERVER, Payload, Reply, Stage, State, World
-from fedstill.registry import method
 
 
 @method("fedavg_once")

@@ -17,13 +17,13 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from fedstill.fields import Positive
+from fedstill.core.fields import Positive
+from fedstill.core.records import SERVER, Reply, Stage, State, World
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import SERVER, Reply, Stage, State, World
-from fedstill.registry import method
-from fedstill.topology import has_links
-from fedstill.trees import add, only, scale, sub, zeros_like
 
 
 @method("fedavgm")

@@ -19,12 +19,23 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fedstill.core.records import (
+    NOTHING,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ft_fedavg import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
-from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Stage, State, Tensors, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedbabu")

@@ -35,14 +35,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Share
-from fedstill.keys import generator, numpy_generator, seed_for
-from fedstill.losses import kd
-from fedstill.methods.fedavg import FEDNTD_PLAN
-from fedstill.methods.feddf import TEACH_SERVER, FedDF, Fused
-from fedstill.models.contract import trainable_names
-from fedstill.models.probing import joins_last_example
-from fedstill.records import (
+from fedstill.core.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Share
+from fedstill.core.keys import generator, numpy_generator, seed_for
+from fedstill.core.records import (
     SERVER,
     Carry,
     Payload,
@@ -57,9 +52,13 @@ from fedstill.records import (
     World,
     many,
 )
-from fedstill.registry import method
-from fedstill.trees import dtype_of, mean, scale
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of, mean, scale
+from fedstill.core.work import ClientWork
+from fedstill.losses import kd
+from fedstill.methods.fedavg import FEDNTD_PLAN
+from fedstill.methods.feddf import TEACH_SERVER, FedDF, Fused
+from fedstill.models.contract import joins_last_example, trainable_names
 
 
 @method("fedbe")

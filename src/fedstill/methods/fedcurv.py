@@ -26,12 +26,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.fields import Count, NonNegative
-from fedstill.keys import seed_for
-from fedstill.losses import cross_entropy
-from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core.fields import Count, NonNegative
+from fedstill.core.keys import seed_for
+from fedstill.core.records import (
     SERVER,
     Carry,
     Payload,
@@ -44,10 +41,13 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.topology import has_links
-from fedstill.trees import add, only, scale, sub, zeros_like
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.trees import add, only, scale, sub, zeros_like
+from fedstill.core.work import ClientWork
+from fedstill.losses import cross_entropy
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
 
 
 @method("fedcurv")

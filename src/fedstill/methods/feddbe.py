@@ -26,13 +26,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import Aggregation
-from fedstill.fields import NonNegative
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
-from fedstill.models.additions import ADDED
-from fedstill.models.contract import width
-from fedstill.records import (
+from fedstill.core.aggregation import Aggregation
+from fedstill.core.fields import NonNegative
+from fedstill.core.records import (
     NOTHING,
     Carry,
     Payload,
@@ -46,9 +42,13 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
+from fedstill.models.contract import width
+from fedstill.models.parameters import ADDED
 
 MEANS = "means"
 """The stage before round 1, in which all clients say what their features come to."""

@@ -28,14 +28,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill import trees
-from fedstill.aggregate import Aggregation, alike
-from fedstill.fields import NonNegative
-from fedstill.losses import proximal
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.fednova import direction_of
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core import trees
+from fedstill.core.aggregation import ROBUST, Aggregation, alike
+from fedstill.core.fields import NonNegative
+from fedstill.core.records import (
     SERVER,
     Carry,
     Payload,
@@ -49,11 +45,14 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.robust import ROBUST
-from fedstill.topology import has_links
-from fedstill.trees import add, only, scale, sub, zeros_like
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.trees import add, only, scale, sub, zeros_like
+from fedstill.core.work import ClientWork
+from fedstill.losses import proximal
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.fednova import direction_of
+from fedstill.models.contract import trainable_names
 
 
 @method("feddc")

@@ -27,13 +27,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import Positive
+from fedstill.core.fields import Positive
+from fedstill.core.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
-from fedstill.registry import method
-from fedstill.topology import has_links
-from fedstill.work import ClientWork
 
 TEACH_SERVER = "teach_server"
 """The stage in which the server distils."""

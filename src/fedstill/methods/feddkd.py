@@ -25,13 +25,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive, Share
+from fedstill.core.fields import NonNegative, Positive, Share
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 NCKD: dict[str, Loss] = {"removed": nckd, "mask1000": nckd, "zero": nckd_zero, "slice": nckd_slice}

@@ -20,12 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import Aggregation, alike
-from fedstill.fields import Positive
-from fedstill.losses import proximal
-from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core.aggregation import Aggregation, alike
+from fedstill.core.fields import Positive
+from fedstill.core.records import (
     SERVER,
     Carry,
     Payload,
@@ -38,10 +35,13 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.topology import has_links
-from fedstill.trees import only, scale, sub, zeros_like
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.trees import only, scale, sub, zeros_like
+from fedstill.core.work import ClientWork
+from fedstill.losses import proximal
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
 
 
 @method("feddyn")

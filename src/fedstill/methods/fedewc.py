@@ -32,12 +32,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import weighted_mean
-from fedstill.fields import Count, NonNegative, Share
-from fedstill.losses import quadratic
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core.aggregation import weighted_mean
+from fedstill.core.fields import Count, NonNegative, Share
+from fedstill.core.records import (
     KEEP,
     Carry,
     Payload,
@@ -51,11 +48,14 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.ridge import NO_TRAINING
-from fedstill.stream import OFF
-from fedstill.trees import add, only, scale, zeros_like
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import NO_TRAINING
+from fedstill.core.stream import OFF
+from fedstill.core.trees import add, only, scale, zeros_like
+from fedstill.core.work import ClientWork
+from fedstill.losses import quadratic
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.models.contract import trainable_names
 
 IMPORTANCE = "importance"
 

@@ -33,12 +33,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import Count, NonNegative, PositiveShare
-from fedstill.keys import generator, seed_for
-from fedstill.losses import cross_entropy, kd
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.models import contract
-from fedstill.records import (
+from fedstill.core.fields import Count, NonNegative, PositiveShare
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -56,10 +53,13 @@ from fedstill.records import (
     World,
     many,
 )
-from fedstill.registry import method
-from fedstill.ridge import no_linear_head
-from fedstill.trees import dtype_of, only
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import no_linear_head
+from fedstill.core.trees import dtype_of, only
+from fedstill.core.work import ClientWork
+from fedstill.losses import cross_entropy, kd
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.models import contract
 
 GENERATE = "generate"
 """The stage in which the server trains the generator."""

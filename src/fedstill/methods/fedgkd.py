@@ -31,12 +31,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill import trees
-from fedstill.errors import BadPayload
-from fedstill.fields import Count, NonNegative, Positive
-from fedstill.losses import cross_entropy, kd
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.records import (
+from fedstill.core import trees
+from fedstill.core.errors import BadPayload
+from fedstill.core.fields import Count, NonNegative, Positive
+from fedstill.core.records import (
     NOTHING,
     Carry,
     Payload,
@@ -51,9 +49,11 @@ from fedstill.records import (
     World,
     many,
 )
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.losses import cross_entropy, kd
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 
 WEIGH = "weigh"
 """The stage in which the server measures its model on labelled public data."""

@@ -22,14 +22,14 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative
+from fedstill.core.fields import NonNegative
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
 from fedstill.losses import adjusted_cross_entropy
 from fedstill.losses.decoupled import label_margin
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
 
 ABSENT = 100.0
 """The margin of a class without examples, in multiples of tau."""

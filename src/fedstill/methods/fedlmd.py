@@ -21,13 +21,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import minority_kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import no_other_classes
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedlmd")

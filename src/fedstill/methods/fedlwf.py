@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.records import Carry, Payload, Stage, State, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Payload, Stage, State, Step, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedlwf")

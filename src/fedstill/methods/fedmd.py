@@ -29,16 +29,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedstill.losses import logit_error
-from fedstill.methods.public_logits import (
-    DISTIL,
-    LOCAL,
-    TEACH,
-    LogitExchange,
-    TrainThenPredict,
-    own_model,
-)
-from fedstill.records import (
+from fedstill.core.records import (
     NOTHING,
     Carry,
     Payload,
@@ -51,8 +42,17 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
+from fedstill.losses import logit_error
+from fedstill.methods.public_logits import (
+    DISTIL,
+    LOCAL,
+    TEACH,
+    LogitExchange,
+    TrainThenPredict,
+    own_model,
+)
 
 PRETRAIN, TRANSFER, REVISIT = "pretrain", "transfer", "revisit"
 NO_UPLOAD = (PRETRAIN, REVISIT)

@@ -25,13 +25,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.records import Carry, Stage, Step
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
-from fedstill.records import Carry, Stage, Step
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedmlb")

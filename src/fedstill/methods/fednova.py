@@ -25,10 +25,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedstill.aggregate import effective_steps, normalised_mean
-from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core.aggregation import effective_steps, normalised_mean
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -42,10 +40,12 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.topology import has_links
-from fedstill.trees import add, only, scale, sub, zeros_like
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.trees import add, only, scale, sub, zeros_like
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
 
 
 @method("fednova")

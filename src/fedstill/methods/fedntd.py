@@ -21,12 +21,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive, Share
+from fedstill.core.fields import NonNegative, Positive, Share
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import kd, nckd, other_mse
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedntd")

@@ -27,13 +27,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import Weighting, mean_by_class
+from fedstill.core.aggregation import Weighting, mean_by_class
+from fedstill.core.records import (
+    Carry,
+    ModelSpec,
+    Plan,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.methods.class_values import ClassValues, TowardsValues
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.models.contract import width
-from fedstill.records import Carry, ModelSpec, Plan, Reply, Stage, State, Step, Tensors, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @dataclass(frozen=True)

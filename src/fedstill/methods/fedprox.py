@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative
+from fedstill.core.fields import NonNegative
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.trees import only
+from fedstill.core.work import ClientWork
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.trees import only
-from fedstill.work import ClientWork
 
 
 @method("fedprox")

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fedstill.aggregate import Aggregation
+from fedstill.core.aggregation import Aggregation
+from fedstill.core.records import Plan, Stage, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.ft_fedavg import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
-from fedstill.records import Plan, Stage, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 HEAD = "head"
 """The stage in which a client trains its head alone."""

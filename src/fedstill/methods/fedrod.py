@@ -26,13 +26,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.aggregate import Aggregation
-from fedstill.fields import NonNegative
-from fedstill.losses import adjusted_cross_entropy, cross_entropy
-from fedstill.methods.fedavg import FedAvg
-from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
-from fedstill.models.additions import ADDED, own_logits, with_both_heads
-from fedstill.records import (
+from fedstill.core.aggregation import Aggregation
+from fedstill.core.fields import NonNegative
+from fedstill.core.records import (
     SERVER,
     Carry,
     ModelSpec,
@@ -45,9 +41,13 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.losses import adjusted_cross_entropy, cross_entropy
+from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
+from fedstill.models.parameters import ADDED, own_logits, with_both_heads
 
 
 @method("fedrod")

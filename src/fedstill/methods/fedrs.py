@@ -22,13 +22,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.fields import Share
+from fedstill.core.fields import Share
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
 from fedstill.losses import adjusted_cross_entropy
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
 
 
 @method("fedrs")

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from fedstill.fields import NonNegative
+from fedstill.core.fields import NonNegative
+from fedstill.core.records import Carry, Stage, Step, Tensors
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Stage, Step, Tensors
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedsam")

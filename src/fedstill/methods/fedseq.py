@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedstill.method import Method
-from fedstill.records import Plan, Stage, World
-from fedstill.registry import method
-from fedstill.topology import has_links
+from fedstill.core.method import Method
+from fedstill.core.records import Plan, Stage, World
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
 
 FEDSEQ_PLAN = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
 """SFedKD's settings: five epochs, batches of 64, a constant learning rate without momentum."""

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.records import Carry, Payload, Stage, Step, Tensors, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
 from fedstill.methods.fedsam import unit
 from fedstill.methods.partly_shared import in_head
-from fedstill.records import Carry, Payload, Stage, Step, Tensors, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fedsol")

@@ -31,13 +31,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import mean_by_class
-from fedstill.fields import NonNegative
-from fedstill.keys import seed_for
-from fedstill.losses import cross_entropy
-from fedstill.methods.fedproto import WithPrototypes
-from fedstill.models import contract
-from fedstill.records import (
+from fedstill.core.aggregation import mean_by_class
+from fedstill.core.fields import NonNegative
+from fedstill.core.keys import seed_for
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -54,9 +51,12 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.losses import cross_entropy
+from fedstill.methods.fedproto import WithPrototypes
+from fedstill.models import contract
 
 PROTOTYPES = "prototypes"
 """The stage in which the server trains the prototypes."""

@@ -22,14 +22,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.fields import Share
+from fedstill.core.fields import Share
+from fedstill.core.records import Carry, ModelSpec, Stage, State, Step, Teacher, Tensors, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.pair import own_of
-from fedstill.records import Carry, ModelSpec, Stage, State, Step, Teacher, Tensors, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("fml")

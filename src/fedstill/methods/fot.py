@@ -32,11 +32,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Share
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.models.contract import module, trainable_names
-from fedstill.models.layer_inputs import beside_layers, body_layers
-from fedstill.records import (
+from fedstill.core.fields import NonNegative, Share
+from fedstill.core.records import (
     KEEP,
     SERVER,
     Carry,
@@ -50,9 +47,12 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.ridge import NO_TRAINING
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import NO_TRAINING
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.models.contract import module, trainable_names
+from fedstill.models.layer_inputs import beside_layers, body_layers
 
 INPUTS = "inputs"
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fedstill.fitting import FIT, FITTING
+from fedstill.core.records import Plan, Reply, Stage, State, World
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT, FITTING
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.local_only import with_students
-from fedstill.records import Plan, Reply, Stage, State, World
-from fedstill.registry import method
 
 LAST = "finetune"
 

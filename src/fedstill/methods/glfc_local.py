@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from fedstill.fields import CountOrZero
+from fedstill.core.fields import CountOrZero
+from fedstill.core.records import Carry, Payload, Stage, State, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.methods.replay import REMEMBER, Rehearse, Replay
-from fedstill.records import Carry, Payload, Stage, State, Step, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("glfc_local")

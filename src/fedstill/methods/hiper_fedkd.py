@@ -38,13 +38,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.errors import ConfigError
-from fedstill.fields import NonNegative, Positive, PositiveShare
-from fedstill.labels import client_temperature, heterogeneity_score, proportions
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import NonNegative, Positive, PositiveShare
+from fedstill.core.labels import client_temperature, heterogeneity_score, proportions
+from fedstill.core.records import Plan, State
+from fedstill.core.registry import method
 from fedstill.losses import cross_entropy, kd, standardize
 from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
-from fedstill.records import Plan, State
-from fedstill.registry import method
 
 HIPER_PLAN = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
 """Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is kept to measure

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedstill.fields import CountOrZero
+from fedstill.core.fields import CountOrZero
+from fedstill.core.registry import method
 from fedstill.methods.partly_shared import PartlyShared
-from fedstill.registry import method
 
 
 @method("lg_fedavg")

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedstill.fitting import FIT, FITTING, Fit
-from fedstill.method import Method
-from fedstill.records import Payload, Plan, Reply, Stage, State, Tensors, World, many
-from fedstill.registry import method
-from fedstill.work import ClientWork
+from fedstill.core.method import Method
+from fedstill.core.records import Payload, Plan, Reply, Stage, State, Tensors, World, many
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT, FITTING, Fit
+from fedstill.core.work import ClientWork
 
 
 @method("local_only")

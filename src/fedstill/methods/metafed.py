@@ -25,11 +25,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative
-from fedstill.method import Method
-from fedstill.methods.public_logits import own_model
-from fedstill.models import contract
-from fedstill.records import (
+from fedstill.core.fields import NonNegative
+from fedstill.core.method import Method
+from fedstill.core.records import (
     NOTHING,
     Carry,
     ModelSpec,
@@ -44,10 +42,12 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.topology import has_links
-from fedstill.trees import only
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.topology import has_links
+from fedstill.core.trees import only
+from fedstill.core.work import ClientWork
+from fedstill.methods.public_logits import own_model
+from fedstill.models import contract
 
 WARM_UP, LAST = "warm_up", "personalise"
 

@@ -20,12 +20,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.records import Carry, Payload, Ran, Stage, Step, Tensors, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, model_contrast
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Carry, Payload, Ran, Stage, Step, Tensors, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @method("moon")

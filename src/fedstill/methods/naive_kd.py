@@ -25,14 +25,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.fields import CountOrZero, NonNegative, Positive
-from fedstill.fitting import FIT, FITTING, Fit
+from fedstill.core.fields import CountOrZero, NonNegative, Positive
+from fedstill.core.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT, FITTING, Fit
+from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.ensemble import asked_peers
 from fedstill.methods.local_only import LocalOnly, fitted, with_students
-from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 TRANSFER = "transfer"
 

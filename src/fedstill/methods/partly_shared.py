@@ -14,10 +14,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.aggregate import Aggregation
-from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
-from fedstill.records import (
+from fedstill.core.aggregation import Aggregation
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -30,8 +28,10 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.trees import only
-from fedstill.work import ClientWork
+from fedstill.core.trees import only
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ accuracy: here the server sends every candidate to the clients (the stage ``tran
 what it gets right of their own data. With one value each, nothing is sent again.
 Reading: exact for fully connected and plain convolutional networks. QKT has it with ResNet-18,
 which PFNM does not cover, and does not say how: there it is an approximation of ours
-(``fedstill.matching.residual``).
+(``fedstill.methods.matching``).
 """
 
 from __future__ import annotations
@@ -31,13 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.fields import Candidates, Count, CountOrZero
-from fedstill.fitting import FIT
-from fedstill.keys import seed_for
-from fedstill.matching import MatchingSettings, match_models, matchable, unmatched, widened
-from fedstill.methods.fedavg_once import FedAvgOnce
-from fedstill.methods.naive_kd import TRANSFER
-from fedstill.records import (
+from fedstill.core.fields import Candidates, Count, CountOrZero
+from fedstill.core.keys import seed_for
+from fedstill.core.records import (
     KEEP,
     SERVER,
     Carry,
@@ -51,8 +47,12 @@ from fedstill.records import (
     World,
     many,
 )
-from fedstill.registry import method
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg_once import FedAvgOnce
+from fedstill.methods.matching import MatchingSettings, match_models, matchable, unmatched, widened
+from fedstill.methods.naive_kd import TRANSFER
 
 
 @method("pfnm")

@@ -20,12 +20,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.errors import BadPayload
-from fedstill.fields import CountOrZero
-from fedstill.keys import generator, seed_for
-from fedstill.losses import cross_entropy
-from fedstill.method import Method
-from fedstill.records import (
+from fedstill.core.errors import BadPayload
+from fedstill.core.fields import CountOrZero
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import Method
+from fedstill.core.records import (
     NOTHING,
     SERVER,
     Carry,
@@ -39,8 +38,9 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.losses import cross_entropy
 
 LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"
 

@@ -47,13 +47,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.fields import Count, Positive, Share
-from fedstill.fitting import FIT, FITTING, Fit, probed
-from fedstill.losses import cross_entropy, masked_ce
-from fedstill.methods.local_only import answered
-from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
-from fedstill.metrics import average_accuracy, class_accuracy
-from fedstill.records import (
+from fedstill.core.fields import Count, Positive, Share
+from fedstill.core.records import (
     Carry,
     Examples,
     Payload,
@@ -65,9 +60,14 @@ from fedstill.records import (
     View,
     World,
 )
-from fedstill.registry import method
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT, FITTING, Fit, probed
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.losses import cross_entropy, masked_ce
+from fedstill.methods.local_only import answered
+from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
+from fedstill.metrics import average_accuracy, class_accuracy
 
 REFINE = "refine"
 HEAD = "head."

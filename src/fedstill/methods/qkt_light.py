@@ -28,16 +28,27 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedstill.errors import IncompatibleMethod
-from fedstill.fitting import FIT, FITTING
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import (
+    Carry,
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    World,
+    many,
+)
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT, FITTING
+from fedstill.core.trees import mean
+from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.local_only import fitted
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, Distilled
 from fedstill.methods.qkt import QKT, REFINE
-from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, Tensors, World, many
-from fedstill.registry import method
-from fedstill.trees import mean
-from fedstill.work import ClientWork
 
 TRANSFER_SERVER = "transfer_server"
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fedstill.fitting import FIT, FITTING
+from fedstill.core.records import Plan
+from fedstill.core.registry import method
+from fedstill.core.stages import FIT, FITTING
 from fedstill.methods.naive_kd import TRANSFER
 from fedstill.methods.qkt import QKT, REFINE
-from fedstill.records import Plan
-from fedstill.registry import method
 
 
 @method("qkt_var_e")

@@ -17,14 +17,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fedstill.aggregate import alike
+from fedstill.core.aggregation import alike
+from fedstill.core.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.core.registry import method
+from fedstill.core.trees import add, only, scale, sub, zeros_like
+from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fednova import direction_of, reach
 from fedstill.models.contract import trainable_names
-from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
-from fedstill.registry import method
-from fedstill.trees import add, only, scale, sub, zeros_like
-from fedstill.work import ClientWork
 
 
 @method("scaffold")

@@ -36,16 +36,27 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from fedstill.fields import CountOrZero, NonNegative, Positive
-from fedstill.keys import generator, seed_for
-from fedstill.labels import SMOOTHING, Metric, discrepancy_weights, proportions
+from fedstill.core.fields import CountOrZero, NonNegative, Positive
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.labels import SMOOTHING, Metric, discrepancy_weights, proportions
+from fedstill.core.records import (
+    SERVER,
+    Carry,
+    Payload,
+    Reply,
+    Stage,
+    State,
+    Step,
+    View,
+    World,
+    many,
+)
+from fedstill.core.registry import method
+from fedstill.core.teachers import complementary
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
 from fedstill.losses import multi_nckd, multi_tckd
 from fedstill.methods.fedseq import FedSeq
-from fedstill.records import SERVER, Carry, Payload, Reply, Stage, State, Step, View, World, many
-from fedstill.registry import method
-from fedstill.teachers import complementary
-from fedstill.trees import dtype_of
-from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.methods")
 

@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.registry import method
+from fedstill.core.work import ClientWork
 from fedstill.losses import confidence_weights, entropy_weights, multi_kd
 from fedstill.methods.sfedkd import TaughtByLastRound, logits_of, taught
 from fedstill.models import contract
-from fedstill.records import Carry, Payload, Stage, Step, View, World
-from fedstill.registry import method
-from fedstill.work import ClientWork
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,13 @@ from fedstill.metrics.accuracy import (
     top1,
     uniform_accuracy,
 )
-from fedstill.metrics.consistency import consistency, running_consistency
-from fedstill.metrics.forgetting import forgetting, running_forgetting
-from fedstill.metrics.query import query_accuracy_gain, query_forgetting
+from fedstill.metrics.forgetting import (
+    consistency,
+    forgetting,
+    running_consistency,
+    running_forgetting,
+)
+from fedstill.metrics.queries import query_accuracy_gain, query_forgetting
 
 __all__ = [
     "average_accuracy",

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from fedstill.errors import ConfigError
-from fedstill.labels import TensorLike
+from fedstill.core.errors import ConfigError
+from fedstill.core.labels import TensorLike
 from fedstill.metrics.values import Values, mean_over_classes, same_classes, values
 
 

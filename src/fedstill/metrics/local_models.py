@@ -1,6 +1,4 @@
-"""What local models know of their own clients' classes and of the others': knowledge outside of
-local data (KOLD).
-"""
+"""Accuracy of clients' models: on their own classes, on other classes, on public data."""
 
 from __future__ import annotations
 
@@ -9,9 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from fedstill.labels import TensorLike
+from fedstill.core.labels import TensorLike
 from fedstill.metrics.accuracy import class_accuracy, in_local_accuracy, out_local_accuracy
+from fedstill.metrics.forgetting import forgetting
 from fedstill.metrics.values import mean_over_classes, values
+
+# What local models know of their own clients' classes and of the others': knowledge outside of
+# local data (KOLD).
 
 
 def local_accuracies(
@@ -105,3 +107,116 @@ def over_clients(by_client: Sequence[float], sizes: TensorLike) -> dict[str, flo
         mean = mean_over_classes(numbers, weight)
         out |= {key: mean, f"{key}_std": mean_over_classes((numbers - mean) ** 2, weight) ** 0.5}
     return out
+
+
+# What each client's own model knows of its held-out data and of the public images: the measure
+# ``private_public``.
+
+
+SERVER_ID = -1
+
+
+def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Accuracy of every client's model on its held-out data and on the public images, and the
+    server's on the latter.
+
+    clients: events of one round in order, with ``private`` and ``public`` as
+    ``{"counts", "before", "after"}`` by class (``before`` only in stages on public data); others
+    are passed over. Gives ``private_by_client`` and ``public_by_client`` (client id to accuracy at
+    the end of the round), ``private_before_by_client`` and ``public_before_by_client`` (before the
+    last stage on public data), means over clients ``private_accuracy`` and ``public_accuracy``, and
+    ``server_public_accuracy``. What was not measured is left out: data without labels, clients
+    without held-out data. Source: HiPer-FedKD, table 1 and its notebooks.
+    """
+    out: dict[str, Any] = {}
+    for kind in ("private", "public"):
+        after, before = dict[str, float](), dict[str, float]()
+        for event in clients:
+            counted = event.get(kind, {}) if isinstance(event.get(kind), Mapping) else {}
+            total = sum(counted.get("counts", ()))
+            if not total or event["client"] == SERVER_ID:
+                continue
+            name = str(event["client"])
+            after[name] = sum(counted["after"]) / total
+            if "before" in counted:
+                before[name] = sum(counted["before"]) / total
+        if after:
+            out[f"{kind}_accuracy"] = sum(after.values()) / len(after)
+            out[f"{kind}_by_client"] = after
+        if before:
+            out[f"{kind}_before_by_client"] = before
+    on_public = [
+        e for e in clients if e["client"] == SERVER_ID and isinstance(e.get("public"), Mapping)
+    ]
+    taught = [e["public"] for e in on_public if sum(e["public"].get("counts", ()))]
+    if taught:
+        out["server_public_accuracy"] = sum(taught[-1]["after"]) / sum(taught[-1]["counts"])
+    return out
+
+
+# What clients' own models are worth to them: the numbers of methods that leave each client a model
+# of its own.
+
+
+def personal_accuracies(
+    class_accuracy: Mapping[int, TensorLike], label_counts: Sequence[Sequence[int]]
+) -> dict[int, float]:
+    """{client: accuracy of its answer on test examples whose classes are distributed as its own
+    data}.
+
+    class_accuracy: (C,) by client; label_counts: (clients, C). A client without data, or none of
+    whose classes has a test image, is left out.
+
+    >>> personal_accuracies({0: [1.0, 0.5], 1: [0.0, 0.0]}, [[3, 1], [0, 0]])
+    {0: 0.875}
+    """
+    out: dict[int, float] = {}
+    for client, accuracy in class_accuracy.items():
+        counts = np.asarray(label_counts[client], dtype=np.float64)
+        mine = in_local_accuracy(accuracy, counts / counts.sum()) if counts.sum() else float("nan")
+        out |= {} if np.isnan(mine) else {client: mine}
+    return out
+
+
+def personal_answers(
+    class_accuracy: Mapping[int, TensorLike],
+    best: Mapping[int, TensorLike],
+    label_counts: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """What the clients' own models can do, over the clients whose models were measured.
+
+    class_accuracy: (C,) by client, of its own model; best: by client, the best of its earlier looks
+    for each class;
+    label_counts: (clients, C). Gives ``personal_accuracy`` (``personal_accuracies``, the mean over
+    clients) and its population spread ``personal_accuracy_std``, ``personal_by_client``,
+    ``personal_class_accuracy`` (C,), the mean over clients, ``personal_clients``, how many they
+    are, and ``personal_forgetting``: how far a client's own classes are below its best earlier
+    look, the mean over these classes and then over clients; 0 before the second look. Empty if no
+    client was measured.
+
+    >>> personal_answers({0: [0.5, 0.0]}, {0: [0.75, 0.25]}, [[4, 0]])["personal_forgetting"]
+    0.25
+    """
+    by_client = personal_accuracies(class_accuracy, label_counts)
+    if not by_client:
+        return {}
+    table = np.stack([values(class_accuracy[c], 1, "class accuracies") for c in by_client])
+    means = [
+        float(np.nanmean(column)) if not np.isnan(column).all() else None for column in table.T
+    ]
+    lost = [_lost(class_accuracy[c], best[c], label_counts[c]) for c in by_client if c in best]
+    numbers = list(by_client.values())
+    return {
+        "personal_accuracy": float(np.mean(numbers)),
+        "personal_accuracy_std": float(np.std(numbers)),
+        "personal_by_client": {str(client): value for client, value in sorted(by_client.items())},
+        "personal_class_accuracy": means,
+        "personal_clients": len(by_client),
+        "personal_forgetting": float(np.mean(lost)) if lost else 0.0,
+    }
+
+
+def _lost(now: TensorLike, best: TensorLike, counts: Sequence[int]) -> float:
+    own = [c for c, count in enumerate(counts) if count > 0]
+    before, after = (values(accuracy, 1, "class accuracies").take(own) for accuracy in (best, now))
+    return forgetting(np.stack([before, after]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fedstill.records import Tensors
+from fedstill.core.records import Tensors
 
 LossOfWeights = Callable[[Tensors], Tensor]
 """The mean loss () of parameters on some fixed examples."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedstill.labels import TensorLike
+from fedstill.core.labels import TensorLike
 from fedstill.metrics import tasks as over
 from fedstill.metrics.forgetting import forgetting
 from fedstill.metrics.values import Values, values

@@ -15,8 +15,8 @@ import numpy as np
 from scipy.special import ndtr, stdtr, stdtrit
 from scipy.stats import rankdata, studentized_range
 
-from fedstill.keys import numpy_generator, seed_for
-from fedstill.labels import TensorLike
+from fedstill.core.keys import numpy_generator, seed_for
+from fedstill.core.labels import TensorLike
 from fedstill.metrics.values import Values
 
 CONFIDENCE = 0.95

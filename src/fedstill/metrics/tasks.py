@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.errors import ConfigError
-from fedstill.labels import TensorLike
+from fedstill.core.errors import ConfigError
+from fedstill.core.labels import TensorLike
 from fedstill.metrics.values import Values, same_classes, values
 
 Tasks = TensorLike | None

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstill.errors import ConfigError
-from fedstill.labels import TensorLike
+from fedstill.core.errors import ConfigError
+from fedstill.core.labels import TensorLike
 
 Values = NDArray[np.float64]
 

@@ -1,35 +1,191 @@
-"""What a method may ask of a model: build it, start it, run it, and which capabilities it has.
-
-A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has *features*
-(the output of its body) and a *head* (its last layer). Any other ``nn.Module`` has logits only. If
-the body is an ``nn.Sequential`` with a child that has ``slim_width(channels, share)`` and takes
-``(x, share)``, that stage can run *slim*: at a share of its width.
-"""
+"""What a method may ask of a model: build it, start it, run it, and what it can do."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from fedstill import registry
-from fedstill.errors import ConfigError, CorruptFile, FedstillError, IncompatibleMethod, on_one_line
-from fedstill.files import short_name
-from fedstill.keys import put_aside, seed_global
-from fedstill.model_spec import as_pairs
-from fedstill.models.additions import with_additions
-from fedstill.models.handed import RULE, handed, refuse_other_inputs
-from fedstill.models.held_entries import moving, put_in
+from fedstill.core import registry
+from fedstill.core.errors import (
+    ConfigError,
+    CorruptFile,
+    FedstillError,
+    IncompatibleMethod,
+    on_one_line,
+)
+from fedstill.core.files import short_name
+from fedstill.core.keys import put_aside, seed_global
+from fedstill.core.records import Ends, ModelSpec, Plan, Tensors, as_pairs
+from fedstill.core.user_code import reason
 from fedstill.models.layer_chain import levels, with_widths
-from fedstill.models.run_with import run_with
-from fedstill.origin import reason
-from fedstill.records import Ends, ModelSpec, Tensors
+from fedstill.models.network import ImageShape, RowShape, SeriesShape
+from fedstill.models.parameters import moving, put_in, with_additions
+
+# A module run with tensors that are not its own, for one call.
+
+
+Place = tuple[dict[str, Any], str]
+"""The dictionary of a module that holds a tensor, and its key there."""
+Part = tuple[dict[str, Any], str, "ref[nn.Module]"]
+"""The dictionary of a module that holds a part of it, its key there, and the part."""
+
+_found = threading.local()
+
+
+def run_with(m: nn.Module, tensors: Mapping[str, Tensor], *x: Any) -> Any:
+    """What a module gives with other parameters and buffers, by name; those that are not named are
+    its own.
+
+    The same as ``torch.func.functional_call``, which looks for all names at each call: here that is
+    done once, and again where a part of the module has become another. A module whose names share
+    tensors, and one that lacks a name, are torch's to run or to refuse.
+    """
+    places = _places(m)
+    if not places.keys() >= tensors.keys():
+        return functional_call(m, dict(tensors), x)
+    own = [places[name][0][places[name][1]] for name in tensors]
+    try:
+        for name, tensor in tensors.items():
+            holder, key = places[name]
+            holder[key] = tensor
+        return m(*x)
+    finally:
+        for name, tensor in zip(tensors, own, strict=True):
+            holder, key = places[name]
+            holder[key] = tensor
+
+
+def _places(m: nn.Module) -> dict[str, Place]:
+    """By name, where a module's tensors are; nothing if names share tensors."""
+    cache: WeakKeyDictionary[nn.Module, tuple[list[Part], dict[str, Place]]]
+    cache = _found.__dict__.setdefault("cache", WeakKeyDictionary())
+    parts, places = cache.get(m, (None, {}))
+    if parts is None or not all(holder.get(key) is part() for holder, key, part in parts):
+        named = [
+            *m.named_parameters(remove_duplicate=False),
+            *m.named_buffers(remove_duplicate=False),
+        ]
+        alone = len({id(tensor) for _, tensor in named}) == len(named)
+        places = {name: _place(m, name) for name, _ in named} if alone else {}
+        inner = [
+            (one._modules, key, part)
+            for one in m.modules()
+            for key, part in one._modules.items()
+            if part is not None
+        ]
+        cache[m] = [(holder, key, ref(part)) for holder, key, part in inner], places
+    return places
+
+
+def _place(m: nn.Module, name: str) -> Place:
+    path, _, key = name.rpartition(".")
+    owner = m.get_submodule(path)
+    return (owner._parameters if key in owner._parameters else owner._buffers), key
+
+
+# What a network's constructor is given of the data, by the names of its parameters; or why it takes
+# no such data.
+
+
+RULE = (
+    "a model's parameters named input_shape, in_channels (of images and series), vocabulary (of "
+    "texts), classes or "
+    "num_classes are given what the data have; one with **kwargs gets num_classes; the others are "
+    "fields of [model]"
+)
+"""How classes and channels are handed over to a model."""
+
+ONLY: Mapping[Any, tuple[int, str]] = {
+    ImageShape: (3, "images"),
+    SeriesShape: (2, "series"),
+    RowShape: (1, "rows of numbers"),
+}
+"""The annotations of ``input_shape`` by which a network takes one kind of numbers: the axes of an
+example, in words.
+"""
+
+
+def handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
+    """What a constructor is given of the data, by the names of its parameters."""
+    known = {
+        "input_shape": spec.input_shape,
+        "vocabulary": spec.vocabulary,
+        "classes": spec.classes,
+        "num_classes": spec.classes,
+    }
+    if len(spec.input_shape) > 1:
+        known["in_channels"] = spec.input_shape[0]
+    named = inspect.signature(target).parameters
+    handed = {name: value for name, value in known.items() if name in named}
+    rest = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    return handed | (
+        {"num_classes": spec.classes}
+        if rest and not {"classes", "num_classes"} & set(named)
+        else {}
+    )
+
+
+def refuse_other_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
+    """Raise ConfigError for a network of images, of numbers or of token ids on examples of another
+    kind.
+    """
+    named = inspect.signature(target).parameters
+    for_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    takes = ""
+    if (
+        "vocabulary" in named
+        and not spec.vocabulary
+        and named["vocabulary"].default is inspect.Parameter.empty
+    ):
+        takes = "the token ids of texts"
+    elif spec.vocabulary and not (for_any or "vocabulary" in named):
+        takes = "numbers"
+    elif not spec.vocabulary:
+        length, what = ONLY.get(_hints(target).get("input_shape"), (len(spec.input_shape), ""))
+        takes = what if length != len(spec.input_shape) else ""
+    if takes:
+        kind, model = suited(spec.input_shape, spec.vocabulary)
+        raise ConfigError(
+            f"model {short_name(spec.name)!r} takes {takes}, and these examples are {kind}; {model}"
+        )
+
+
+def suited(input_shape: tuple[int, ...], vocabulary: int = 0) -> tuple[str, str]:
+    """What examples of a shape are, for people, and a model that takes them."""
+    shape = f"of shape ({', '.join(map(str, input_shape))})"
+    if vocabulary:
+        return "texts, as token ids", "set model.name = 'bag'"
+    kinds = {1: ("rows of numbers", "mlp"), 2: ("series", "series_cnn"), 3: ("images", "cnn")}
+    kind, model = kinds.get(len(input_shape), ("numbers", "mlp"))
+    return f"{kind} {shape}", f"set model.name = '{model}'"
+
+
+def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
+    """The annotations of a constructor; of one whose annotations cannot be read, none."""
+    try:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError, AttributeError):  # names that are there for type checkers only
+        return {}
+
+
+# What a method may ask of a model: build it, start it, run it, and which capabilities it has.
+#
+# A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has
+# *features* (the output of its body) and a *head* (its last layer). Any other ``nn.Module`` has
+# logits only. If the body is an ``nn.Sequential`` with a child that has ``slim_width(channels,
+# share)`` and takes ``(x, share)``, that stage can run *slim*: at a share of its width.
+
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
@@ -272,3 +428,107 @@ def spec_for(
     equal specs.
     """
     return ModelSpec(name, input_shape, classes, as_pairs(fields or {}), vocabulary=vocabulary)
+
+
+# What a pass of two examples tells of a network before it is trained.
+
+
+@functools.lru_cache(maxsize=1024)
+def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
+    """Whether a forward pass draws from torch's global generator: dropout, noise; ``training``: in
+    training mode.
+
+    A layer of dropout is seen; whatever else draws, a pass of two examples without content tells. A
+    network that can take none of these is said not to draw.
+    """
+    m = module(spec, "frozen")
+    if training and any(
+        isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in m.modules()
+    ):
+        return True
+    try:
+        return _moves(m.train(training), example(spec, 2))
+    except (
+        Exception
+    ):  # the run's own examples, which it will be given, tell whether it can take any
+        return False
+    finally:
+        m.eval()
+
+
+@functools.lru_cache(maxsize=1024)
+def needs_two_examples(spec: ModelSpec, norm: str = "batch") -> bool:
+    """Whether a network in training mode takes two examples, and fails on one: batch normalisation
+    of features does.
+
+    ``norm``: as in a ``Plan``. A left-over example then joins the batch before it
+    (``Plan.leaves_one_over``). Examples without content tell, so that a server and its sites come
+    to the same answer.
+    """
+    return not _trains_on(spec, 1, norm) and _trains_on(spec, 2, norm)
+
+
+def joins_last_example(spec: ModelSpec, plan: Plan, examples: int) -> bool:
+    """Whether the last example of an epoch joins the batch before it, for a network cannot be
+    trained on it alone.
+    """
+    return plan.leaves_one_over(examples) and needs_two_examples(spec, plan.norm)
+
+
+def freeze_norms(m: nn.Module) -> None:
+    """Put the normalisation layers of a network into evaluation mode, as ``norm = "frozen"`` of a
+    plan has it.
+    """
+    for layer in m.modules():
+        if isinstance(layer, NORMS):
+            layer.eval()
+
+
+def is_of_library(spec: ModelSpec) -> bool:
+    """Whether a network is one that the library has, and not a user's, nor made of one."""
+    names = (spec.name, *(str(v) for k, v in spec.fields if k in ("of", "own", "shared")))
+    return all(
+        str(registry.lookup("model", name).target.__module__).startswith("fedstill.models.")
+        for name in names
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def built_size(spec: ModelSpec) -> int:
+    """How many parameters a network of the library has, told by shapes alone: no memory is taken
+    for them.
+    """
+    with put_aside(), torch.device("meta"):
+        return sum(
+            value.numel() for value in built(spec.name, spec, dict(spec.fields)).parameters()
+        )
+
+
+def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
+    """Whether a network in training mode takes so many examples at once; the module keeps its
+    statistics.
+    """
+    m = module(spec, "frozen").train()
+    if norm == "frozen":
+        freeze_norms(m)
+    entries = {
+        name: value.detach().clone() for name, value in (*m.named_parameters(), *m.named_buffers())
+    }
+    x = torch.ones_like(example(spec, count))  # of token ids, zeros would be padding alone
+    try:
+        with put_aside(card=True), torch.no_grad():
+            forward(m, entries, x)
+    except Exception:  # whatever a network raises, it would raise in training
+        return False
+    finally:
+        m.eval()
+    return True
+
+
+def _moves(m: nn.Module, x: Tensor) -> bool:
+    """Whether a pass moves the generator; statistics of the module stay as they are."""
+    freeze_norms(m)
+    with put_aside(card=True), torch.no_grad():
+        before = torch.get_rng_state()
+        forward(m, {name: value.clone() for name, value in m.named_buffers()}, x)
+        return not torch.equal(torch.get_rng_state(), before)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fedstill.errors import ConfigError
-from fedstill.fields import CountOrZero, Positive
-from fedstill.keys import generator
-from fedstill.model_spec import ModelSpec, as_table_again
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import CountOrZero, Positive
+from fedstill.core.keys import generator
+from fedstill.core.records import ModelSpec, as_table_again
+from fedstill.core.registry import register
 from fedstill.models import contract
 from fedstill.models.network import InputShape
-from fedstill.registry import register
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 from fedstill.models.resnet import Residual
 
 WITHOUT_WEIGHTS = (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout, nn.Flatten, nn.Unflatten)

@@ -1,9 +1,4 @@
-"""What enters the layers of a network's body: for each linear layer and convolution the sum of its
-inputs' products.
-
-A convolution is taken as a linear layer on patches: its weights (out, channels, k, k) as (out,
-channels k²), its inputs one patch for each place of its output.
-"""
+"""What enters the layers of a network's body, and the body cut at its levels."""
 
 from __future__ import annotations
 
@@ -13,8 +8,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
 
-from fedstill.models.contract import features
-from fedstill.payload import Tensors
+from fedstill.core.payload import Tensors
+from fedstill.models.contract import features, head, run_part
+from fedstill.models.layer_chain import levels
+
+# A body that is a chain of layers, cut at its levels: what there is at each, and what follows it.
+
+
+def at_levels(m: nn.Module, params: Tensors, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """What there is at each level, by its name, and the features (B, D): one pass."""
+    there, cuts = {}, set(levels(m))
+    for name, _ in m.get_submodule("body").named_children():
+        x = run_part(m, f"body.{name}", params, x)
+        if name in cuts:
+            there[name] = x
+    return there, x
+
+
+def above(m: nn.Module, params: Tensors, level: str, x: Tensor) -> Tensor:
+    """Logits (B, C) of what there is at a level."""
+    names = [name for name, _ in m.get_submodule("body").named_children()]
+    for name in names[names.index(level) + 1 :]:
+        x = run_part(m, f"body.{name}", params, x)
+    return head(m, params, x)
+
+
+# What enters the layers of a network's body: for each linear layer and convolution the sum of its
+# inputs' products.
+#
+# A convolution is taken as a linear layer on patches: its weights (out, channels, k, k) as (out,
+# channels k²), its inputs one patch for each place of its output.
 
 
 def body_layers(m: nn.Module) -> dict[str, int]:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedstill.errors import ConfigError
-from fedstill.fields import Count
-from fedstill.keys import generator
-from fedstill.model_spec import ModelSpec, as_pairs, as_table_again
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import Count
+from fedstill.core.keys import generator
+from fedstill.core.payload import Tensors
+from fedstill.core.records import ModelSpec, as_pairs, as_table_again
+from fedstill.core.registry import register
 from fedstill.models import contract
 from fedstill.models.network import InputShape
-from fedstill.payload import Tensors
-from fedstill.registry import register
 
 
 @functools.lru_cache(maxsize=16)

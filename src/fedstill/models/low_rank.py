@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedstill.errors import ConfigError
-from fedstill.fields import Count, Positive
-from fedstill.model_spec import ModelSpec, as_table_again
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import Count, Positive
+from fedstill.core.records import ModelSpec, as_table_again
+from fedstill.core.registry import register
 from fedstill.models import contract
-from fedstill.models.held_entries import matches
 from fedstill.models.network import InputShape
-from fedstill.registry import register
+from fedstill.models.parameters import matches
 
 
 class LowRankLinear(nn.Linear):

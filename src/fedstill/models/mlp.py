@@ -6,9 +6,9 @@ import math
 
 from torch import nn
 
-from fedstill.fields import Count, CountOrZero
+from fedstill.core.fields import Count, CountOrZero
+from fedstill.core.registry import register
 from fedstill.models.network import InputShape, Network, OnCircle, projected
-from fedstill.registry import register
 
 
 @register("model", "mlp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fedstill.errors import ConfigError
+from fedstill.core.errors import ConfigError
 
 ImageShape = tuple[int, int, int]
 """(channels, height, width). A network whose ``input_shape`` is annotated so takes images only."""

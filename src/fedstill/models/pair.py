@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedstill.model_spec import ModelSpec, as_pairs, as_table_again
+from fedstill.core.payload import Tensors
+from fedstill.core.records import ModelSpec, as_pairs, as_table_again
+from fedstill.core.registry import register
 from fedstill.models import contract
 from fedstill.models.network import InputShape
-from fedstill.payload import Tensors
-from fedstill.registry import register
 
 
 class Pair(nn.Module):

@@ -1,8 +1,8 @@
 """Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over
 places, a head.
 
-``norm`` is what follows each convolution (``models/norms.py``). The last stage is slimmable: it can
-run at a share of its width (FedAlign).
+``norm`` is what follows each convolution (``models/layers.py``). The last stage is slimmable: it
+can run at a share of its width (FedAlign).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, group_norm
 
-from fedstill.errors import ConfigError
-from fedstill.fields import CountOrZero
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import CountOrZero
+from fedstill.core.registry import register
+from fedstill.models.layers import Norm, norm_layer
 from fedstill.models.network import ImageShape, Network, projected, too_small
-from fedstill.models.norms import Norm, norm_layer
-from fedstill.registry import register
 
 Block = Callable[[int, int, int, Norm], "Residual"]
 

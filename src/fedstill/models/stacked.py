@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedstill.models.layers import MaxPool2d
 from fedstill.models.network import Network, OnCircle
-from fedstill.models.pooling import MaxPool2d
 
 SHAPES = (nn.Flatten, nn.Unflatten)
 KNOWN = (

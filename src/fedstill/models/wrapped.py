@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedstill.errors import ConfigError, FedstillError, on_one_line
-from fedstill.files import short_name
-from fedstill.model_spec import ModelSpec, as_table_again
+from fedstill.core.errors import ConfigError, FedstillError, on_one_line
+from fedstill.core.files import short_name
+from fedstill.core.records import ModelSpec, as_table_again
+from fedstill.core.registry import lookup, register
 from fedstill.models import contract
-from fedstill.models.attention import masked_mean
+from fedstill.models.layers import masked_mean
 from fedstill.models.network import InputShape, Network
-from fedstill.registry import lookup, register
 
 MASKS = ("attention_mask", "padding_mask", "mask")
 """What a module's parameter may be called that says which tokens are there."""

@@ -1,18 +1,29 @@
-"""Pictures of features and units: t-SNE, classes on a circle, and which class each unit stands
-for.
-"""
+"""Figures of features: t-SNE, classes on a circle, units, and decision boundaries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fedstill.report.figures import Figure, Style, layout, plain
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedstill.core.errors import CorruptFile
+from fedstill.data.dataset import stratified
+from fedstill.measures.base import MEASURES_FOLDER
+from fedstill.measures.boundaries import STEPS
+from fedstill.measures.tsne import embedded
+from fedstill.report.figures import COUNTS, Figure, Style, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.markup import (
     Html,
     choice,
+    escape,
     figure,
     grid,
     labelled,
@@ -20,7 +31,10 @@ from fedstill.report.markup import (
     section,
     sentence,
 )
-from fedstill.report.measured import Look, last_looks, matrix, reading
+from fedstill.report.series import Look, last_looks, looks, matrix, reading
+
+# Pictures of features and units: t-SNE, classes on a circle, and which class each unit stands for.
+
 
 CLASSES = (
     "#4E79A7", "#F28E2B", "#59A14F", "#E15759", "#B07AA1",
@@ -286,3 +300,262 @@ def _class_key(group: Group) -> Html:
         named_colour(class_colour(i), n) for i, n in enumerate(group.classes[: 2 * len(CLASSES)])
     ]
     return Html(f'<div class="key">{"".join(n.text for n in names)}</div>')
+
+
+# Runs that started from one model, in one t-SNE: what each method, or each split, does with the
+# same features.
+
+
+RECEIVED, AGGREGATED = "received", "aggregated"
+POINTS = 3000
+"""So many points are embedded at most: the time grows faster than their number."""
+
+ABOUT_JOINT = (
+    "One t-SNE of the test examples' features: of the model that all these runs received, and of "
+    "the local "
+    "models of each run. By run: where a run's points lie on those of the received model, training "
+    "kept "
+    "its features; where they lie apart, training changed them. By class: whether the images of a "
+    "class "
+    "stay together."
+)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The features of one look: (n, D) of each model, and the images' labels (n,)."""
+
+    look: Look
+    features: Mapping[str, Tensor]
+    labels: Tensor
+
+    @property
+    def group(self) -> Group:
+        """The group of the run."""
+        return self.look.group
+
+
+def joint(groups: Sequence[Group], style: Style) -> Html | None:
+    """A figure for each model from which several groups' runs started; None if there is no such
+    model.
+    """
+    families = _families(
+        [k for look in last_looks(groups, "tsne") if (k := _kept(look)) is not None]
+    )
+    if not families:
+        return None
+    figures = [
+        figure(_figures(family, style), ABOUT_JOINT, _title(family), "joint") for family in families
+    ]
+    parts = [choice("joint", "Colour by", ["run", "class"]), *figures]
+    return section("Runs that started from one model", sentence(ABOUT_JOINT), *parts, name="joint")
+
+
+def _title(family: Sequence[Kept]) -> Html:
+    """Which runs, and of which seed; the section says the rest."""
+    return Html(
+        escape(f"{', '.join(k.group.label for k in family)} (seed {family[0].look.run.seed})")
+    )
+
+
+def _kept(look: Look) -> Kept | None:
+    """What the measure kept beside the journal; None where nothing was kept, or the file was left
+    behind.
+    """
+    with reading(look) as event:
+        name, labels = (
+            Path(str(event.get("features") or "")).name,
+            [int(v) for v in event["labels"]],
+        )
+    path = look.run.folder / MEASURES_FOLDER / name
+    if not name or not path.is_file():
+        return None
+    try:
+        features = safetensors.torch.load(path.read_bytes())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+    shapes = {tuple(v.shape) for v in features.values()}
+    if (
+        RECEIVED not in features
+        or len(shapes) != 1
+        or features[RECEIVED].dim() != 2
+        or len(features[RECEIVED]) != len(labels)
+    ):
+        raise CorruptFile(
+            f"{path} is damaged: it must hold features of {len(labels)} images for each model"
+        )
+    return Kept(look, features, torch.tensor(labels))
+
+
+def _families(kept: Sequence[Kept]) -> list[list[Kept]]:
+    """Looks whose runs received the same model, two groups or more."""
+    families: list[list[Kept]] = []
+    for one in kept:
+        own = one.features[RECEIVED]
+        for family in families:
+            first = family[0].features[RECEIVED]
+            if first.shape == own.shape and torch.equal(first, own):
+                family.append(one)
+                break
+        else:
+            families.append([one])
+    return [family for family in families if len(family) > 1]
+
+
+def _figures(family: Sequence[Kept], style: Style) -> list[Figure]:
+    """The embedding, coloured by run and by class."""
+    models = [
+        (None, RECEIVED),
+        *((k, m) for k in family for m in k.features if m not in (RECEIVED, AGGREGATED)),
+    ]
+    labels = family[0].labels
+    few = min(len(labels), max(1, POINTS // len(models)))
+    some = torch.arange(len(labels)) if few == len(labels) else stratified(labels, few, seed=0)
+    rows = torch.cat([(k or family[0]).features[m][some] for k, m in models])
+    places = embedded(rows.float(), seed=0).reshape(len(models), few, 2)
+    own = {
+        id(k): [p for (o, _), p in zip(models, places, strict=True) if o is k]
+        for k in (None, *family)
+    }
+    by_run = [
+        dots(named(k.group), _pairs(torch.cat(own[id(k)])), style.colour(k.group), 4)
+        for k in sorted(family, key=lambda k: -len(own[id(k)]))
+    ]
+    by_run.append(dots("the model received", _pairs(own[id(None)][0]), GLOBALS[RECEIVED], 5))
+    classes = labels[some]
+    by_class = [
+        dots(
+            plain(class_name(family[0].look, c)),
+            _pairs(places[:, classes == c].reshape(-1, 2)),
+            class_colour(c),
+            4,
+        )
+        for c in sorted(set(classes.tolist()))
+    ]
+    return [on_plane(by_run), on_plane(by_class)]
+
+
+def _pairs(places: Tensor) -> list[tuple[float, float]]:
+    return [(round(x, 1), round(y, 1)) for x, y in places.tolist()]
+
+
+# Decision boundaries of a client that asked, stage by stage, with its accuracy by class below.
+
+
+STAGE_TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
+PLANE_HEIGHT = 400
+
+
+def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
+    """For each group the planes of its first seed that has any; None if it was not measured."""
+    shown = [seen for g in groups if (seen := _of_last_round(g))]
+    if not shown:
+        return None
+    says = (
+        "Each point is a test image of a class that the client asked for (ringed) or has. The axes "
+        "are the "
+        "first two principal components of the model's features. The background is the class that "
+        "the model's"
+        " head predicts there. Below: accuracy by class on the whole test set."
+    )
+    parts = []
+    for seen in shown:
+        parts += [labelled(seen[0].group, style), grid([_stage(look) for look in seen], "small")]
+    return section("Decision boundaries", sentence(says), *parts, name="boundaries")
+
+
+def _of_last_round(group: Group) -> list[Look]:
+    """The looks of the first seed that has any: after the client last trained alone, and in the
+    last round.
+    """
+    every = list(looks(group, "boundaries"))
+    own = [look for look in every if look.run is every[0].run]
+    last = own[-1].event["round"] if own else 0
+    alone = max((look.event["round"] for look in own if look.event["name"] == "fit"), default=0)
+    return [
+        look
+        for look in own
+        if look.event["round"] == (alone if look.event["name"] == "fit" else last)
+    ]
+
+
+def _stage(look: Look) -> Html:
+    title = STAGE_TITLES.get(str(look.event["name"]), str(look.event["name"]))
+    with reading(look):
+        plane, bar = _plane(look), _accuracies(look)
+        axes = {
+            "xaxis": BARE,
+            "yaxis": {**BARE, "domain": [0.3, 1]},
+            "xaxis2": {"type": "category", "anchor": "y2", "automargin": True},
+            "yaxis2": {**BARE, "type": "category", "domain": [0, 0.1]},
+        }
+        drawn = {
+            "data": [*plane, bar],
+            "layout": layout(height=PLANE_HEIGHT, hovermode="closest", **axes),
+        }
+        return figure([drawn], f"{look.place}, client {look.event['client']}", title)
+
+
+def _plane(look: Look) -> list[Figure]:
+    event, names = look.event, [plain(str(c)) for c in look.group.classes]
+    plane = matrix(event["plane"], STEPS, STEPS)
+    (x0, x1), (y0, y1) = event["x_range"], event["y_range"]
+    steps = [(i + j) / len(CLASSES) for i in range(len(CLASSES)) for j in (0, 1)]
+    colours = [CLASSES[i] for i in range(len(CLASSES)) for _ in (0, 1)]
+    background = {
+        "type": "heatmap",
+        "x": [rounded(x0 + (x1 - x0) * k / (STEPS - 1)) for k in range(STEPS)],
+        "y": [rounded(y0 + (y1 - y0) * k / (STEPS - 1)) for k in range(STEPS)],
+        "z": [[int(v) % len(CLASSES) for v in row] for row in plane],
+        "customdata": [[names[int(v)] for v in row] for row in plane],
+        "zmin": 0,
+        "zmax": len(CLASSES),
+        "colorscale": [list(pair) for pair in zip(steps, colours, strict=True)],
+        "opacity": 0.35,
+        "showscale": False,
+        "hovertemplate": "the head says %{customdata}<extra></extra>",
+    }
+    points = []
+    for c in [*event["query"], *event["own"]]:
+        at = [i for i, label in enumerate(event["labels"]) if label == c]
+        ring = {"width": 1.5, "color": "black"} if c in event["query"] else {"width": 0}
+        points.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": names[c],
+                "x": [event["x"][i] for i in at],
+                "y": [event["y"][i] for i in at],
+                "marker": {"size": 6, "color": class_colour(c), "line": ring},
+                "hovertemplate": f"{names[c]}<extra></extra>",
+            }
+        )
+    return [background, *points]
+
+
+def _accuracies(look: Look) -> Figure:
+    event = look.event
+    shown = [*event["query"], *event["own"]]
+    names = [
+        f"{plain(str(look.group.classes[c]))}{' (asked for)' if c in event['query'] else ''}"
+        for c in shown
+    ]
+    values = [
+        None if event["accuracy"][c] is None else rounded(float(event["accuracy"][c]))
+        for c in shown
+    ]
+    return {
+        "type": "heatmap",
+        "xaxis": "x2",
+        "yaxis": "y2",
+        "x": names,
+        "y": ["accuracy"],
+        "z": [values],
+        "text": [["" if v is None else f"{v:.0%}" for v in values]],
+        "texttemplate": "%{text}",
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": COUNTS,
+        "showscale": False,
+        "hovertemplate": "%{x}: %{z:.1%}<extra></extra>",
+    }

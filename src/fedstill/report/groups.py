@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from fedstill.experiment.config.earlier import UNSAID
-from fedstill.files import short_name
+from fedstill.config.earlier import UNSAID
+from fedstill.core.files import short_name
 from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run, find
 

@@ -31,8 +31,7 @@ from fedstill.report.markup import (
     section,
     sentence,
 )
-from fedstill.report.measured import Look, looks, reading
-from fedstill.report.series import over_seeds
+from fedstill.report.series import Look, looks, over_seeds, reading
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
 SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}

@@ -10,14 +10,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fedstill.errors import ConfigError
-from fedstill.files import make_folder, write_whole
+from fedstill.core.errors import ConfigError
+from fedstill.core.files import OF_TABLES, make_folder, refuse_other_kind, write_whole
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.report.best_first import best_first
 from fedstill.report.groups import Group
 from fedstill.report.numbers import Column, reported
-from fedstill.report.summary import NONE, columns, rows
-from fedstill.written_over import OF_TABLES, refuse_other_kind
+from fedstill.report.summary import NONE, best_first, columns, rows
 
 IN_LATEX = {
     "\\": r"\textbackslash{}",

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.experiment.comparing.compare import Outcome
-from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.ranking.carried_out import Do
-from fedstill.experiment.ranking.competing import compete
-from fedstill.experiment.ranking.entries import Entered, read_entry
-from fedstill.experiment.ranking.suites import Suite
+from fedstill.benchmark.competing import compete
+from fedstill.benchmark.entries import Entered, read_entry
+from fedstill.benchmark.scoring import Do
+from fedstill.benchmark.suites import Suite
+from fedstill.running.compare import Outcome
+from fedstill.running.variants import Variant
 
 
 @pytest.fixture

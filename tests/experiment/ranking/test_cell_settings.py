@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.ranking.cell_settings import setting_of
+from fedstill.benchmark.maps import setting_of
+from fedstill.config.experiment import from_tree
+from fedstill.config.resolve import settle
+from fedstill.running.preparation import Prepared, prepare
 
 BASE = {
     "rounds": 1,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import tiny_ranking
-from fedstill.experiment.ranking.checking import checked_entry
-from fedstill.experiment.ranking.entries import LARGEST, Entered
-from fedstill.experiment.ranking.replaying import _first_rounds, drawn_places, replayed
-from fedstill.experiment.ranking.suites import Suite, load_suite
-from fedstill.files import digest
+from fedstill.benchmark.checking import checked_entry
+from fedstill.benchmark.entries import LARGEST, Entered
+from fedstill.benchmark.replay import _first_rounds, drawn_places, replayed
+from fedstill.benchmark.suites import Suite, load_suite
+from fedstill.core.files import digest
 from forged_entries import refusals, told
 
 RUN = "uneven/seed3"

@@ -16,13 +16,13 @@ import pytest
 
 import forged_entries
 import tiny_ranking
-from fedstill.experiment.ranking import replaying
-from fedstill.experiment.ranking.carried_out import Do
-from fedstill.experiment.ranking.competing import compete
-from fedstill.experiment.ranking.entries import Entered, read_entry
-from fedstill.experiment.ranking.replaying import drawn_places
-from fedstill.experiment.ranking.suites import Suite
-from fedstill.report.checked_entries import check_one
+from fedstill.benchmark import replay as replaying
+from fedstill.benchmark.competing import compete
+from fedstill.benchmark.entries import Entered, read_entry
+from fedstill.benchmark.replay import drawn_places
+from fedstill.benchmark.scoring import Do
+from fedstill.benchmark.suites import Suite
+from fedstill.benchmark.terminal import check_one
 from forged_entries import (
     Events,
     forged,

@@ -6,10 +6,8 @@ from math import nan
 
 import pytest
 
-from fedstill.experiment.ranking.cell_settings import Setting
-from fedstill.experiment.ranking.nearest import APART, away, nearest_cell, told_of_maps
-from fedstill.experiment.ranking.scoring import Score
-from fedstill.experiment.ranking.where import Grid, MapCell
+from fedstill.benchmark.maps import APART, Grid, MapCell, Setting, away, nearest_cell, told_of_maps
+from fedstill.benchmark.scoring import Score
 
 PLACES = {
     (0.1, 1): Setting(0.4, 0.05, 0.25),

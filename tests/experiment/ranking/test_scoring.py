@@ -15,7 +15,21 @@ import numpy as np
 import pytest
 
 import tiny_ranking
-from fedstill.errors import (
+from fedstill.benchmark.checking import checked_entry
+from fedstill.benchmark.competing import (
+    choice_of,
+    choose_fields,
+    compete,
+    newcomer,
+    rehearse,
+    suite_at,
+)
+from fedstill.benchmark.entries import Entered, read_entry
+from fedstill.benchmark.replay import replayed
+from fedstill.benchmark.scoring import ended, matrix_of, score_of
+from fedstill.benchmark.suites import Suite
+from fedstill.config.experiment import from_tree
+from fedstill.core.errors import (
     ConfigError,
     CorruptFile,
     Diverged,
@@ -23,25 +37,10 @@ from fedstill.errors import (
     Interrupted,
     RunsFailed,
 )
-from fedstill.experiment.comparing.compare import Outcome, carry_out_runs
-from fedstill.experiment.comparing.variants import Variant, variants
-from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.ranking.carried_out import ended
-from fedstill.experiment.ranking.checking import checked_entry
-from fedstill.experiment.ranking.choosing import choice_of
-from fedstill.experiment.ranking.competing import (
-    choose_fields,
-    compete,
-    newcomer,
-    rehearse,
-    suite_at,
-)
-from fedstill.experiment.ranking.entries import Entered, read_entry
-from fedstill.experiment.ranking.replaying import replayed
-from fedstill.experiment.ranking.scoring import matrix_of, score_of
-from fedstill.experiment.ranking.suites import Suite
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.files import digest
+from fedstill.core.files import digest
+from fedstill.running.compare import Outcome, carry_out_runs
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.variants import Variant, variants
 
 
 def journal(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
@@ -264,9 +263,9 @@ NEWCOMER = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedstill.fields import NonNegative
+from fedstill.core.fields import NonNegative
 from fedstill.methods.fedprox import FedProx
-from fedstill.registry import method
+from fedstill.core.registry import method
 
 
 @method("mine")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.experiment.ranking.checking import suite_of
-from fedstill.experiment.ranking.entries import Entered, entries_below, read_entry
-from fedstill.experiment.ranking.replaying import drawn_places, reached, replayed
+from fedstill.benchmark.checking import suite_of
+from fedstill.benchmark.entries import Entered, entries_below, read_entry
+from fedstill.benchmark.replay import drawn_places, reached, replayed
 
 ENTRIES = Path(__file__).parents[3] / "results" / "rank"
 

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.ranking import suites
-from fedstill.experiment.ranking.choices import TIE, Choice
-from fedstill.experiment.ranking.competing import choose_fields, suite_at
-from fedstill.experiment.ranking.suites import Suite, load_suite, suite_names
-from fedstill.experiment.ranking.tries import MOST_TRIES
-from fedstill.experiment.run_directory.split_file import split_told
-from fedstill.experiment.running.measuring import Measuring
+from fedstill.benchmark import suites
+from fedstill.benchmark.competing import choose_fields, suite_at
+from fedstill.benchmark.suites import MOST_TRIES, TIE, Choice, Suite, load_suite, suite_names
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.running.preparation import prepare
+from fedstill.running.recording import Measuring
+from fedstill.running.split_file import split_told
 
 DRAWN = Path(__file__).parent / "drawn.json"
 """What seeds 0 and 4 of the digits tier draw in each column: a change of it means a new version of

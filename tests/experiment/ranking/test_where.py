@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.ranking.scoring import Score
-from fedstill.experiment.ranking.suites import Suite
-from fedstill.experiment.ranking.where import AXES, EVEN, Grid, MapCell, grid_of, row_to_map
-from fedstill.report.where_it_helps import cell_table, write_map
+from fedstill.benchmark.map_page import cell_table, write_map
+from fedstill.benchmark.maps import AXES, EVEN, Grid, MapCell, grid_of, row_to_map
+from fedstill.benchmark.scoring import Score
+from fedstill.benchmark.suites import Suite
+from fedstill.core.errors import ConfigError, UnknownName
 
 
 def cell(alpha: float, *gains: float) -> MapCell:

@@ -11,14 +11,13 @@ import pytest
 from offline_wandb import offline_runs
 
 import toys
-from fedstill.errors import ConfigError, Interrupted, UnknownName
-from fedstill.experiment.comparing.compare import carry_out_runs
-from fedstill.experiment.comparing.variants import variants
-from fedstill.experiment.run_directory.journal import read_journal, without_times
-from fedstill.experiment.running.runner import resume, run
-from fedstill.experiment.tracking.round_numbers import RoundNumbers
-from fedstill.experiment.tracking.tracker import AboutRun
-from fedstill.experiment.tracking.tracking import TRACKERS
+from fedstill.core.errors import ConfigError, Interrupted, UnknownName
+from fedstill.running.compare import carry_out_runs
+from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runner import resume, run
+from fedstill.running.trackers import AboutRun
+from fedstill.running.tracking import TRACKERS, RoundNumbers
+from fedstill.running.variants import variants
 from run_bits import StopAfter
 
 
@@ -262,7 +261,7 @@ def test_every_run_of_a_comparison_is_tracked_and_finished_ones_are_sent_later(
 ) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     (tmp_path / "small.toml").write_text(toys.SMALL)
-    from fedstill.experiment.config.experiment import load
+    from fedstill.config.experiment import load
 
     runs = variants(load(tmp_path / "small.toml"), tmp_path / "both", seeds=(1, 2))
     carry_out_runs(runs[:1], 1, lambda outcomes: None)

@@ -10,12 +10,12 @@ import numpy as np
 from annotated_types import Interval
 from numpy.typing import ArrayLike, NDArray
 
-from fedstill.data.partition.flat import FlatParts
+from fedstill.core.errors import DataError
+from fedstill.core.fields import Count, Positive, Seed
+from fedstill.core.keys import numpy_generator
+from fedstill.core.registry import register
+from fedstill.data.client_split import FlatParts
 from fedstill.data.partition.rules import Parts
-from fedstill.errors import DataError
-from fedstill.fields import Count, Positive, Seed
-from fedstill.keys import numpy_generator
-from fedstill.registry import register
 
 
 @register("partition", "column")

@@ -10,7 +10,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.data.partition.flat import FlatParts
+from fedstill.core.errors import InfeasiblePartition
+from fedstill.core.fields import Count, Positive, Seed
+from fedstill.core.keys import numpy_generator
+from fedstill.data.client_split import FlatParts
 from fedstill.data.partition.rules import (
     Draw,
     Labels,
@@ -20,9 +23,6 @@ from fedstill.data.partition.rules import (
     partition,
     refuse_too_many,
 )
-from fedstill.errors import InfeasiblePartition
-from fedstill.fields import Count, Positive, Seed
-from fedstill.keys import numpy_generator
 
 Stream = Literal["official", "fast"]
 DRAWS_AT_ONCE = 64

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.core.errors import InfeasiblePartition
+from fedstill.core.fields import Count, Positive, Seed
 from fedstill.data.partition.dirichlet import cuts, pieces_of, shuffled_parts
 from fedstill.data.partition.rules import (
     Draw,
@@ -20,8 +22,6 @@ from fedstill.data.partition.rules import (
     random_classes,
     refuse_too_many,
 )
-from fedstill.errors import InfeasiblePartition
-from fedstill.fields import Count, Positive, Seed
 
 
 @partition("extended_dirichlet")

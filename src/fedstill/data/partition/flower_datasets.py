@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.fields import Count, Seed
 from fedstill.data.partition.rules import Labels, Parts, partition
-from fedstill.errors import ConfigError, UnknownName
-from fedstill.fields import Count, Seed
 
 LABEL, PLACE = "label", "place"
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstill.core.errors import InfeasiblePartition
+from fedstill.core.fields import Count, Positive, Seed
+from fedstill.core.keys import generator
+from fedstill.data.client_split import FlatParts
 from fedstill.data.partition.dirichlet import pieces_of
-from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition
-from fedstill.errors import InfeasiblePartition
-from fedstill.fields import Count, Positive, Seed
-from fedstill.keys import generator
 
 
 def public_split(

@@ -6,8 +6,10 @@ from typing import Literal
 
 import numpy as np
 
+from fedstill.core.errors import InfeasiblePartition
+from fedstill.core.fields import Count, Positive, Seed, Share
+from fedstill.data.client_split import FlatParts
 from fedstill.data.partition.dirichlet import dirichlet_draw
-from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import (
     Labels,
     Parts,
@@ -16,8 +18,6 @@ from fedstill.data.partition.rules import (
     partition,
     refuse_too_many,
 )
-from fedstill.errors import InfeasiblePartition
-from fedstill.fields import Count, Positive, Seed, Share
 
 
 @partition("hybrid")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedstill.data.partition.flat import FlatParts, ends_of
+from fedstill.core.fields import Count, Seed
+from fedstill.data.client_split import FlatParts, ends_of
 from fedstill.data.partition.rules import Labels, Parts, legacy_stream, partition, refuse_too_many
-from fedstill.fields import Count, Seed
 
 
 @partition("iid")

@@ -7,8 +7,10 @@ from typing import Literal
 
 import numpy as np
 
+from fedstill.core.errors import InfeasiblePartition
+from fedstill.core.fields import Count, Seed
+from fedstill.data.client_split import FlatParts
 from fedstill.data.partition.dirichlet import pieces_of
-from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import (
     Labels,
     Parts,
@@ -17,8 +19,6 @@ from fedstill.data.partition.rules import (
     partition,
     random_classes,
 )
-from fedstill.errors import InfeasiblePartition
-from fedstill.fields import Count, Seed
 
 
 @partition("pathological")

@@ -13,10 +13,10 @@ from typing import Any, ParamSpec, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.data.partition.flat import FlatParts
-from fedstill.errors import ConfigError, DataError, InfeasiblePartition
-from fedstill.fields import problem
-from fedstill.registry import register
+from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
+from fedstill.core.fields import problem
+from fedstill.core.registry import register
+from fedstill.data.client_split import FlatParts
 
 Labels = NDArray[np.int64]
 Parts = Sequence[NDArray[np.int64]]

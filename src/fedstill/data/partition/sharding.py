@@ -7,9 +7,9 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.core.errors import InfeasiblePartition
+from fedstill.core.fields import Count, Seed
 from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition
-from fedstill.errors import InfeasiblePartition
-from fedstill.fields import Count, Seed
 
 
 @partition("sharding")

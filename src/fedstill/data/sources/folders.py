@@ -1,26 +1,208 @@
-"""Data in a folder, whichever of the layouts it is in: parquet, CSV, IDX, NPZ, images by class."""
+"""Data in a folder, in any of the layouts: parquet, CSV, IDX, NPZ, images by class."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fedstill.core.errors import DataError
+from fedstill.data.cache import Decoded, kept
+from fedstill.data.sources.array_files import is_idx, read_idx, read_npz
 from fedstill.data.sources.catalog import Known
-from fedstill.data.sources.columns import Columns
-from fedstill.data.sources.csv_files import read_csv_files
-from fedstill.data.sources.decoded import Decoded, kept
+from fedstill.data.sources.column_files import CsvFrame, only_file
+from fedstill.data.sources.columns import SPLIT_NAMES, Columns, read_rows, with_ids
 from fedstill.data.sources.held_out import hold_out
-from fedstill.data.sources.idx import is_idx, read_idx
-from fedstill.data.sources.image_folder import read_image_folder
-from fedstill.data.sources.kinds import refuse_of_tables
-from fedstill.data.sources.npz import read_npz
+from fedstill.data.sources.images import IMAGE_SUFFIXES, Pictures
+from fedstill.data.sources.limits import in_one_line
 from fedstill.data.sources.parquet import by_split, read_parquet, said_split
-from fedstill.data.sources.pictures import IMAGE_SUFFIXES
+from fedstill.data.sources.schema import input_columns, refuse_of_tables
+from fedstill.data.sources.tabular import read_frames, shown_first
 from fedstill.data.sources.verify import verified
-from fedstill.data.sources.walk import files_below
-from fedstill.errors import DataError
+
+# The files below a folder that is said to hold data; a folder that holds something else is noticed
+# early.
+
+
+DEPTH = 8
+"""Folders in folders; data have a folder for a split, one for a class, and a few above these."""
+
+FOLDERS_WALKED = 100_000
+"""Folders below one data set's."""
+
+OTHERS = 10_000
+"""From so many files on that are no data, and are four times as many as those that are, it is
+another folder.
+"""
+
+DATA_SUFFIXES = IMAGE_SUFFIXES | {".parquet", ".csv", ".tsv", ".npz", ".gz"}
+
+
+def files_below(place: Path) -> list[Path]:
+    """All regular files below a folder, through links too, in the order of their paths; hidden ones
+    are left out.
+
+    Raises DataError for what cannot be read, for a link that leads back up, and for a folder that
+    is clearly not that of a data set: the root of a file system, or thousands of files of other
+    kinds.
+    """
+    real = Path(os.path.realpath(place))
+    if real == Path(real.anchor):
+        raise DataError(
+            f"{place} is the root of a file system, not the folder of a data set; name that folder"
+        )
+    with in_one_line(place):
+        return sorted(_Walk(place).below(place, ()))
+
+
+@dataclass
+class _Walk:
+    place: Path
+    folders: int = 0
+    data: int = 0
+    others: int = 0
+
+    def below(self, folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+        about = folder.stat()
+        here = (about.st_dev, about.st_ino)
+        if here in above:
+            raise DataError(f"{folder} is a link to a folder above it; remove the link")
+        self.folders += 1
+        if len(above) > DEPTH or self.folders > FOLDERS_WALKED:
+            self._refuse(
+                f"has folders {len(above)} deep"
+                if len(above) > DEPTH
+                else f"has {self.folders:,} folders"
+            )
+        inner = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    inner.append(folder / entry.name)
+                elif entry.is_file():
+                    self._count(entry.name)
+                    yield folder / entry.name
+        for each in sorted(inner):
+            yield from self.below(each, (*above, here))
+
+    def _count(self, name: str) -> None:
+        if os.path.splitext(name)[1].lower() in DATA_SUFFIXES:  # noqa: PTH122 - a million names
+            self.data += 1
+        else:
+            self.others += 1
+            if self.others > OTHERS and self.others > 4 * self.data:
+                self._refuse(
+                    f"has over {self.others - 1:,} files that are no images, parquet, CSV, IDX or "
+                    "NPZ"
+                )
+
+    def _refuse(self, why: str) -> None:
+        raise DataError(f"{self.place} {why}: it is not the folder of a data set; name that folder")
+
+
+# CSV files of a data set: a table, or texts, with a line of column names.
+
+
+def read_csv_files(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
+    """The CSV files of a folder, by split; raises DataError for one that cannot be read, or has no
+    clear columns.
+    """
+    frames = {split: CsvFrame(tuple(paths)) for split, paths in files.items()}
+    what = str(only_file(files) or folder)
+    first = shown_first(frames)
+    if not first.rows:
+        raise DataError(
+            f"{only_file({'': first.files}) or what} has a line of column names and no rows below "
+            "it"
+        )
+    inputs = input_columns(what, first.schema, columns)
+    if inputs is None:
+        raise DataError(
+            f"{what}: a CSV file holds no images; leave data.image_column and data.kind out"
+        )
+    return read_frames(what, frames, inputs)
+
+
+# Images in folders named by their class.
+
+
+TABLES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
+"""Files with which some folders say which image has which label; they are not read."""
+
+
+def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
+    """Images in folders named by their class, with folders named by the split above them or
+    without.
+
+    A folder says a split by a word of its name: ``train``, ``test-images``. Where some do, images
+    outside of these are left out. Raises DataError if there are no images, or if a file is none.
+    """
+    images = sorted(
+        (f for f in files if f.suffix.lower() in IMAGE_SUFFIXES), key=lambda f: f.as_posix()
+    )
+    if not images:
+        kinds = Counter(f.suffix.lower() for f in files if f.suffix)
+        there = (
+            f" (it holds {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(3))})"
+            if kinds
+            else ""
+        )
+        raise DataError(
+            f"{place} holds no images{there}; a folder of images holds one folder a class, e.g. "
+            "train/cat/1.png. "
+            "Other files, sounds say, are read by a function of yours: data.name = 'mine.py:data'"
+        )
+    for table in (f for f in files if f.name in TABLES):
+        raise DataError(
+            f"{table} is not read; put each image into a folder named by its class, or write "
+            "parquet files"
+        )
+    if flat := _without_class([f.relative_to(place) for f in images]):
+        raise DataError(
+            f"{place / flat} is in no folder of its class; put each image into a folder named by "
+            "its class: "
+            f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
+        )
+    by_split: dict[str, list[Path]] = {}
+    for path in images:
+        by_split.setdefault(_split_of(path.relative_to(place)), []).append(path)
+    if len(by_split) > 1:
+        by_split.pop("", None)
+    raw = {
+        split or "train": read_rows(
+            Pictures(f"{place}, {split or 'train'}", columns.size, len(paths), place),
+            ((path, path.parent.name) for path in paths),
+        )
+        for split, paths in by_split.items()
+    }
+    return with_ids(str(place), raw, None)
+
+
+def _without_class(images: Sequence[Path]) -> Path | None:
+    """An image that lies in no folder, or in a split's own, where no folder at its level names a
+    class.
+    """
+    folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
+    flat = {1, 2} if folders <= SPLIT_NAMES.keys() else {1}
+    return next((path for path in images if len(path.parts) in flat), None)
+
+
+def _split_of(path: Path) -> str:
+    """The split that a folder above an image's class names; "" if none does."""
+    for folder in path.parts[:-2]:
+        for word in re.split(r"[-._ 0-9]+", folder.lower()):
+            if word in SPLIT_NAMES:
+                return SPLIT_NAMES[word]
+    return ""
+
+
+# Data in a folder, whichever of the layouts it is in: parquet, CSV, IDX, NPZ, images by class.
+
 
 CSV = (".csv", ".tsv")
 DATA_FILES = (".parquet", *CSV, ".npz")

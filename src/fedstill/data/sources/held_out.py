@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.data.cache import Decoded
 from fedstill.data.form import Form
-from fedstill.data.sources.decoded import Decoded
 from fedstill.data.time_cuts import tasks_of_times
 
 TEST_SHARE = 0.2

@@ -10,14 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fedstill.core.errors import DataError
+from fedstill.core.registry import names
 from fedstill.data.form import Form, Kind
 from fedstill.data.sources.catalog import FOLDERS
 from fedstill.data.sources.column_files import CsvFrame, ParquetFrame
 from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.folders import CSV, local_folder
-from fedstill.data.sources.kinds import input_columns
-from fedstill.errors import DataError
-from fedstill.registry import names
+from fedstill.data.sources.schema import input_columns
 
 COLUMNS = (".parquet", *CSV)
 """How the names of files of columns end."""

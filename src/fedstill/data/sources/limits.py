@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedstill.errors import DataError, on_one_line
+from fedstill.core.errors import DataError, on_one_line
 
 PIXELS = 1 << 26
 """Pixels of one image, 8,192 × 8,192: more than cameras make; decoded, it and its copies take about

@@ -9,11 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedstill.data.examples import Dataset
+from fedstill.core.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
+from fedstill.core.fields import plain_value
+from fedstill.core.files import short_name
+from fedstill.core.registry import lookup, names
+from fedstill.core.user_code import of_kind, reason
+from fedstill.data.cache import kept
+from fedstill.data.dataset import Dataset
 from fedstill.data.form import Form
 from fedstill.data.sources.catalog import FOLDERS, Known
 from fedstill.data.sources.columns import Columns
-from fedstill.data.sources.decoded import kept
 from fedstill.data.sources.folders import (
     DATA_FILES,
     at_home,
@@ -24,15 +29,10 @@ from fedstill.data.sources.folders import (
     read_folder,
 )
 from fedstill.data.sources.held_out import hold_out
+from fedstill.data.sources.hub import read_hub
 from fedstill.data.sources.limits import in_one_line
-from fedstill.data.sources.streams import read_hub
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified
-from fedstill.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
-from fedstill.fields import plain_value
-from fedstill.files import short_name
-from fedstill.origin import of_kind, reason
-from fedstill.registry import lookup, names
 
 FORM = tuple(field.name for field in dataclass_fields(Form))
 """Options that say what examples are made of."""

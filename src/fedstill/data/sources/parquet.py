@@ -14,6 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedstill.core.errors import DataError, on_one_line
+from fedstill.data.cache import Decoded
 from fedstill.data.form import Form
 from fedstill.data.sources.column_files import (
     PAGE_BUFFER,
@@ -22,13 +24,10 @@ from fedstill.data.sources.column_files import (
     only_file,
     refuse_claims,
 )
-from fedstill.data.sources.column_types import holds_text
 from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
-from fedstill.data.sources.decoded import Decoded
-from fedstill.data.sources.kinds import input_columns, no_owner
 from fedstill.data.sources.limits import in_one_line, refuse_ratio
+from fedstill.data.sources.schema import holds_text, input_columns, no_owner
 from fedstill.data.sources.tabular import owned, read_frames, shown_first
-from fedstill.errors import DataError, on_one_line
 
 ROWS_AT_ONCE = 1
 """A value that a file holds once may stand in all its rows: a thousand of them at once may be any

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstill.data.examples import Dataset
+from fedstill.core.errors import ConfigError, DataError
+from fedstill.core.records import Examples
+from fedstill.data.cache import Arrays, Decoded
+from fedstill.data.dataset import Dataset
 from fedstill.data.form import MANY, About, Kind
 from fedstill.data.sources.catalog import HALF
-from fedstill.data.sources.decoded import Arrays, Decoded
 from fedstill.data.sources.verify import verified
-from fedstill.errors import ConfigError, DataError
-from fedstill.records import Examples
 
 WHAT = ("values", "labels")
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from fedstill.core.errors import DataError
+from fedstill.data.cache import Arrays, Decoded
 from fedstill.data.form import MANY
 from fedstill.data.sources.catalog import Known
-from fedstill.data.sources.decoded import Arrays, Decoded
-from fedstill.errors import DataError
 
 ORDER = ("train", "validation", "test")
 BLOCK = 4096

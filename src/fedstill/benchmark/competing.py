@@ -1,0 +1,162 @@
+"""What the commands of the ranking do: fields chosen, runs done, entries written; each goes on
+where it stopped.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fedstill.benchmark.entries import Entered, write_entry
+from fedstill.benchmark.scoring import Do, Ended, ended, not_stopped
+from fedstill.benchmark.suites import (
+    CHOOSING_SEEDS,
+    Choice,
+    Suite,
+    Try,
+    read_choice,
+    refuse_one_folder,
+    slug,
+    write_choices,
+)
+from fedstill.config.named_tables import resolved_name
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.running.journal import read_journal, without_times
+
+# Fields chosen for the rows of a suite, on training images that clients lack and on seeds that are
+# not reported.
+
+
+def choice_for(suite: Suite, row: str, out: Path, do: Do) -> Choice:
+    """What is chosen for a row, when its tries are done; the same call goes on where it was
+    stopped.
+    """
+    trials = suite.trials(row, out)
+    return choice_of(ended([run for one in trials for run in one], do), len(trials))
+
+
+def choice_of(runs: Sequence[Ended], tries: int) -> Choice:
+    """The choice from the runs of all tries, in order: a run that diverged scores 0."""
+    each = len(CHOOSING_SEEDS)
+    own = [runs[i * each : (i + 1) * each] for i in range(tries)]
+    scores = tuple(
+        tuple(0.0 if one.diverged else one.score.accuracy for one in runs) for runs in own
+    )
+    return Choice(scores, tuple(sum(one.score.sent for one in runs) // each for runs in own))
+
+
+CHOSEN = "chosen.toml"
+"""The file beside the runs of a suite that chooses, with what was chosen there."""
+
+REHEARSED = 99
+"""The seed of a rehearsal: none that chooses or is reported."""
+
+RATES = 5
+"""How many learning rates are tried of a method that names no tries: those of the suite's
+FedAvg.
+"""
+
+
+def suite_at(suite: Suite, out: Path) -> Suite:
+    """The suite with what was chosen in a folder, over what ships with it."""
+    path = out / suite.chooses_in.name / CHOSEN
+    if not path.is_file():
+        return suite
+    tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    own = {
+        row: read_choice(f"{path}, {row}", table, len(suite.tries[row]))
+        for row, table in tree.items()
+        if row in suite.tries
+    }
+    return replace(suite, chosen={**suite.chosen, **own})
+
+
+def choose_fields(suite: Suite, rows: Sequence[str], out: Path, do: Do) -> Suite:
+    """The suite with fields chosen for some rows; each is kept in a file as soon as it is chosen.
+
+    First the row whose learning rate the others have. Trials and file are in the folder of the
+    suite that chooses.
+    """
+    suite, folder = suite_at(suite, out), out / suite.chooses_in.name
+    for row in sorted(rows, key=lambda one: one != suite.rate_of):
+        choice = choice_for(suite, row, folder / "choosing", do)
+        suite = replace(suite, chosen={**suite.chosen, row: choice})
+        keep_choices(suite, folder / CHOSEN)
+    return suite
+
+
+def keep_choices(suite: Suite, path: Path) -> None:
+    """Write what is chosen in a suite to a file."""
+    own = {row: suite.chosen[row] for row in suite.tries if row in suite.chosen}
+    write_choices(
+        path, suite.chooses_in.version, own, {row: suite.settings_chosen(row) for row in own}
+    )
+
+
+def compete(
+    suite: Suite, rows: Sequence[str], out: Path, do: Do, own: Path | None = None
+) -> list[Entered]:
+    """Do all runs of some rows, and write an entry of each to ``OUT/entries/SUITE/``.
+
+    ``own``: the rows' file, where their method is not in the package.
+    """
+    each = ended([run for row in rows for run in suite.runs(row, out / suite.name / "runs")], do)
+    entries = out / "entries" / suite.name
+    return [write_entry(suite, row, _of(row, each), entries / slug(row), own) for row in rows]
+
+
+def _of(row: str, runs: Iterable[Ended]) -> list[Ended]:
+    """The runs of one row: another's name may begin alike."""
+    return [one for one in runs if one.run.label.rpartition(" | ")[0] == row]
+
+
+def newcomer(suite: Suite, file: Path, name: str = "") -> tuple[Suite, str]:
+    """The suite with a row of a method's own file, and the row's name.
+
+    Its tries are the class variable ``tries`` of the method, fields by name; without it, the
+    learning rates of FedAvg. Raises ConfigError for a file that is no method, tries that are none,
+    or a name whose folder another row has.
+    """
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}; name the file of a method")
+    method = resolved_name("method", str(file.resolve()), None)
+    target = registry.lookup("method", method).target
+    rates = next(
+        (each for row, each in suite.tries.items() if suite.method(row)["name"] == "fedavg"), ({},)
+    )
+    tries: Sequence[Try] = getattr(target, "tries", rates[:RATES])
+    if isinstance(tries, (str, dict)) or not all(isinstance(one, dict) for one in tries):
+        raise ConfigError(
+            f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})"
+        )
+    row = name or getattr(target, "__name__", file.stem)
+    entered = suite.with_row(row, method, tuple(tries))
+    refuse_one_folder(suite.name, "rows", entered.recipe.rows)
+    return entered, row
+
+
+def rehearse(suite: Suite, row: str, do: Do) -> None:
+    """Two rounds of a row, twice: raises FedstillError where it cannot be run, or does not give the
+    same run again.
+    """
+    tasks = "stream" in suite.recipe.columns[suite.column]
+    size = {} if tasks or suite.recipe.common["rounds"] == 1 else {"rounds": 2}
+    with tempfile.TemporaryDirectory(prefix="fedstill-rehearsal-") as folder:
+        cell, places = [(row, suite.column)], [Path(folder) / name for name in ("once", "again")]
+        runs = [suite.recipe.variants(cell, (REHEARSED,), size, place)[0] for place in places]
+        for outcome in not_stopped(runs, do):
+            if outcome.problem:
+                raise FedstillError(f"{row} cannot be run: {outcome.problem}")
+        once, again = (
+            [without_times(e) for e in read_journal(run.folder / "journal.jsonl")] for run in runs
+        )
+        if once != again:
+            raise FedstillError(
+                f"{row} does not give the same run twice: draw random numbers by key "
+                "(fedstill.core.keys), and keep what is "
+                "remembered in State and memory"
+            )

@@ -1,0 +1,477 @@
+"""A paper's table beside ours: levels, and differences between rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fedstill.benchmark.recipes import Published, Recipe
+from fedstill.core.errors import ConfigError
+from fedstill.metrics.accuracy import best_and_recent
+from fedstill.metrics.ranks import Difference, paired_difference
+from fedstill.querying.report import untaught
+from fedstill.report.groups import differing
+from fedstill.report.groups import said as as_written
+from fedstill.report.numbers import COLUMNS, Spread, spread
+from fedstill.report.runs import Run, read_run
+from fedstill.report.summary import NONE
+from fedstill.report.terminal import table
+from fedstill.running.existing_runs import as_settled, other_settings
+from fedstill.running.variants import Variant
+
+# A paper's table beside ours: for every column the levels, and the difference of each row to the
+# first.
+
+
+COLUMN_TITLES = {m.key: m.title for m in COLUMNS} | {
+    "accuracy": "accuracy",
+    "forgetting": "F",
+    "query_average_accuracy": "average",
+}
+"""What a measure is called above its columns."""
+
+MANY = 3
+"""With so many measures beside the first, differences to the first row are left out: a line would
+not hold them.
+"""
+
+
+LAST_TEN = "mean_accuracy_last_10"
+"""Beside the accuracy of the last round, where there are more than ten: rounds differ much on
+uneven data.
+"""
+
+
+def paper_tables(
+    recipe: Recipe,
+    cells: Sequence[tuple[str, str]],
+    runs: Sequence[Variant],
+    changes: Mapping[str, Any],
+) -> Iterator[RenderableType]:
+    """The title, what makes it a reduced run if anything does, runs that are not the recipe's, a
+    table a column.
+    """
+    yield Text(recipe.paper, style="bold")
+    if said := ", ".join(f"{k} = {v}" for k, v in changes.items() if k != "device"):
+        yield Text(
+            f"REDUCED OR CHANGED against the paper: {said}. Absolute values cannot be compared "
+            "with the paper's; "
+            "differences between rows may be."
+        )
+    if others := [other for run in runs if (other := other_settings(run))]:
+        keys = ", ".join(sorted({key for other in others for key in other}))
+        yield Text(
+            f"{len(others)} of these runs have OTHER SETTINGS than the recipe has now: {keys}."
+        )
+    for column in dict.fromkeys(c for _, c in cells):
+        yield Text(f"\n{column}", style="bold")
+        rows, summaries = [r for r, c in cells if c == column], summaries_by_cell(runs)
+        long = recipe.measures[0] == "accuracy" and any(
+            s["rounds"] > 10 for own in summaries.values() for s in own
+        )
+        yield table(_head(recipe, long), _rows(recipe, column, rows, summaries, long))
+        asked = any(m.startswith("query_") for m in recipe.measures)
+        if said := untaught({row: runs_of_cell(row, column, runs) for row in rows if asked}):
+            yield Text(said)
+        for row in rows:
+            for text in [
+                s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")
+            ]:
+                yield Text(f"warning: {row}: {text}")
+            yield from map(Text, _unfinished(row, column, runs))
+        measured = list(_measured(recipe, column, rows, runs))
+        if measured:
+            yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
+        by_client = list(_by_client(recipe, column, rows, summaries))
+        if by_client:
+            yield Text("\nby client, ours (paper's) [%]")
+            count = max(len(line) for line in by_client) - 2
+            lines = [line + [NONE] * (count + 2 - len(line)) for line in by_client]
+            yield table(("", "", *(f"client {c}" for c in range(count))), lines, words=2)
+
+
+def by_seed(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[int, float]:
+    """{seed: a number of the run's summary}, of the runs that have it."""
+    return {s["seed"]: s[measure] for s in runs if s.get(measure) is not None}
+
+
+def _measured(
+    recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]
+) -> Iterator[list[str]]:
+    for row in rows:
+        own = runs_of_cell(row, column, runs)
+        for key, printed in recipe.published.get((row, column), Published()).measured.items():
+            curves = [run.curve(key) for run in own]
+            ours = spread([curve[max(curve)] for curve in curves if curve])
+            said = ours.text(1, 3) if ours else NONE
+            yield [
+                row,
+                key.replace("/", " "),
+                said,
+                f"{printed:.3f}",
+                str(ours.runs if ours else 0),
+            ]
+
+
+def runs_of_cell(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
+    """The finished runs of a cell."""
+    own = [v.folder for v in runs if v.label == f"{row} | {column}"]
+    return [read_run(folder) for folder in own if (folder / "summary.json").is_file()]
+
+
+def _unfinished(row: str, column: str, runs: Sequence[Variant]) -> Iterator[str]:
+    """A line for each run of a cell that has begun and is not at its end: how far it came, and who
+    was refused then.
+    """
+    for variant in runs:
+        begun = (variant.folder / "journal.jsonl").is_file() and not (
+            variant.folder / "summary.json"
+        ).is_file()
+        if variant.label == f"{row} | {column}" and begun:
+            run = read_run(variant.folder)
+            told = [
+                f", {100 * v:.1f} % after the last"
+                for r, v in run.curve("accuracy").items()
+                if r > 0
+            ][-1:]
+            after = [e for e in run.clients if e["round"] > len(run.rounds) and "refused" in e][:1]
+            told += [f"; then client {e['client']}: {e['refused']}" for e in after]
+            yield (
+                f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} "
+                f"rounds{''.join(told)}"
+            )
+
+
+def _head(recipe: Recipe, long: bool) -> list[str]:
+    """Measures in percent; Δ is the difference of the first to the first row, in points, over the
+    seeds both have.
+    """
+    first, *others = (COLUMN_TITLES.get(m, m) for m in recipe.measures)
+    named = [] if recipe.measures[0] == "accuracy" else [first]
+    head = [
+        "",
+        " ".join(["ours", *named, "[%]"]),
+        " ".join(["paper", *named, "[%]"]),
+        *(["Δ ours", "Δ paper"] if len(others) < MANY else []),
+        *(["last 10 [%]", "Δ last 10"] if long else []),
+    ]
+    return [
+        *head,
+        *(f"{title} {whose}" for title in others for whose in ("ours", "paper")),
+        "seeds",
+    ]
+
+
+def summaries_by_cell(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
+    """{"ROW | COLUMN": the summaries of its finished runs}."""
+    summaries: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        path = run.folder / "summary.json"
+        if path.is_file():
+            summaries.setdefault(run.label, []).append(json.loads(path.read_text(encoding="utf-8")))
+    return summaries
+
+
+def _rows(
+    recipe: Recipe,
+    column: str,
+    rows: Sequence[str],
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
+    long: bool,
+) -> list[list[str]]:
+    ours = {r: summaries.get(f"{r} | {column}", []) for r in rows}
+    theirs = {r: recipe.published.get((r, column), Published()).values for r in rows}
+    first, *others = recipe.measures
+    return [
+        [
+            row,
+            _ours(ours[row], first),
+            _printed(theirs[row], first),
+            *([*_apart(ours, theirs, row, rows[0], first)] if len(others) < MANY else []),
+            *(
+                [_ours(ours[row], LAST_TEN), _paired(ours[row], ours[rows[0]], LAST_TEN)]
+                if long
+                else []
+            ),
+            *(cell for m in others for cell in (_ours(ours[row], m), _printed(theirs[row], m))),
+            str(len(ours[row])),
+        ]
+        for row in rows
+    ]
+
+
+def _ours(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
+    return _said(spread([s[measure] for s in runs if s.get(measure) is not None]))
+
+
+def _by_client(
+    recipe: Recipe,
+    column: str,
+    rows: Sequence[str],
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> Iterator[list[str]]:
+    """A line for each row and measure of which the paper prints a number for each client."""
+    for row in rows:
+        ours = summaries.get(f"{row} | {column}", [])
+        for kind, printed in recipe.published.get((row, column), Published()).clients.items():
+            each = [s.get(f"{kind}_by_client", {}) for s in ours]
+            means = [
+                _said(spread([e[str(c)] for e in each if str(c) in e])) for c in range(len(printed))
+            ]
+            yield [row, kind, *(f"{m} ({p:.1f})" for m, p in zip(means, printed, strict=True))]
+
+
+def _said(value: Spread | None) -> str:
+    return value.text(100, 1) if value else NONE
+
+
+def _paired(
+    runs: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], measure: str
+) -> str:
+    """The mean difference over the seeds that both have: a seed that only one finished would shift
+    it.
+    """
+    apart = paired_difference(by_seed(runs, measure), by_seed(first, measure))
+    return f"{100 * apart.mean:+.1f}" if apart else NONE
+
+
+def _printed(cell: Mapping[str, float], measure: str) -> str:
+    if measure not in cell:
+        return NONE
+    own = f" ± {cell['spread']:.1f}" if "spread" in cell and measure == "accuracy" else ""
+    return f"{cell[measure]:.1f}{own}"
+
+
+def _apart(
+    ours: Mapping[str, Sequence[Mapping[str, Any]]],
+    theirs: Mapping[str, Mapping[str, float]],
+    row: str,
+    first: str,
+    measure: str,
+) -> tuple[str, str]:
+    """How far a row is from the first one, ours and the paper's."""
+    one, other = theirs[row].get(measure), theirs[first].get(measure)
+    printed = NONE if one is None or other is None else f"{one - other:+.1f}"
+    return _paired(ours[row], ours[first], measure), printed
+
+
+# How far rows of a paper's table are apart, with intervals: from one row, from other runs, and by
+# round.
+
+
+Cells = Sequence[tuple[str, str]]
+Found = Mapping[str, Sequence[Mapping[str, Any]]]
+
+OF_A_RUN = ("seed", "threads", "engine", "start_from")
+"""Settings that say nothing of what is compared: of two runs of one seed they may differ."""
+
+
+def asked_for(
+    recipe: Recipe,
+    cells: Cells,
+    runs: Sequence[Variant],
+    against: str = "",
+    beside: Path | None = None,
+    others: Sequence[Variant] = (),
+    at: Sequence[int] = (),
+) -> Iterator[RenderableType]:
+    """What of the tables below is asked for: ``beside`` is the folder of ``others``, ``at`` names
+    rounds.
+    """
+    if beside is not None:
+        yield from apart_from_others(recipe, cells, runs, others, beside, against)
+    elif against:
+        yield from apart_from(recipe, cells, runs, against)
+    if at:
+        yield from by_round(cells, runs, at, "" if beside else against)
+
+
+def apart_from(
+    recipe: Recipe, cells: Cells, runs: Sequence[Variant], against: str
+) -> Iterator[RenderableType]:
+    """For every column, how far each row is from the row ``against``, paired by seed, with a 95 %
+    interval.
+
+    Raises ConfigError if no column has such a row.
+    """
+    _check_row(against, cells)
+    there = summaries_by_cell(runs)
+    yield Text(
+        f"\nDifferences to {against}, in points, with the 95 % interval of differences paired by "
+        "seed"
+    )
+    head = ("", "", "ours", "95 % interval", "seeds", "", "paper")
+    pairs = [
+        ((row, column), (against, column)) for row, column in _by_column(cells) if row != against
+    ]
+    lines = [
+        _line(recipe, *pair, m, there, there) for pair in pairs for m in _measures(recipe, there)
+    ]
+    yield table(head, lines, words=2)
+
+
+def apart_from_others(
+    recipe: Recipe,
+    cells: Cells,
+    runs: Sequence[Variant],
+    others: Sequence[Variant],
+    where: Path,
+    against: str = "",
+) -> Iterator[RenderableType]:
+    """How far each row is from other runs, those of the folder ``where``: of the row of its name,
+    or of ``against``.
+
+    First it says which settings that both have are not the same, of the method only where the row
+    is. Raises ConfigError where the others have none of these runs, and for a row that is not
+    there.
+    """
+    _check_row(against, recipe.cells(), "of the recipe")
+    if not any(run.folder.is_dir() for run in others):
+        raise ConfigError(
+            f"--beside: {where} holds no run of these rows; name a folder, or a pack, of this "
+            "recipe's runs"
+        )
+    here, there = summaries_by_cell(runs), summaries_by_cell(others)
+    pairs = [((row, column), (against or row, column)) for row, column in _by_column(cells)]
+    named = against or "the same rows"
+    yield Text(
+        f"\nDifferences to {named} in {where}, in points, with the 95 % interval of differences "
+        "paired by seed"
+    )
+    differ: dict[str, list[str]] = {}
+    for one, other in pairs:
+        said = _other_settings(
+            runs_of_cell(*one, runs), runs_of_cell(*other, others), bool(against)
+        )
+        differ.setdefault(said, []).append(", ".join(one))
+    yield from (Text(f"{'; '.join(rows)}: {said}") for said, rows in differ.items() if said)
+    lines = [
+        _line(recipe, *pair, m, here, there)[:-1] for pair in pairs for m in _measures(recipe, here)
+    ]
+    yield table(("", "", "ours", "95 % interval", "seeds", ""), lines, words=2)
+
+
+def by_round(
+    cells: Cells, runs: Sequence[Variant], rounds: Sequence[int], against: str = ""
+) -> Iterator[RenderableType]:
+    """Each row's accuracy at some rounds, as the mean of the ten that end there, and how far it is
+    from a row.
+
+    Of finished runs, those that are long enough. Raises ConfigError for a round below 1, and for a
+    row ``against`` that is not there.
+    """
+    if wrong := [number for number in rounds if number < 1]:
+        raise ConfigError(f"--at: rounds are counted from 1, and {wrong[0]} is none")
+    _check_row(against, cells)
+    head = [
+        "",
+        "round",
+        "ours [%]",
+        "seeds",
+        *([f"to {against}", "95 % interval", ""] if against else []),
+    ]
+    lines = []
+    for column in dict.fromkeys(c for _, c in cells):
+        rows = [r for r, c in cells if c == column]
+        curves = {
+            row: {run.seed: run.curve("accuracy") for run in runs_of_cell(row, column, runs)}
+            for row in rows
+        }
+        for row in rows:
+            for number in rounds:
+                own, base = (_recent(curves.get(name, {}), number) for name in (row, against))
+                level = spread(list(own.values()))
+                line = [
+                    f"{row}, {column}",
+                    str(number),
+                    level.text(100, 1) if level else NONE,
+                    str(len(own)),
+                ]
+                apart = _apart_cells(None if row == against else paired_difference(own, base))
+                lines.append([*line, *((apart[0], apart[1], apart[3]) if against else ())])
+    yield Text("\nMeans of the ten rounds up to a round")
+    yield table(head, lines, words=2)
+
+
+def _recent(curves: Mapping[int, Mapping[int, float]], number: int) -> dict[int, float]:
+    """{seed: the mean of the ten rounds up to ``number``}, of the runs that came so far."""
+    means = {
+        seed: best_and_recent([v for r, v in curve.items() if 0 < r <= number])[LAST_TEN]
+        for seed, curve in curves.items()
+        if number in curve
+    }
+    return {seed: mean for seed, mean in means.items() if mean is not None}
+
+
+def _check_row(row: str, cells: Cells, whose: str = "among the cells") -> None:
+    if row and row not in {r for r, _ in cells}:
+        raise ConfigError(
+            f"there is no row {row!r} {whose}; name one of {', '.join({r: 0 for r, _ in cells})}"
+        )
+
+
+def _by_column(cells: Cells) -> list[tuple[str, str]]:
+    return [
+        (row, column)
+        for column in dict.fromkeys(c for _, c in cells)
+        for row, c in cells
+        if c == column
+    ]
+
+
+def _measures(recipe: Recipe, summaries: Found) -> list[str]:
+    long = recipe.measures[0] == "accuracy" and any(
+        s["rounds"] > 10 for own in summaries.values() for s in own
+    )
+    return [recipe.measures[0], *([LAST_TEN] if long else []), *recipe.measures[1:]]
+
+
+def _line(
+    recipe: Recipe,
+    one: tuple[str, str],
+    other: tuple[str, str],
+    measure: str,
+    ours: Found,
+    theirs: Found,
+) -> list[str]:
+    apart = paired_difference(
+        by_seed(ours.get(" | ".join(one), []), measure),
+        by_seed(theirs.get(" | ".join(other), []), measure),
+    )
+    first, second = (
+        recipe.published.get(cell, Published()).values.get(measure) for cell in (one, other)
+    )
+    printed = NONE if first is None or second is None else f"{first - second:+.1f}"
+    title = "last 10" if measure == LAST_TEN else COLUMN_TITLES.get(measure, measure)
+    return [", ".join(one), title, *_apart_cells(apart), printed]
+
+
+def _apart_cells(apart: Difference | None) -> tuple[str, str, str, str]:
+    """The difference, its interval, the seeds that both have, and whether it tells the two
+    apart.
+    """
+    if apart is None:
+        return NONE, NONE, "0", ""
+    if apart.pairs < 2:
+        return f"{100 * apart.mean:+.1f}", NONE, str(apart.pairs), ""
+    told = "told apart" if apart.told_apart else "not told apart"
+    return (
+        f"{100 * apart.mean:+.1f}",
+        f"{100 * apart.low:+.1f} to {100 * apart.high:+.1f}",
+        str(apart.pairs),
+        told,
+    )
+
+
+def _other_settings(ours: Sequence[Run], theirs: Sequence[Run], other_row: bool) -> str:
+    if not ours or not theirs:
+        return f"no finished run {'there' if ours else 'here'}"
+    here, there = (as_settled(run.folder) for run in (ours[0], theirs[0]))
+    keys = [k for k in differing([here, there]) if k in here and k in there and k not in OF_A_RUN]
+    keys = [k for k in keys if not (other_row and k.startswith("method."))]
+    return ", ".join(f"{k} = {as_written(here[k])}, there {as_written(there[k])}" for k in keys)

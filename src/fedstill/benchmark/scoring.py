@@ -1,0 +1,247 @@
+"""The numbers that the ranking takes from a run's journal, and the runs behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstill.core.errors import CorruptFile, Diverged, Interrupted, RunsFailed, TooFewReplies
+from fedstill.metrics import tasks as over
+from fedstill.metrics.values import Values
+from fedstill.running.compare import Outcome
+from fedstill.running.journal import Event, read_journal
+from fedstill.running.variants import Variant
+
+# The numbers that the ranking takes from a run's journal: how much was learned, how much of it was
+# kept, what it cost.
+#
+# For each class (or task, or client that asked) there are a best row and a last row of a matrix:
+# accuracy = learned x kept, exactly.
+
+
+SUCCESSIVE = 5
+"""Rows are means of so many successive rounds: single rounds swing by twenty points where data are
+uneven.
+"""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run's numbers. Accuracies are shares; ``accuracy`` = ``learned`` x ``kept``.
+
+    ``kept``: NaN for a run of two to nine rounds without tasks, which is one row. Of one round all
+    is kept.
+    ``forgetting``: FedNTD's F over rounds. ``average_forgetting``, ``backward_transfer``: over
+    tasks, NaN without.
+    ``sent``: bytes up and down. ``rounds``: how many were done; fewer than asked for where the run
+    diverged.
+    """
+
+    accuracy: float
+    learned: float
+    kept: float
+    forgetting: float
+    average_forgetting: float
+    backward_transfer: float
+    bytes_up: int
+    bytes_down: int
+    seconds_cpu: float
+    rounds: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes up and down."""
+        return self.bytes_up + self.bytes_down
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Name and number of each."""
+        return asdict(self)
+
+    @staticmethod
+    def of(told: Mapping[str, str]) -> Score:
+        """A score from the text of its numbers, by name; an empty text is NaN. Raises KeyError,
+        ValueError.
+        """
+        whole = ("bytes_up", "bytes_down", "rounds")
+        numbers: dict[str, Any] = {
+            k: int(told[k]) if k in whole else float(told[k] or "nan") for k in NUMBERS
+        }
+        return Score(**numbers)
+
+
+NUMBERS = tuple(f.name for f in fields(Score))
+"""What a line of the table of all runs has, in order."""
+
+
+KEPT = 64
+"""Of so many journals the events are kept: each check of an entry reads all of its runs'."""
+
+
+def events_of(journal: Path) -> Sequence[Event]:
+    """The events of a finished run's journal; read once for several checks. Raises CorruptFile as
+    ``read_journal``.
+    """
+    stat = journal.stat() if journal.is_file() else None
+    return _read(journal, *((stat.st_mtime_ns, stat.st_size) if stat else (0, 0)))
+
+
+@lru_cache(KEPT)
+def _read(journal: Path, changed: int, size: int) -> Sequence[Event]:
+    return tuple(read_journal(journal))
+
+
+def score_of(folder: Path, asked: int) -> Score:
+    """The score of a run's directory; ``asked``: how many rounds it was to have.
+
+    Rounds that it lacks, as it diverged, count as its last one. Raises CorruptFile for a journal
+    that cannot be read.
+    """
+    events = events_of(folder / "journal.jsonl")
+    try:
+        return _score(events, asked)
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise CorruptFile(
+            f"{folder / 'journal.jsonl'} cannot be scored: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _score(events: Sequence[Event], asked: int) -> Score:
+    rounds = [e for e in events if e["event"] == "round"]
+    rows, ends = matrix_of(events, asked), task_rows(events)
+    alike = np.zeros(rows.shape[1])
+    learned = over.learned(rows, alike)
+    own, unknown = len(ends) > 1, len(rows) == 1 < asked
+    return Score(
+        accuracy=over.final_accuracy(rows, alike),
+        learned=learned,
+        kept=math.nan if unknown else over.kept_share(rows, alike) if learned > 0 else 0.0,
+        forgetting=_number(rounds[-1].get("forgetting")) if rounds else 0.0,
+        average_forgetting=over.average_forgetting(ends) if own else math.nan,
+        backward_transfer=over.backward_transfer(ends) if own else math.nan,
+        bytes_up=sum(e["bytes_up"] for e in rounds),
+        bytes_down=sum(e["bytes_down"] for e in rounds),
+        seconds_cpu=sum(e.get("seconds_cpu", 0.0) for e in rounds),
+        rounds=len(rounds),
+    )
+
+
+def matrix_of(events: Sequence[Event], asked: int) -> Values:
+    """The accuracies that a score is taken from, oldest row first, (rows, columns).
+
+    Rows are task ends where there are tasks; before and after where clients asked; else means of
+    successive rounds. Columns are classes, or tasks that are domains, or clients that asked.
+    """
+    rounds = [e for e in events if e["event"] == "round"]
+    if rounds and "queries" in events[0]:
+        answers = rounds[-1]["answers"]
+        return np.array(
+            [
+                [_number(a[key]) for a in answers]
+                for key in ("average_accuracy_before", "average_accuracy")
+            ]
+        )
+    ends = [e for e in events if e["event"] == "task" and e["task"]]
+    if "stream" in events[0]:
+        tasks = len(events[0]["stream"]["classes"])
+        rows = [_end(e) for e in ends] or [_end(next(e for e in events if e["event"] == "task"))]
+        return np.array(rows + rows[-1:] * (tasks - len(rows)))
+    initial = next(e for e in events if e["event"] == "initial")
+    by_round = [_by_class(e) for e in rounds] or [_by_class(initial)]
+    by_round += by_round[-1:] * (asked - len(by_round))
+    first = len(by_round) % SUCCESSIVE if len(by_round) > SUCCESSIVE else 0
+    starts = range(first, len(by_round), SUCCESSIVE)
+    return np.array([np.mean(by_round[start : start + SUCCESSIVE], axis=0) for start in starts])
+
+
+def task_rows(events: Sequence[Event]) -> list[list[float]]:
+    """The accuracy on each task at each task's end, (T, T); empty without tasks."""
+    return [[_number(v) for v in e["row"]] for e in events if e["event"] == "task" and e["task"]]
+
+
+def _end(event: Mapping[str, Any]) -> list[float]:
+    """The columns at a task's end: classes where there is one test set, else tasks."""
+    if len(event["totals"]) > 1:
+        return [_number(v) for v in event["row"]]
+    return [
+        c / n if n else math.nan
+        for c, n in zip(event["correct"][0], event["totals"][0], strict=True)
+    ]
+
+
+def _by_class(event: Mapping[str, Any]) -> list[float]:
+    """The accuracy of each class: the server's model's, or the mean over clients' own."""
+    known = event.get("class_accuracy") or ()
+    if not any(v is not None for v in known):
+        known = event["personal_class_accuracy"]
+    return [_number(v) for v in known]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+# Runs of the ranking, done or gone on with, and their scores; a run that diverged counts as far as
+# it came.
+
+
+Do = Callable[[Sequence[Variant]], Sequence[Outcome]]
+"""Carries runs out, and leaves alone those that are finished."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has come to its end, its score, and why it diverged; empty where it did not."""
+
+    run: Variant
+    score: Score
+    diverged: str = ""
+
+
+def ended(runs: Sequence[Variant], do: Do) -> list[Ended]:
+    """Do the runs and score them; raises as ``completed``."""
+    return [
+        Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem)
+        for o in completed(runs, do)
+    ]
+
+
+def completed(runs: Sequence[Variant], do: Do) -> list[Outcome]:
+    """Do the runs, to their end; raises Interrupted if stopped, RunsFailed if one failed but did
+    not diverge.
+    """
+    own = not_stopped(runs, do)
+    if failed := [o for o in own if o.problem and not _diverged(o)]:
+        first = failed[0]
+        raise RunsFailed(
+            f"{len(failed)} of {len(own)} failed; {first.variant.label}, seed "
+            f"{first.variant.seed}: {first.problem}"
+        )
+    return own
+
+
+def not_stopped(runs: Sequence[Variant], do: Do) -> list[Outcome]:
+    """Do the runs, as far as each comes by itself; raises Interrupted if they were stopped."""
+    outcomes = {o.variant.folder: o for o in do(runs)}
+    own = [outcomes[run.folder] for run in runs]
+    if left := sum(o.state in ("waiting", "running", "stopped") for o in own):
+        raise Interrupted(f"stopped; the same command goes on with {left} of {len(own)} runs")
+    return own
+
+
+def _diverged(outcome: Outcome) -> bool:
+    """Whether a run ended because its numbers grew beyond all bounds, not by a mistake in its
+    code.
+    """
+    last = outcome.trace.strip().rpartition("\n")[2]
+    kinds = (Diverged, TooFewReplies)
+    return (
+        any(last.startswith(f"{kind.__module__}.{kind.__name__}:") for kind in kinds)
+        and "failed" not in last
+    )

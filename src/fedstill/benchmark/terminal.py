@@ -1,0 +1,225 @@
+"""Standings and checked entries in a terminal and as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fedstill.benchmark.checking import checked_entry, suite_of
+from fedstill.benchmark.entries import Entered, entries_below, read_entry, run_place
+from fedstill.benchmark.recipes import RANKING
+from fedstill.benchmark.replay import Replay, drawn_places, reached, replayed
+from fedstill.benchmark.scoring import Do
+from fedstill.benchmark.standings import NOT_REPLAYED, RankedRow, Standings, row_of, standings
+from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite, suite_names
+from fedstill.benchmark.tables import (
+    about,
+    cell_lines,
+    joined,
+    rows_from,
+    standing_head,
+    standing_lines,
+)
+from fedstill.core.errors import ConfigError, CorruptFile, DataAbsent
+from fedstill.core.files import make_folder, write_whole
+from fedstill.report.terminal import table
+from fedstill.running.provenance import processor
+
+# Standings from entries and from what ships, as people see them in a terminal and as files.
+
+
+REPLAYED = "replayed.csv"
+"""The file beside entries that says how near a replay of each came: suite, method, level, where it
+was done, and of which entry, so that another one in its place counts as not replayed.
+"""
+
+NOTED = ("suite", "method", "level", "where", "entry")
+
+SHIPPED = "shipped.csv"
+"""The file in the package with the runs of the entries that ship: table.csv of them."""
+
+
+def shipped_rows() -> dict[str, list[RankedRow]]:
+    """The rows that ship, by suite; of suites of another version none."""
+    file = resources.files("fedstill.recipes") / RANKING / SHIPPED
+    return rows_from(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def rows_below(
+    folders: Sequence[Path],
+) -> tuple[dict[str, list[RankedRow]], dict[str, Suite], list[str]]:
+    """The rows of all entries in some folders by suite, the suites with newcomers' rows, and what
+    was left out and why.
+
+    An entry is taken if all checks that run nothing of it find no problem.
+    Raises ConfigError for a folder without an entry.
+    """
+    rows: dict[str, list[RankedRow]] = {}
+    suites: dict[str, Suite] = {}
+    left_out = []
+    for folder in folders:
+        levels = levels_in(folder)
+        places = entries_below(folder)
+        if not places:
+            raise ConfigError(
+                f"{folder} holds no entry; name a folder of entries, such as runs/rank/entries"
+            )
+        for place in places:
+            try:
+                entry = read_entry(place)
+                for finding in checked_entry(entry):
+                    if finding.problem:
+                        raise CorruptFile(f"{finding.check}: {finding.problem}")
+                suite = suite_of(entry)
+                row = row_of(
+                    entry, suite, levels.get((entry.suite, entry.row, entry.sha), NOT_REPLAYED)
+                )
+            except CorruptFile as error:
+                left_out.append(f"{place.name}: {error}")
+                continue
+            same = suites.get(suite.name, suite)
+            new = entry.row not in same.recipe.rows
+            suites[suite.name] = (
+                same.with_row(entry.row, entry.method, entry.tries) if new else same
+            )
+            rows.setdefault(suite.name, []).append(row)
+    return rows, suites, left_out
+
+
+def every_standing(
+    rows: Mapping[str, Sequence[RankedRow]], suites: Mapping[str, Suite]
+) -> list[Standings]:
+    """The standings of all suites that have rows, in order; of two rows of one name the last
+    counts.
+    """
+    out = []
+    shipped = suite_names()
+    for name in [*shipped, *(name for name in rows if name not in shipped)]:
+        if own := {row.name: row for row in rows.get(name, ())}:
+            suite = suites.get(name) or load_suite(name)
+            order = {row: i for i, row in enumerate(suite.recipe.rows)}
+            out.append(
+                standings(suite, sorted(own.values(), key=lambda r: order.get(r.name, len(order))))
+            )
+    return out
+
+
+def shown_standings(one: Standings) -> Iterator[RenderableType]:
+    """A suite's tables in a terminal."""
+    yield Text(f"\n{one.suite.recipe.paper}", style="bold")
+    yield Text(about(one))
+    bare = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]
+    head = standing_head(one)
+    yield table([head[1], head[0], *head[2:]], bare)
+    yield table(*cell_lines(one))
+    if groups := joined(one):
+        yield Text("cannot be told apart by rank: " + "; ".join(groups))
+    if one.missing:
+        yield Text(f"no entry yet: {', '.join(one.missing)}")
+
+
+def levels_in(folder: Path) -> dict[tuple[str, str, str], str]:
+    """How near a replay of each entry came, by suite, row and digest, as a folder's file says;
+    nothing without one.
+    """
+    return {(suite, row, sha): level for suite, row, level, _, sha in _noted(folder)}
+
+
+def note_level(folder: Path, entry: Entered, level: str, where: str) -> None:
+    """Write down how near a replay came, over what was there of the same row."""
+    others = [line for line in _noted(folder) if line[:2] != [entry.suite, entry.row]]
+    lines = sorted([*others, [entry.suite, entry.row, level, where, entry.sha]])
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([NOTED, *lines])
+    make_folder(folder)
+    write_whole(folder / REPLAYED, out.getvalue().encode())
+
+
+def _noted(folder: Path) -> list[list[str]]:
+    path = folder / REPLAYED
+    if not path.is_file():
+        return []
+    return [
+        [line.get(key) or "" for key in NOTED]
+        for line in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    ]
+
+
+# The verdict on an entry: a line for each check and each replayed run, and what remains unproven.
+
+
+MOST_PROBLEMS = 5
+"""How many problems of a replayed run are printed."""
+
+
+def check_one(
+    place: Path, do: Do, replay: int = 0, rounds: int = 0, note: Path | None = None, number: int = 0
+) -> Iterator[tuple[str, bool]]:
+    """Lines to print, each with whether it is good, for everything that is checked of an entry.
+
+    ``replay``: so many runs are replayed, drawn by a ``number``; ``rounds``: only the first so many
+    rounds of each.
+    ``note``: the folder in which the level of complete replays is written down.
+    """
+    yield f"{place}", True
+    try:
+        entry = read_entry(place)
+    except CorruptFile as error:
+        yield f"  REFUSED  {error}", False
+        return
+    for finding in checked_entry(entry):
+        if finding.problem:
+            yield f"  REFUSED  {finding.check}: {finding.problem}", False
+            return
+        yield f"  ok       {finding.check}", True
+    if not replay:
+        yield "  not replayed: an entry that was invented consistently passes up to here", True
+        return
+    if entry.file:
+        yield f"  executing {entry.folder / entry.file}, which came with the entry", True
+    drawn = drawn_places(entry, suite_of(entry), replay, number)
+    yield f"  runs drawn with --draw {number}: {', '.join(run_place(*one) for one in drawn)}", True
+    try:
+        replays = list(replayed(entry, drawn, do, rounds))
+    except DataAbsent as error:
+        yield f"  not replayed here: its data are missing: {error}", False
+        return
+    for one in replays:
+        yield f"  {one.level:9} {one.place}", one.level != "disagrees"
+        for problem in one.problems[:MOST_PROBLEMS]:
+            yield f"            {problem}", True
+        if len(one.problems) > MOST_PROBLEMS:
+            yield f"            and {len(one.problems) - MOST_PROBLEMS} more", True
+    level = reached(replays)
+    if note is not None and not rounds:
+        note_level(note, entry, level, processor())
+    yield f"  replayed here: {level}", level != "disagrees"
+    for line in _unproven(entry, replays, rounds):
+        yield f"  {line}", True
+
+
+def _unproven(entry: Entered, replays: Sequence[Replay], rounds: int) -> Iterator[str]:
+    """What a replay does not show."""
+    level = reached(replays)
+    if level == "disagrees":
+        yield "REFUSED: its numbers do not come from this method in this suite"
+        return
+    if level != "bits":
+        made = entry.made.get("processor", "an unknown processor")
+        yield f"it says that it was made on {made}, and this is {processor()}, or versions differ:"
+        yield "a replay on the same processor and versions would have to have the same bits"
+    if rounds:
+        yield f"later rounds than {rounds} were not replayed, and the level is not noted"
+    runs = len(suite_of(entry).columns(entry.row)) * len(TEST_SEEDS)
+    if len(replays) < runs:
+        yield (
+            f"{len(replays)} of {runs} runs replayed: nothing shows that the other "
+            f"{runs - len(replays)} took place"
+        )
+    yield "not replayed at all: the scores of the tries, and CPU seconds"

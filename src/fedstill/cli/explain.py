@@ -1,0 +1,124 @@
+"""The command that says what a run will do before it starts: explain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstill.cli.app import Settings, app
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedstill.running.explain import Cost
+
+DEAR = 0.25
+"""From which share of training on a measure's cost is warned of."""
+
+
+@app.command
+def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
+    """Check a config as a run would; show every value that counts, its origin, a run's arithmetic,
+    the data's split.
+
+    Where the ranking's maps (fedstill rank map) have a cell near this setting, and data are images
+    as theirs, it says what they found there.
+
+    Args:
+        config: The experiment, a TOML file. Unset, the defaults.
+        set_: A value over the file's, as key=value. May be repeated.
+        split: Draw the split, clients × classes.
+    """
+    from fedstill.benchmark.maps import setting_of, shipped_maps, told_of_maps
+    from fedstill.config.experiment import load
+    from fedstill.config.resolve import settle
+    from fedstill.querying.terminal import who_asks
+    from fedstill.report import catalogue, terminal
+    from fedstill.report.terminal import drawn_data
+    from fedstill.running import explain as explained
+    from fedstill.running.cautions import cautions
+    from fedstill.running.preparation import prepare
+
+    settings = settle(load(config, set_))
+    screen = terminal.console(sentences=True)
+    rows = [
+        (key, catalogue.value(value), origin, explained.about_key(settings, key))
+        for key, value, origin in explained.resolved_values(settings)
+    ]
+    _explain_values(screen, rows)
+    prepared = prepare(settings)
+    screen.print()
+    one_round = explained.arithmetic(prepared)
+    screen.print(terminal.table(["what", "how much"], one_round.lines()))
+    for line in explained.told_of_examples(prepared):
+        terminal.tell(screen, f"data: {line}")
+    for caution in cautions(prepared):
+        terminal.tell(screen, caution)
+    _explain_measures(explained.costs(prepared, one_round), one_round.many)
+    screen.print()
+    networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
+    screen.print(terminal.table(["network", "parameters", "has"], networks))
+    if split and prepared.sites.parts:
+        screen.print()
+        _explain_queries(*who_asks(prepared))
+        for drawn in drawn_data(prepared, min(screen.width, 160)):
+            screen.print(drawn)
+    like = prepared.dataset.about.kind == "image"  # as the maps' digits are
+    for line in told_of_maps(
+        shipped_maps(), settings.named.method.name, setting_of(prepared) if like else None
+    ):
+        screen.print(line)
+    return 0
+
+
+def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """Every value, its origin and what it is: a row each, or in a narrow terminal what it is on a
+    line of its own.
+    """
+    from rich.padding import Padding
+
+    from fedstill.report import terminal
+
+    if screen.width >= terminal.SENTENCES:
+        screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
+        return
+    screen.print("key = value (origin)", style="bold")
+    for key, value, origin, what in rows:
+        screen.print(f"{key} = {value} ({origin})")
+        screen.print(Padding(what, (0, 0, 0, 4)))
+
+
+def _explain_measures(costs: Sequence[Cost], many: str) -> None:
+    from fedstill.report import terminal
+
+    screen = terminal.console(sentences=True)
+    if costs:
+        head = ["measure", "what it is", "rounds", f"{many} a round", "of training"]
+        screen.print()
+        screen.print(terminal.table(head, [c.row for c in costs], words=2))
+    for cost in costs:
+        if cost.share is not None and cost.share > DEAR:
+            more = (
+                "more than training itself"
+                if cost.share > 1
+                else f"{100 * cost.share:.0f} % of what training costs"
+            )
+            todo = (
+                "raise measure_every, or leave it out"
+                if cost.rounds > 1
+                else "leave it out if you do not need it"
+            )
+            terminal.tell(screen, f"warning: measure {cost.name} costs {more}; {todo}")
+
+
+def _explain_queries(said: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    from fedstill.report import terminal
+
+    screen = terminal.console(sentences=True)
+    if rows:
+        screen.print(terminal.table(["client", "asks for", "why"], rows, words=3))
+    if said:
+        terminal.tell(screen, said)
+    if rows or said:
+        screen.print()

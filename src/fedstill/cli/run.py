@@ -1,0 +1,217 @@
+"""Commands for one run, and for what there is to run: run, resume, list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstill.cli.app import (
+    Debug,
+    Engine,
+    Kind,
+    Overwrite,
+    Quiet,
+    Settings,
+    Track,
+    app,
+    say,
+    tracebacks,
+)
+from fedstill.core.errors import Interrupted
+from fedstill.core.files import in_shell
+
+if TYPE_CHECKING:
+    from fedstill.running.result import Result
+
+OF_SERVER = (
+    ("accuracy, last round", "accuracy"),
+    ("accuracy, best round", "best_accuracy"),
+    ("accuracy, mean of the last ten", "mean_accuracy_last_10"),
+    ("forgetting", "forgetting"),
+)
+"""What is said of the server's model."""
+
+
+@app.command(name="run")
+def run_command(
+    config: Path,
+    *,
+    out: Path | None = None,
+    set_: Settings = (),
+    engine: Engine | None = None,
+    federation: Path | None = None,
+    track: Track = (),
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+    quiet: Quiet = False,
+) -> int:
+    """Run one experiment to its end.
+
+    Args:
+        config: The experiment, a TOML file.
+        out: The run's directory, new or empty, or to overwrite. Unset, one is made under runs/.
+        set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
+        engine: How stages are carried out, over the file's.
+        federation: The folder that `deploy init` made: with --engine flower, the run is done by its
+            clients.
+        track: Tell trackers of every round: tensorboard (files in the run's directory), mlflow,
+            wandb.
+        overwrite: Begin anew in OUT: delete the run that is there, if there is nothing else.
+        debug: Print the traceback of what fails; a client that fails ends the run, whatever
+            clients.failures says.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+    """
+    from fedstill.config.experiment import load
+    from fedstill.config.resolve import settle
+    from fedstill.report.progress import followed
+    from fedstill.running import runner
+
+    experiment = load(config, set_)
+    given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
+    experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
+    settings = settle(experiment)
+    with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
+        try:
+            result = runner.run(
+                experiment, out, watch=watch, debug=debug, overwrite=overwrite, track=track
+            )
+        except Interrupted as stopped:
+            return say(
+                "stopped after a whole stage; go on with: fedstill resume "
+                f"{in_shell(str(stopped))}",
+                1,
+            )
+    return _show(result, again=settings.query.again is not None)
+
+
+@app.command(name="resume")
+def resume_command(
+    directory: Path, *, track: Track = (), debug: Debug = False, quiet: Quiet = False
+) -> int:
+    """Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.
+
+    Args:
+        directory: The run's directory.
+        track: Tell these trackers too, from the first round on; those that the run had go on by
+            themselves.
+        debug: Print the traceback of what fails; a client that fails ends the run, whatever
+            clients.failures says.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+    """
+    from fedstill.report.progress import followed
+    from fedstill.running import runner
+    from fedstill.running.directory import refuse_changed, settings_of
+
+    refuse_changed(directory)
+    settings = settings_of(directory)
+    with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
+        try:
+            result = runner.resume(directory, watch=watch, debug=debug, track=track)
+        except Interrupted as stopped:
+            return say(
+                "stopped after a whole stage; go on with: fedstill resume "
+                f"{in_shell(str(stopped))}",
+                1,
+            )
+    return _show(result, again=settings.query.again is not None)
+
+
+@app.command(name="list")
+def list_(
+    kind: Kind | None = None,
+    name: str | None = None,
+) -> int:
+    """Show what there is: methods, datasets, partitions, models, topologies, measures, streams.
+
+    Args:
+        kind: Only this kind, with the fields that a config may set; the plural is understood, too.
+        name: Only this one, with all that is declared of it; a file of yours is possible, too.
+    """
+    from fedstill.core import registry
+    from fedstill.report import catalogue, terminal
+
+    screen = terminal.console(sentences=True)
+    if kind and name:
+        screen.print(catalogue.card(registry.lookup(kind, name)))
+        return 0
+    for one in [kind] if kind else list(registry.HOMES):
+        entries = [registry.lookup(one, n) for n in registry.names(one)]
+        if kind:
+            screen.print(*catalogue.overview(entries))
+        else:
+            screen.print(
+                terminal.table([one, "what it is"], [(e.name, e.summary) for e in entries], words=3)
+            )
+            screen.print()
+    return 0
+
+
+def _last_seen(result: Result, key: str) -> float | None:
+    """A number of the last measured round; None if no measure gave it."""
+    from fedstill.report.runs import seen_by_round
+
+    return next(reversed(seen_by_round(result.measures, key).values()), None)
+
+
+def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the clients' own models can do, where they are the answer."""
+    from fedstill.report.numbers import PERSONAL
+    from fedstill.report.terminal import percent
+
+    if summary.get("answer") != "clients":
+        return []
+    measured = f"{summary['personal_clients']} of {summary['clients']}"
+    return [
+        *((m.title, percent(summary[m.key])) for m in PERSONAL),
+        ("clients that were measured", measured),
+    ]
+
+
+def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
+    """A number of each round in which clients asked, in order."""
+    from fedstill.report import terminal
+
+    return " → ".join(terminal.percent(e[key]) for e in history if key in e)
+
+
+def _show(result: Result, again: bool) -> int:
+    from fedstill.metrics.queries import UNTAUGHT
+    from fedstill.report import terminal
+    from fedstill.report.numbers import BELOW_ZERO, COLUMNS, over_time
+
+    s = result.summary
+    rows = [
+        *_for_the_clients(s),
+        *(
+            ((what, terminal.percent(s[key])) for what, key in OF_SERVER)
+            if s["accuracy"] is not None
+            else ()
+        ),
+        *(
+            (m.title, terminal.percent(s[m.key]))
+            for m in COLUMNS
+            if m.key.startswith(("query_", "own_test")) and m.key in s
+        ),
+        *(
+            (m.title, terminal.percent(v))
+            for m in COLUMNS
+            if "/" in m.key and (v := _last_seen(result, m.key)) is not None
+        ),
+        *([("gain, query after query", _by_query(result.history, "query_gain"))] if again else []),
+        *over_time(s),
+        *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
+        ("seconds", f"{s['seconds']:.1f}"),
+        *(
+            (f"of these, measure {name}", f"{spent:.1f}")
+            for name, spent in s.get("seconds_measures", {}).items()
+        ),
+        ("directory", str(result.directory)),
+    ]
+    screen = terminal.console()
+    screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    if (s["forgetting"] or 0) < 0:
+        terminal.tell(screen, BELOW_ZERO)
+    if s.get("refusals"):
+        terminal.tell(screen, f"warning: {s['refusals']}")
+    return 0

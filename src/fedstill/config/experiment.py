@@ -1,0 +1,327 @@
+"""An experiment as it was asked for: a config file, its overrides, and where each value came
+from.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedstill.config.named_tables import NAMED
+from fedstill.config.overrides import from_here, parse_overrides
+from fedstill.config.tables import TopKeys
+from fedstill.config.unknown_keys import meant, what_to_do
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError, UnknownName, suggestion
+from fedstill.core.fields import as_table, plain_value, shown
+from fedstill.core.files import digest, named_path
+from fedstill.core.method import Method
+from fedstill.core.user_code import of_kind
+
+# Classes, functions and networks that are handed over from Python: their name in a config, and what
+# they are.
+#
+# What can be imported again is named by its file or its import path. The rest (a class of a
+# notebook, a lambda, a network that exists) is bound to a name ``python:Name`` that only this
+# process knows.
+
+
+_binding = threading.Lock()
+
+
+def name_for(kind: str, thing: Any) -> str:
+    """The name of a class, a function, a network or another object that can be called, as a config
+    writes it.
+    """
+    with _binding:
+        given = _given(thing)
+        if again := _importable(kind, given):
+            return again
+        first = name = f"{registry.LIVE}{_called(given)}"
+        number = 1
+        while (there := registry.bound(kind, name)) is not None and _given(there) is not given:
+            number += 1
+            name = f"{first}-{number}"
+        if there is None:
+            _bind(kind, name, given)
+        return name
+
+
+def bind(kind: str, name: str, thing: Any) -> None:
+    """Say what a name ``python:Name`` of a run's config stands for; what is bound already in this
+    process stays.
+    """
+    with _binding:
+        if registry.bound(kind, name) is None:
+            _bind(kind, name, _given(thing))
+
+
+def fingerprint(kind: str, name: str) -> str:
+    """The SHA-256 of what a name ``python:Name`` stands for: its source, a network's weights;
+    "unknown" without any.
+    """
+    return _fingerprint(registry.bound(kind, name))
+
+
+def _fingerprint(target: Any) -> str:
+    thing = _given(target)
+    parts = []
+    while isinstance(thing, functools.partial):
+        parts.append(repr((thing.args, sorted(thing.keywords.items()))))
+        thing = thing.func
+    if isinstance(thing, nn.Module):
+        parts += [
+            f"{k} {digest(v.detach().cpu().contiguous().numpy().tobytes())}"
+            for k, v in _state(thing)
+        ]
+    try:
+        parts.append(inspect.getsource(_defined(thing)))
+    except (OSError, TypeError):
+        return digest("\n".join(parts).encode()) if parts else "unknown"
+    return digest("\n".join(parts).encode())
+
+
+class Copies:
+    """Makes copies of one network, its weights included; it takes neither an image's shape nor the
+    classes.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.__doc__ = (
+            f"A {type(network).__name__} that was handed over from Python, with its weights."
+        )
+
+    def __call__(self) -> nn.Module:
+        """A copy of its own."""
+        return copy.deepcopy(self.network)
+
+
+def _given(thing: Any) -> Any:
+    """What the user handed over: a network where ``thing`` makes copies of it."""
+    return thing.network if isinstance(thing, Copies) else thing
+
+
+def _bind(kind: str, name: str, thing: Any) -> None:
+    if not callable(thing):
+        raise ConfigError(f"{kind} = {thing!r:.60} is no name, class or function")
+    registry.enter(
+        registry.Entry(kind, name, Copies(thing) if isinstance(thing, nn.Module) else thing)
+    )
+
+
+def _importable(kind: str, thing: Any) -> str:
+    """Under which name a class or function is found again in any process; empty where there is
+    none.
+    """
+    name, home = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", "")
+    module = sys.modules.get(home)
+    if module is None or getattr(module, name, None) is not thing:
+        return ""
+    if home.startswith("fedstill."):
+        return registry.registered_as(kind, thing)
+    if home.startswith(registry.USER):
+        return f"{module.__file__}:{name}"
+    return f"{home}:{name}" if home != "__main__" and getattr(module, "__spec__", None) else ""
+
+
+def _called(thing: Any) -> str:
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    return str(getattr(thing, "__name__", type(thing).__name__)).strip("<>")
+
+
+def _defined(thing: Any) -> Any:
+    return thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing)
+
+
+def _state(network: nn.Module) -> list[tuple[str, Any]]:
+    return sorted(network.state_dict().items())
+
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment(TopKeys):
+    """One run as it was asked for: it holds only what differs from the defaults.
+
+    The keys are those of a config file; ``method = "fedntd"`` stands for
+    ``method = {"name": "fedntd"}``. Values are checked when the run is settled, not here.
+    ``method``, ``model`` and ``partition`` also take what they name: a class, a method with its
+    fields, a network, a function; so does the name in their table. NumPy's numbers and pathlib's
+    paths become plain ones. ``origins`` says where a dotted key came from, ``base`` is the folder
+    that paths are relative to.
+    """
+
+    data: str | Table = field(default_factory=dict)
+    model: str | Table | Callable[..., nn.Module] = field(default_factory=dict)
+    method: str | Table | Method | type[Method] = field(default_factory=dict)
+    partition: str | Table | Callable[..., Any] = field(default_factory=dict)
+    topology: str | Table = field(default_factory=dict)
+    plan: Table = field(default_factory=dict)
+    clients: Table = field(default_factory=dict)
+    privacy: Table = field(default_factory=dict)
+    flower: Table = field(default_factory=dict)
+    query: Table = field(default_factory=dict)
+    stream: str | Table = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    base: Path | None = None
+
+    def __post_init__(self) -> None:
+        for key in KEYS:
+            object.__setattr__(self, key, plain_value(getattr(self, key)))
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A table as a mapping; raises ConfigError if it is something else."""
+        value = getattr(self, name)
+        if name in LIVING:
+            value = _by_name(name, value)
+        if isinstance(value, str) and name in (*NAMED, "data"):
+            return {NAMED.get(name, ("name", ""))[0]: value}
+        if not isinstance(value, Mapping):
+            other = meant(name, "", self.tree, self.base, near=False)
+            if name == "data" and isinstance(value, (int, float)):
+                other = f'a name is a text, data = "{value}"'
+            raise ConfigError(
+                f"{name} = {shown(value)} must be a table, [{name}]{'; ' * bool(other)}{other}"
+            )
+        return dict(value)
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """Everything that it says, as a config file has it."""
+        return {k: getattr(self, k) for k in KEYS}
+
+    def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
+        """The experiment with some dotted keys set, e.g. ``{"method.beta": 0.5}``."""
+        tree = self.tree
+        for key, value in values.items():
+            _set(tree, key, value)
+        return from_tree(tree, {**self.origins, **dict.fromkeys(values, origin)}, self.base)
+
+
+LIVING = ("method", "model", "partition")
+"""Tables that also take what they name: a class, a function, or an object that can be called."""
+
+KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "base"))
+"""Everything that a config may say: keys outside tables, and tables."""
+
+
+def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment:
+    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or
+    else strings.
+
+    Paths are relative to the file's folder; an override may also name a file in the working
+    directory.
+    """
+    if file is None:
+        return Experiment().with_values(parse_overrides(overrides), "command line")
+    path = named_path(file)
+    tree = _read(path)
+    origins = dict.fromkeys(_dotted(tree), f"file {path.name}")
+    over = from_here(parse_overrides(overrides), path.parent)
+    return from_tree(tree, origins, path.parent).with_values(over, "command line")
+
+
+def refuse_no_experiment(given: object) -> None:
+    """Raise ConfigError for what is no experiment: a config's path, or its tables."""
+    if not isinstance(given, Experiment):
+        whole = (
+            "fedstill.Experiment(**it)"
+            if isinstance(given, Mapping)
+            else "fedstill.load('my.toml')"
+        )
+        todo = f"fedstill.load({str(given)!r})" if isinstance(given, (str, Path)) else whole
+        raise ConfigError(
+            f"an experiment is wanted, not {of_kind(given)}; give an Experiment, or {todo}"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    text = ""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin UTF-8 with a mark
+        return tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        for table, (key, _) in {**NAMED, "data": ("name", "")}.items():
+            both = (
+                re.search(rf"(?m)^[ \t]*{start}", text)
+                for start in (rf"{table}[ \t]*=", rf"\[{table}[\].]")
+            )
+            if all(both):
+                todo = (
+                    f"{table} is set twice, as a name and as a table; put the name into [{table}], "
+                    f"as {key} = ..."
+                )
+                raise ConfigError(f"{path}: {todo}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | None) -> Experiment:
+    """The experiment of a parsed config; raises ConfigError, UnknownName for an unknown key with
+    the nearest.
+    """
+    for key in tree:
+        if key not in KEYS:
+            todo = what_to_do("", key, suggestion(key, KEYS), tree, base)
+            raise UnknownName("key", key, KEYS, where="config", todo=todo)
+    return Experiment(**tree, origins=origins, base=base)
+
+
+def _by_name(table: str, value: Any) -> Any:
+    """A table in which what was handed over in Python stands by its name."""
+    key = NAMED[table][0]
+    if isinstance(value, Method):
+        return {key: name_for(table, type(value)), **as_table(value)}
+    if isinstance(value, Mapping):
+        named = value.get(key)
+        return {**value, key: name_for(table, named)} if callable(named) else value
+    return name_for(table, value) if callable(value) else value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    head, _, rest = key.partition(".")
+    if not rest:
+        kept = (
+            {k: v for k, v in tree[head].items() if k == "clients"}
+            if isinstance(tree.get(head), Mapping)
+            else {}
+        )
+        tree[head] = (
+            {**kept, NAMED[head][0]: value} if head in NAMED and isinstance(value, str) else value
+        )
+        return
+    if head not in tree:
+        todo = what_to_do(head, rest, suggestion(key, KEYS), tree, None)
+        raise UnknownName("key", key, KEYS, where="override", todo=todo)
+    inner = tree[head]
+    if isinstance(inner, str) and head in (*NAMED, "data"):
+        inner = {NAMED.get(head, ("name", ""))[0]: inner}
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"override {key}: {head} is a value, not a table")
+    tree[head] = dict(inner)
+    if "." in rest:
+        tree[head].setdefault(rest.partition(".")[0], {})
+    _set(tree[head], rest, value)
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key

@@ -1,0 +1,166 @@
+"""Settings: an experiment with every value resolved and checked, before any data are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import tomli_w
+
+from fedstill.config.named_tables import Named
+from fedstill.config.tables import (
+    NO_STREAM,
+    SITES,
+    ClientsTable,
+    DataTable,
+    FlowerTable,
+    QueryTable,
+    StreamTable,
+    TopKeys,
+)
+from fedstill.core.fields import Count, as_table
+from fedstill.core.method import Method
+from fedstill.core.records import Plan
+from fedstill.core.registry import LIVE
+from fedstill.core.screen import Rules
+from fedstill.core.topology import Topology
+from fedstill.measures.choice import measured_rounds
+from fedstill.privacy.noise import Privacy
+
+CAME_LATER = {
+    f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"
+}
+"""Fields of a plan that earlier versions did not have, and their defaults."""
+
+STARTS = ("start_from", "start_from_partial", "train_only")
+"""Keys that stand in a config only where they are set."""
+
+
+@dataclass(frozen=True)
+class NamedTables:
+    """The tables that name registered things."""
+
+    method: Named
+    model: Named
+    partition: Named
+    topology: Named
+    stream: Named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TopKeys):
+    """Every value of a run, resolved and checked, and the things built from them.
+
+    ``method``, ``topology``: built from what ``named`` names. ``clients``: how many there
+    are; ``of_clients``: the table ``[clients]``. ``plans``: by stage. ``origins``: where a dotted
+    key came from.
+    """
+
+    threads: tuple[Count, Count]
+    data: DataTable
+    named: NamedTables
+    clients: int
+    of_clients: ClientsTable
+    privacy: Privacy
+    flower: FlowerTable
+    query: QueryTable
+    stream: StreamTable
+    plans: Mapping[str, Plan]
+    method: Method
+    topology: Topology
+    origins: Mapping[str, str]
+
+    @property
+    def rules(self) -> Rules:
+        """Which replies the server accepts."""
+        return self.of_clients.rules
+
+    @property
+    def on_sites(self) -> bool:
+        """Whether clients train on data of their own, which the server never sees, and nothing is
+        split here.
+        """
+        return self.engine == "flower" and self.flower.data == "sites"
+
+    @property
+    def on_tasks(self) -> bool:
+        """Whether sites' own data come in tasks."""
+        return self.on_sites and self.named.stream.name == SITES
+
+    @property
+    def measured_in(self) -> frozenset[int]:
+        """The rounds in which measures look: every so many, at task ends; all where clients ask
+        again.
+        """
+        rounds = measured_rounds(self.rounds, 1 if self.query.again else self.measure_every)
+        return rounds | {first - 1 for first in self.stream.starts(self.rounds)[1:]}
+
+    @property
+    def deployed(self) -> bool:
+        """Whether its clients are machines of a federation, not parts of a simulation."""
+        return self.engine == "flower" and bool(self.flower.federation)
+
+    @property
+    def lives(self) -> list[str]:
+        """Names of what was handed over in Python, and exists in this process only."""
+        named = self.named
+        return [
+            n.name for n in (named.method, named.model, named.partition) if n.name.startswith(LIVE)
+        ]
+
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it
+        must not change.
+        """
+        top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name not in STARTS}
+        named = self.named
+        return {
+            **top,
+            **{key: value for key in STARTS if (value := getattr(self, key))},
+            "data": as_table(self.data),
+            "partition": named.partition.table,
+            "topology": {**named.topology.table, "clients": self.clients},
+            "model": named.model.table,
+            "method": named.method.table,
+            "clients": {k: v for k, v in self.of_clients.table.items() if not self._unwritten(k)},
+            "privacy": as_table(self.privacy),
+            **({"flower": as_table(self.flower)} if self.engine == "flower" else {}),
+            "query": as_table(self.query),
+            **({"stream": self._stream} if self.named.stream.name != NO_STREAM else {}),
+            "plan": {name: as_table(plan) for name, plan in self.plans.items()},
+        }
+
+    @property
+    def _stream(self) -> dict[str, Any]:
+        return {**self.named.stream.table, **as_table(self.stream)}
+
+    def _unwritten(self, key: str) -> bool:
+        """Whether a key of [clients] is left out: sites have accepted configs, by SHA-256, that had
+        no such key.
+        """
+        return key == "failures" and self.deployed and self.of_clients.failures == "tolerate"
+
+    @property
+    def toml(self) -> str:
+        """The text of a run's config.toml; what came later to plans stands there only where it is
+        not the default.
+        """
+        plans = {
+            stage: {k: v for k, v in table.items() if k not in CAME_LATER or v != CAME_LATER[k]}
+            for stage, table in self.tree["plan"].items()
+        }
+        return as_toml({**self.tree, "plan": plans})
+
+
+def as_toml(tree: Mapping[str, Any]) -> str:
+    """A resolved config as TOML text; values that are None are left out."""
+    return tomli_w.dumps(_without_none(tree))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,83 @@
+"""Class-incremental streams: each task brings classes of its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import CountOrZero
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER
+from fedstill.core.registry import register
+from fedstill.core.stream import Cut
+
+Order = Literal["shuffled", "given", "legacy"]
+
+
+@register("stream", "classes")
+def class_stream(
+    labels: NDArray[np.int64],
+    tasks: int,
+    seed: int,
+    classes: int,
+    order: Order | tuple[tuple[int, ...], ...] = "shuffled",
+    first: CountOrZero = 0,
+) -> Cut:
+    """New classes in every task: an ordered division of all classes.
+
+    Where the number of classes cannot be divided, the first tasks have one more. ``legacy`` is
+    NumPy's old permutation, the order of TARGET's and LANDER's codes, so that their class orders
+    can be had again.
+
+    order: Drawn by seed, as the classes are numbered, as older codes draw it, or each task's
+    classes written.
+    first: How many classes task 1 has; 0: as many as the others.
+    """
+    written = (
+        _written(order, tasks, classes)
+        if isinstance(order, tuple)
+        else _divided(order, tasks, seed, classes, first)
+    )
+    of_class = np.zeros(classes, dtype=np.int64)
+    for task, own in enumerate(written):
+        of_class[list(own)] = task
+    return Cut(of_class[labels], written)
+
+
+def _divided(
+    order: Order, tasks: int, seed: int, classes: int, first: int
+) -> tuple[tuple[int, ...], ...]:
+    rest, others = classes - first, tasks - 1 if first else tasks
+    if (first and tasks == 1 and first != classes) or rest < others:
+        raise ConfigError(
+            f"stream.tasks = {tasks} and stream.first = {first} are too many for {classes} classes"
+        )
+    if order == "given":
+        queue = list(range(classes))
+    elif order == "legacy":
+        queue = np.random.RandomState(seed).permutation(classes).tolist()
+    else:
+        draw = generator(seed_for(seed, 0, 0, SERVER, "class order"))
+        queue = torch.randperm(classes, generator=draw).tolist()
+    sizes = [first] * bool(first) + [rest // others + (t < rest % others) for t in range(others)]
+    ends = np.cumsum([0, *sizes]).tolist()
+    return tuple(tuple(queue[a:b]) for a, b in pairwise(ends))
+
+
+def _written(
+    order: tuple[tuple[int, ...], ...], tasks: int, classes: int
+) -> tuple[tuple[int, ...], ...]:
+    if len(order) != tasks:
+        raise ConfigError(
+            f"stream.order names the classes of {len(order)} tasks, and stream.tasks = {tasks}"
+        )
+    if sorted(c for own in order for c in own) != list(range(classes)) or not all(order):
+        raise ConfigError(
+            f"stream.order must have each class from 0 to {classes - 1} once, and some in each task"
+        )
+    return tuple(map(tuple, order))

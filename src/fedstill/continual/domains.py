@@ -1,0 +1,146 @@
+"""Domain-incremental streams: the classes stay, what examples look like changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER
+from fedstill.core.registry import register
+from fedstill.core.stream import Cut, Transform
+
+# Examples cut into tasks that all have the classes' shares.
+
+
+def stratified_tasks(labels: NDArray[np.int64], tasks: int, seed: int) -> NDArray[np.int64]:
+    """The task of each example (n,), from 0: of each class as many in every task, but for one,
+    drawn by key.
+    """
+    draw = generator(seed_for(seed, 0, 0, SERVER, "task of example"))
+    out = np.zeros(len(labels), dtype=np.int64)
+    # classes go on where the one before ended, so that small ones do not all fall into the first
+    # tasks
+    turn = 0
+    for c in np.unique(labels):
+        own = np.flatnonzero(labels == c)
+        order = torch.randperm(len(own), generator=draw).numpy()
+        out[own[order]] = (turn + np.arange(len(own))) % tasks
+        turn = (turn + len(own)) % tasks
+    return out
+
+
+# Domain-incremental streams: the classes stay, what examples look like changes.
+
+
+Change = Literal["rotate90", "permute", "invert", "blur", "noise"]
+MOST_TASKS = {"rotate90": 4, "invert": 2}
+NOISE_STEP = 32
+"""By how much, of 255, the fixed pattern of the change ``noise`` grows from task to task."""
+
+
+@register("stream", "domains")
+def domain_stream(
+    labels: NDArray[np.int64],
+    domains: NDArray[np.int64] | None,
+    tasks: int,
+    seed: int,
+    classes: int,
+    column: str = "",
+    transform: Change | None = None,
+    share: Literal["own", "all"] = "own",
+) -> Cut:
+    """The same classes in every task, from another place or in another form: a column's values, or
+    changed images.
+
+    Task 1 shows images as they are. Changes use whole numbers only, so that every machine makes the
+    same bytes.
+
+    column: The data's column whose values are the domains, one a task, in their order.
+    transform: How images change from task to task, where there is no such column.
+    share: Whether each example belongs to one task, or every task shows all of them; without a
+    column.
+    """
+    every = tuple(tuple(range(classes)) for _ in range(tasks))
+    if bool(column) == bool(transform):
+        raise ConfigError("stream.kind = 'domains' needs one of stream.column and stream.transform")
+    if transform is None:
+        if domains is None:
+            raise ConfigError(f"stream.column = {column!r}: these data have no such column")
+        there = int(domains.max()) + 1 if len(domains) else 0
+        if share == "all":
+            raise ConfigError(
+                "stream.share = 'all' has no meaning with stream.column: an example has one value "
+                "there"
+            )
+        if there != tasks:
+            raise ConfigError(
+                f"stream.column = {column!r} has {there} values; set stream.tasks = {there}"
+            )
+        return Cut(domains, every, by_domain=True)
+    if tasks > MOST_TASKS.get(transform, tasks):
+        most = MOST_TASKS[transform]
+        raise ConfigError(
+            f"stream.transform = {transform!r} has {most} forms; set stream.tasks = {most} or fewer"
+        )
+    changes = tuple(_change(transform, t, seed) for t in range(tasks))
+    return Cut(None if share == "all" else stratified_tasks(labels, tasks, seed), every, changes)
+
+
+def _change(name: Change, task: int, seed: int) -> Transform | None:
+    if task == 0:
+        return None
+    own = seed_for(seed, task, 0, SERVER, f"transform {name}")
+    by_name = {
+        "rotate90": _turned,
+        "permute": _permuted,
+        "invert": _inverted,
+        "blur": _blurred,
+        "noise": _noisy,
+    }
+    return partial(by_name[name], task=task, seed=own)
+
+
+def _turned(images: Tensor, task: int, seed: int) -> Tensor:
+    if images.shape[-1] != images.shape[-2]:
+        raise ConfigError(
+            "stream.transform = 'rotate90' needs square images; choose permute, blur or noise"
+        )
+    return torch.rot90(images, task, (2, 3)).contiguous()
+
+
+def _permuted(images: Tensor, task: int, seed: int) -> Tensor:
+    flat = images.flatten(2)
+    order = torch.randperm(flat.shape[2], generator=generator(seed)).to(images.device)
+    return flat[:, :, order].view(images.shape)
+
+
+def _inverted(images: Tensor, task: int, seed: int) -> Tensor:
+    return 255 - images
+
+
+def _blurred(images: Tensor, task: int, seed: int) -> Tensor:
+    """The mean of nine pixels, rounded down, once more in every task; edges are repeated."""
+    height, width = images.shape[2:]
+    rows = torch.arange(-1, height + 1).clamp(0, height - 1)
+    columns = torch.arange(-1, width + 1).clamp(0, width - 1)
+    for _ in range(task):
+        wide = images.to(torch.int32)[:, :, rows][:, :, :, columns]
+        parts = [wide[:, :, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+        images = (torch.stack(parts).sum(0) // 9).to(torch.uint8)
+    return images
+
+
+def _noisy(images: Tensor, task: int, seed: int) -> Tensor:
+    """A pattern drawn by key, the same on all images, stronger in every task."""
+    top = NOISE_STEP * task
+    pattern = torch.randint(
+        -top, top + 1, images.shape[1:], generator=generator(seed), dtype=torch.int32
+    )
+    return (images.to(torch.int32) + pattern.to(images.device)).clamp(0, 255).to(torch.uint8)

@@ -1,0 +1,253 @@
+"""Legal values of hyper-parameters and config keys: written once, in a field's annotation, and
+checked in one place.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+from annotated_types import Interval, Len
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from fedstill.core.errors import ConfigError, UnknownKeys, on_one_line, suggestion
+
+Positive = Annotated[float, Interval(gt=0, le=1e9)]
+NonNegative = Annotated[float, Interval(ge=0, le=1e9)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+PositiveShare = Annotated[float, Interval(gt=0, le=1)]
+Count = Annotated[int, Interval(ge=1, le=1_000_000)]
+CountOrZero = Annotated[int, Interval(ge=0, le=1_000_000)]
+Candidates = Annotated[tuple[Positive, ...], Len(1, 100)]
+"""Values of which a method takes the best."""
+Seed = Annotated[int, Interval(ge=0, lt=2**63)]
+
+Fields = dict[str, tuple[Any, Any]]
+"""{name: (annotation, default)} of what may be set; a field without default has ``...``."""
+
+R = TypeVar("R")
+
+
+def problem(hint: Any, value: Any) -> str:
+    """What is wrong with a value under an annotation, as "VALUE: why"; empty if nothing is.
+
+    Types are strict (a whole number is a float, True is no number), numbers are finite; its
+    ``plain_value`` counts. Raises ConfigError for an annotation that says nothing that can be
+    checked.
+    """
+    value = plain_value(value)
+    try:
+        _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        wrong = {one["type"]: one for one in reversed(error.errors())}
+        first = error.errors()[0]
+        # a list may do where a table would
+        if first["type"] == "dict_type" and not isinstance(value, (list, tuple)):
+            first = wrong.get("tuple_type", first)
+        if first["type"] in ("tuple_type", "list_type"):
+            given = _parts(value) if isinstance(value, str) else value
+            return (
+                f"{shown(first['input'])}: write a list, "
+                f"{shown(given if isinstance(given, list) else [given])}"
+            )
+        return f"{shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return ""
+
+
+def plain_value(value: Any) -> Any:
+    """A value as a config holds it: of NumPy's the numbers, of a path its text; in lists and
+    tables, too.
+
+    A path without an ending, which could be a name, begins with a dot.
+
+    >>> plain_value({"columns": PurePath("a.csv"), "name": PurePath("digits")})
+    {'columns': 'a.csv', 'name': './digits'}
+    """
+    if isinstance(value, Mapping):
+        return {key: plain_value(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(plain_value, value))
+    if isinstance(value, PurePath):
+        named = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
+        return str(value) if named else f"./{value}"
+    return (
+        value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+    )
+
+
+class Typed(str):
+    """A text of a command line: a list, with commas, where one is wanted."""
+
+    def fitting(self, hint: Any) -> str | tuple[Any, ...]:
+        """The text, or if an annotation takes a list alone, the list.
+
+        >>> Typed("a,1").fitting(tuple[str | int, ...]), Typed("a,1").fitting(str)
+        (('a', 1), 'a,1')
+        """
+        parts = tuple(_part(part) for part in _parts(self))
+        return parts if problem(hint, str(self)) and not problem(hint, parts) else str(self)
+
+
+def _parts(text: str) -> list[str]:
+    return [
+        part.strip()
+        for part in text.strip().removeprefix("[").removesuffix("]").split(",")
+        if part.strip()
+    ]
+
+
+def _part(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except ValueError:
+        return text
+
+
+def check_ranges(thing: object) -> None:
+    """Raise ConfigError if a field of a dataclass instance is not what the range in its annotation
+    allows.
+    """
+    for name, hint in _with_ranges(type(thing)).items():  # type: ignore[arg-type]
+        if hasattr(thing, name) and (why := problem(hint, getattr(thing, name))):
+            raise ConfigError(f"{type(thing).__name__}.{name} = {why}")
+
+
+def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Every field's value, given (``plain_value``, a list as a tuple) or by default.
+
+    ``where``: the table, which goes before each key in the message. Raises ConfigError with one
+    line for all that is
+    wrong: values, missing fields, and (then an UnknownKeys) unknown keys with the nearest known
+    one.
+    """
+    values, wrong = dict[str, Any](), list[str]()
+    for key, (hint, default) in fields.items():
+        value = plain_value(given[key]) if key in given else default
+        value = value.fitting(hint) if isinstance(value, Typed) else value
+        values[key] = value = tuple(value) if isinstance(value, list) else value
+        name = f"{where}.{key}" if where else key
+        try:
+            _adapter(hint)
+        except ConfigError as error:
+            raise ConfigError(f"{name} {error}") from error
+        if key not in given:
+            wrong += [f"{name} is missing, and has no default"] if default is ... else []
+        elif why := problem(hint, value):
+            wrong.append(f"{name} = {why}{_meant(hint, given[key])}")
+    unknown = [
+        (where, key, suggestion(key, fields)) for key in map(str, given) if key not in fields
+    ]
+    if unknown:
+        raise UnknownKeys(wrong, unknown)
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    return values
+
+
+def _meant(hint: Any, typed: Any) -> str:
+    """What to write where a number or a truth value was typed in another way than TOML's.
+
+    >>> _meant(float, Typed(".5")), _meant(bool, Typed("False")), _meant(int, Typed("x"))
+    ('; write 0.5', '; write false', '')
+    """
+    if isinstance(typed, Typed):
+        if typed.lower() in ("true", "false") and not problem(hint, typed.lower() == "true"):
+            return f"; write {typed.lower()}"
+        for kind in (int, float):
+            with suppress(ValueError):
+                if not problem(hint, kind(typed)):
+                    return f"; write {kind(typed)}"
+    return ""
+
+
+def held(hint: Any, default: Any) -> bool:
+    """Whether a config can hold what an annotation allows, and a default.
+
+    >>> held(int, 3), held(Any, print), held(Iterator[TypeAdapter], None)
+    (True, False, False)
+    """
+    if isinstance(default, (tuple, list)):
+        return all(held(Any, one) for one in default) and held(hint, None)
+    try:
+        _adapter(hint)
+    except ConfigError:
+        return False
+    return default is ... or default is None or isinstance(default, (bool, int, float, str))
+
+
+def fields_of_record(record: type) -> Fields:
+    """What may be set of a dataclass: its fields with their annotations and defaults."""
+    return {f.name: (_hints(record)[f.name], _default(f)) for f in fields(record)}
+
+
+def read_record(record: type[R], given: Mapping[str, Any], where: str) -> R:
+    """A dataclass made of what a table of a config says; raises ConfigError as ``checked`` does."""
+    return record(**checked(fields_of_record(record), given, where))
+
+
+def as_table(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass instance by name: the table of a config that says the same."""
+    return {f.name: getattr(record, f.name) for f in fields(record)}
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: on one line, and not longer than that."""
+    try:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an integer of thousands of digits, or tables in tables in tables
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        hash(hint)
+    except (
+        TypeError
+    ):  # an annotation may hold a dict or a list, and then it cannot be a key of the cache
+        return _new_adapter(hint)
+    return _known_adapter(hint)
+
+
+def _new_adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
+    except PydanticUserError as error:
+        raise ConfigError(f"has a type that a config cannot hold: {on_one_line(error)}") from error
+
+
+_known_adapter = lru_cache(maxsize=1024)(_new_adapter)
+
+
+@lru_cache(maxsize=1024)
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+@lru_cache(maxsize=1024)
+def _with_ranges(kind: type) -> dict[str, Any]:
+    def ranged(hint: Any) -> bool:
+        return any(isinstance(part, (Interval, Len)) for part in _inside(hint))
+
+    return {name: hint for name, hint in _hints(kind).items() if ranged(hint)}
+
+
+def _inside(hint: Any) -> Iterator[Any]:
+    """What an annotation is made of, ranges among it."""
+    for part in get_args(hint):
+        yield part
+        yield from _inside(part)
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return ... if field.default is MISSING else field.default

@@ -1,0 +1,293 @@
+"""Files that are written whole or not at all, and checks before one is overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path, PurePath
+from typing import IO
+
+from fedstill.core.errors import ConfigError, DiskFull
+
+# Files that are written whole or not at all.
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PART = ".part"
+
+TOGETHER = 32
+"""How many files wait for the disk side by side, each open and in a thread of its own."""
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write to another name, fsync, rename, fsync the folder; raises DiskFull if it cannot be done.
+
+    ``mode``: who may read and write it, less what the process takes away from all files.
+    """
+    write_together([(path, data)], mode)
+
+
+def write_together(
+    files: Iterable[tuple[Path, bytes]],
+    mode: int = 0o666,
+    beside: Callable[[], object] | None = None,
+) -> None:
+    """Write several files as ``write_whole`` does each, waiting for the disk side by side: about as
+    long as for one.
+
+    All contents are durable before the first file has its name, and ``beside``, another wait, is
+    over. Names are given in this order; a loss of power may leave any of them out. Raises DiskFull
+    for the first that cannot be written.
+    """
+    coming, asides, waits = iter(files), dict[Path, Path](), [beside] if beside else []
+    try:
+        for first in coming:
+            _write_aside(chain([first], islice(coming, TOGETHER - 1)), mode, asides, waits)
+            waits = []
+        for path, aside in asides.items():
+            with _named(path):
+                aside.replace(path)
+        _side_by_side(
+            [partial(_sync_name, path) for path in {path.parent: path for path in asides}.values()]
+        )
+    except DiskFull:
+        for aside in asides.values():
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                aside.unlink(missing_ok=True)
+        raise
+
+
+def _write_aside(
+    files: Iterable[tuple[Path, bytes]],
+    mode: int,
+    asides: dict[Path, Path],
+    waits: Sequence[Callable[[], object]],
+) -> None:
+    """Make contents durable under other names, which ``asides`` takes up."""
+    with contextlib.ExitStack() as until_synced:
+        written: list[tuple[Path, IO[bytes]]] = []
+        for path, data in files:
+            asides[path] = aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
+            with _named(path):
+                file = until_synced.enter_context(
+                    open(aside, "wb", 0, opener=partial(os.open, mode=mode))
+                )
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            written.append((path, file))
+        _side_by_side([*waits, *(partial(_sync, path, file) for path, file in written)])
+
+
+def _sync(path: Path, file: IO[bytes]) -> None:
+    with _named(path):
+        os.fsync(file.fileno())
+
+
+def _sync_name(path: Path) -> None:
+    with _named(path):
+        sync_folder(path.parent)
+
+
+def _side_by_side(waits: Sequence[Callable[[], object]]) -> None:
+    """Wait in a thread for each; the first error on the list counts."""
+    if len(waits) < 2:
+        for wait in waits:
+            wait()
+        return
+    with ThreadPoolExecutor(min(len(waits), TOGETHER), "disk") as pool:
+        for waited in [pool.submit(wait) for wait in waits]:
+            waited.result()
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise as_named(error, path) from error
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a file that only its owner may read."""
+    write_whole(path, data, 0o600)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, each with a durable name; raises DiskFull if it cannot be
+    made.
+    """
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    try:
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise as_named(error, path) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a file is what a killed process was writing, before it was renamed."""
+    return path.name.startswith(".") and path.name.endswith(_PART)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed processes left half written, in a folder that no other process writes."""
+    for path in folder.rglob(f".*{_PART}"):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file that is no longer needed, if it is there; raises DiskFull if it cannot be
+    deleted.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise as_named(error, path) from error
+
+
+def named_path(given: Path | str) -> Path:
+    """A path as a person names it, ``~`` as the home folder; raises ConfigError for a home folder
+    that is not there.
+    """
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{given} names a home folder that is not there; give the whole path"
+        ) from error
+
+
+def short_name(name: str) -> str:
+    """A name as people read it: of a file by its whole path, the file.
+
+    >>> short_name("/home/me/mine.py:Mine"), short_name("owner/name")
+    ('mine.py:Mine', 'owner/name')
+    """
+    return PurePath(name).name if PurePath(name).is_absolute() else name
+
+
+def in_shell(path: Path | str) -> str:
+    """A path as it is typed in a shell: in quotes if it needs them.
+
+    >>> in_shell("my runs/1"), in_shell("runs/1")
+    ("'my runs/1'", 'runs/1')
+    """
+    return shlex.quote(str(path))
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def as_named(error: OSError, path: Path) -> DiskFull:
+    """An error while writing as DiskFull, with what to do about it."""
+    run = _run_at_work(path)
+    again = "run the same command again" if run is None else f"`fedstill resume {in_shell(run)}`"
+    if error.errno in FULL:
+        return DiskFull(f"no room to write {path}: {error.strerror}; free some space, then {again}")
+    return DiskFull(f"cannot write {path}: {error.strerror}; put that right, then {again}")
+
+
+def _run_at_work(path: Path) -> Path | None:
+    """The directory of the run that a file is written for, from when it can be resumed until it is
+    finished.
+    """
+    with contextlib.suppress(OSError):
+        for folder in path.parents[:3]:
+            begun = all((folder / name).is_file() for name in ("config.toml", "lock"))
+            if begun and not (folder / "summary.json").is_file():
+                return folder
+    return None
+
+
+# Files that a person names to be written: what is there already is written over only if it is of
+# the same kind.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of files: in words, how their names end (empty: in any way), and what their bytes
+    hold.
+    """
+
+    words: str
+    ending: str
+    mark: re.Pattern[bytes]
+
+
+PAGE = Kind("a page that fedstill made", "", re.compile(rb"Made by fedstill"))
+ONNX = Kind("an ONNX model", ".onnx", re.compile(rb"\A\x08"))
+PROGRAM = Kind("a program of torch.export", ".pt2", re.compile(rb"\APK"))
+MODEL = Kind(
+    "a model that `fedstill query` wrote",
+    ".safetensors",
+    re.compile(rb"\A.{8}\{.*fedstill_model", re.DOTALL),
+)
+
+RUN_TABLE = Kind(
+    "a run's table",
+    "",
+    re.compile(rb'\A(\s*\Z|(round,|PAR1).*(seconds_training|"columns": \[\]))', re.DOTALL),
+)
+CSV = Kind("a table that fedstill wrote", "", re.compile(rb"\A(label,note|compared,with,number)"))
+MARKDOWN = Kind("a table that fedstill wrote", "", re.compile(rb"\A\|  \|"))
+LATEX = Kind(
+    "a table that fedstill wrote", "", re.compile(rb"\A\\begin\{tabular\}\{lr+\}\n\\toprule\n & ")
+)
+OF_TABLES = {".csv": CSV, ".md": MARKDOWN, ".tex": LATEX}
+"""The kinds of a comparison's tables, by how their names end."""
+
+
+def refuse_other_kind(path: Path | None, kind: Kind) -> None:
+    """Raise ConfigError if there is something that is not of this kind, so that a wrong name costs
+    nobody a file.
+
+    An empty file may be written over; None is no name. A directory is left to who writes, whose
+    error says more of it.
+    """
+    if path is None or path.is_dir() or not (path.exists() or path.is_symlink()):
+        return
+    if path.is_file():
+        if not path.stat().st_size:
+            return
+        try:
+            held = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {path}, which would be written over: {error.strerror}"
+            ) from error
+        if path.name.endswith(kind.ending) and kind.mark.search(held):
+            return
+    raise ConfigError(
+        f"{path} is there and is not {kind.words}, so it is not written over; name another file"
+    )
+
+
+def write_over(path: Path, data: bytes, kind: Kind) -> None:
+    """Write a file whole, as ``write_whole`` does; raises ConfigError over one that is not of this
+    kind.
+    """
+    refuse_other_kind(path, kind)
+    write_whole(path, data)

@@ -1,0 +1,183 @@
+"""Method: what the server does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedstill.core.aggregation import weighted_mean
+from fedstill.core.fields import check_ranges
+from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, World
+from fedstill.core.trees import zeros_like
+from fedstill.core.user_code import reject_misspelt_hooks
+from fedstill.core.work import ClientWork
+from fedstill.models.contract import predictor
+
+
+@dataclass(frozen=True)
+class Method:
+    """The server's half of a method; its fields are its hyper-parameters. As it stands it is
+    federated averaging.
+
+    ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages
+    it knows.
+    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes",
+    "same_features" of networks that may differ, "label_counts", "queries").
+    ``adds``: what it adds to every network, zeros at first: "own_head", a second last layer, or
+    "shift", a vector added to the features (``models.parameters``).
+    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise",
+    "robust_fold" for means that hostile clients cannot move far). ``labelled``: the stages that
+    read the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's
+    training settings by stage. ``personal``: the stages after which a client's own model is its
+    answer; of several, the last in which it acted. Without one its answer is the predictor
+    ``client N``, or the first. ``reusable``: the stages that leave no memory, and whose replies
+    depend on nothing but the client's data, model, plan, seed and work: they may be kept for other
+    runs.
+
+    A complete one, and three rounds of it, in which four clients learn to tell dark grey
+    from light:
+
+    >>> import torch
+    >>> import fedstill
+    >>> from fedstill.data.sources import from_tensors
+    >>> from fedstill.config.resolve import settle
+    >>> from fedstill.running.preparation import prepare
+    >>> from fedstill.losses import proximal
+    >>> from fedstill.core.rounds import run_round
+    >>> from fedstill.core.rounds import Unwatched
+    >>> from fedstill.core.screen import Rules
+    >>> @dataclass(frozen=True)
+    ... class Near(fedstill.Method):
+    ...     mu: float = 0.1
+    ...     def work(self, stage):
+    ...         return StayNear(self.mu)
+    ...     def fold(self, state, replies, stage, world):
+    ...         seen = state.extra.get("seen", 0) + sum(reply.examples for reply in replies)
+    ...         return state.next(params=weighted_mean(replies), seen=seen)
+    >>> @dataclass(frozen=True)
+    ... class StayNear(fedstill.ClientWork):
+    ...     mu: float
+    ...     def begin(self, down, memory, view, world):
+    ...         return fedstill.Carry(down.params, constants={"start": down.params})
+    ...     def terms(self, step, carry):
+    ...         return {
+    ...             **super().terms(step, carry),
+    ...             "near": proximal(step.params, carry["start"], self.mu),
+    ...         }
+    >>> grey, light = (
+    ...     torch.arange(256, dtype=torch.uint8).reshape(256, 1, 1, 1),
+    ...     torch.arange(256) // 128,
+    ... )
+    >>> data = from_tensors("grey", train=(grey, light), test=(grey, light))
+    >>> what = fedstill.Experiment(
+    ...     model="logistic", partition="iid", topology={"clients": 4}, engine="serial"
+    ... )
+    >>> ready = prepare(settle(what), data)
+    >>> near, world, engine, topology = Near(), ready.world, ready.engine(), ready.settings.topology
+    >>> state = near.setup(world)
+    >>> while state.round <= 3:
+    ...     stages = topology(state.round, world)
+    ...     state = run_round(near, state, stages, world, engine, Unwatched(), Rules())
+    ...     logits = near.predictors(state, world)["global"](
+    ...         torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1)
+    ...     )
+    ...     accuracy = (logits.argmax(1) == light).double().mean()
+    ...     print(f"{state.extra['seen']} examples, accuracy {accuracy:.2f}")
+    256 examples, accuracy 0.50
+    512 examples, accuracy 0.70
+    768 examples, accuracy 0.83
+    """
+
+    topology: ClassVar[str] = "parallel"
+    schedule: ClassVar[Mapping[str, Any]] = {}
+    stages: ClassVar[frozenset[str]] = frozenset({"train"})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
+    adds: ClassVar[tuple[str, ...]] = ()
+    permits: ClassVar[frozenset[str]] = frozenset()
+    labelled: ClassVar[frozenset[str]] = frozenset()
+    plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
+    personal: ClassVar[frozenset[str]] = frozenset()
+    reusable: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ConfigError for a name that resembles a hook's or a declaration's."""
+        super().__init_subclass__(**arguments)
+        reject_misspelt_hooks(cls)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def requires(self) -> frozenset[str]:
+        """What it cannot do without as it is set: ``needs``, unless a field changes that."""
+        return self.needs
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        """Why it has no meaning on a schedule (the stages of round 1), and what to do; empty where
+        it has one.
+        """
+        return ""
+
+    def caution(self, world: World) -> str:
+        """What of it does nothing with a run's classes and tasks, and what to do; empty if all does
+        something.
+
+        It does not stop the run: it is said when one begins, and by ``fedstill explain``.
+        """
+        return ""
+
+    def setup(self, world: World) -> State:
+        """The state before round 1."""
+        return State(params=world.initial(SERVER))
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        """The state at the start of a round, when its schedule is known."""
+        return state
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        """What a client receives in a stage; None if it has nothing to do."""
+        return Payload(params=state.params)
+
+    def work(self, stage: Stage) -> ClientWork:
+        """What a client does in a stage."""
+        return ClientWork()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        """A payload like the reply must be: its groups, names, shapes and types count, its values
+        do not.
+        """
+        return Payload(params=world.initial(client))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        """The next state from the accepted replies, sorted by client id."""
+        return state.next(params=weighted_mean(replies))
+
+    def idle(self, reply: Reply, down: Payload) -> Payload | None:
+        """What a client would have sent had it changed nothing, in place of its reply; None where
+        nobody can say.
+
+        As it stands: a model is as it was received, a ``change`` is 0, and all else stays. The
+        rounds in which some clients are idle say who contributed to what a round did (the measure
+        ``contributions``).
+        """
+        same = {
+            group: down[group]
+            for group in ("params", "shared")
+            if group in reply.up and group in down
+        }
+        still = {"change": zeros_like(reply.up.tensors("change"))} if "change" in reply.up else {}
+        return Payload({**reply.up, **same, **still}) if same else None
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What the server can evaluate: name to a function from images (B, channels, H, W) to
+        logits (B, C).
+
+        As it stands the global model, if there is one.
+        """
+        return (
+            {"global": predictor(state.model or world.model(SERVER), state.params)}
+            if state.params
+            else {}
+        )

@@ -1,0 +1,642 @@
+"""The frozen records that parts of the library pass to each other; they only hold data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+from annotated_types import Interval
+from torch import Tensor
+
+from fedstill.core.errors import BadPayload, ConfigError
+from fedstill.core.fields import (
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    check_ranges,
+)
+from fedstill.core.files import short_name
+from fedstill.core.payload import KEEP, NOTHING, Group, Payload, Tensors, many
+from fedstill.core.stream import Stream
+from fedstill.querying.queries import Asking
+
+__all__ = [
+    "KEEP",
+    "NOTHING",
+    "SERVER",
+    "Carry",
+    "Ends",
+    "Examples",
+    "Group",
+    "ModelSpec",
+    "Passes",
+    "Payload",
+    "Plan",
+    "Ran",
+    "Reply",
+    "Stage",
+    "State",
+    "Step",
+    "Teacher",
+    "Tensors",
+    "View",
+    "World",
+    "many",
+]
+
+
+# A network by name, as records and messages name it.
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A network by name: what it is built from, so that equal specs are equal architectures.
+
+    ``input_shape``: of one example: (channels, height, width) of an image, (D,) of a vector or a
+    row of a table, (channels, L) of a series, (L,) of a text's token ids. ``vocabulary``: how many
+    token ids there are, 0 where inputs are numbers. ``classes``: C; ``fields``: its options, sorted
+    by name. ``widths``: the numbers of units of its hidden layers, where they are not the network's
+    own. ``trains``, ``held``: which entries are trained, and the SHA-256 of all others, which stay
+    as they are (``models.parameters``); empty: all are trained. ``adds``: what the method of a
+    run adds to it (``models.parameters``); initial weights do not depend on that.
+    """
+
+    name: str
+    input_shape: tuple[int, ...]
+    classes: int
+    fields: tuple[tuple[str, Any], ...] = ()
+    widths: tuple[int, ...] = ()
+    vocabulary: int = 0
+    trains: tuple[str, ...] = ()
+    held: str = ""
+    adds: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """All of it: the seed of initial weights is made of this."""
+        return self._with_options(self.name)
+
+    @property
+    def label(self) -> str:
+        """The same as people read it, without the folder of a file, and without tables."""
+        return self._with_options(short_name(self.name), longest=60)
+
+    def _with_options(self, name: str, longest: int | None = None) -> str:
+        widths = [("widths", self.widths)] if self.widths else []
+        said = [(k, str(v)) for k, v in [*self.fields, *widths]]
+        options = ", ".join(
+            f"{k}={v if longest is None or len(v) <= longest else '…'}" for k, v in said
+        )
+        return f"{name}({options})" if options else name
+
+
+def as_pairs(value: Any) -> Any:
+    """A value of a config, or one of a file of before, that can be hashed: tables as sorted pairs,
+    lists as tuples.
+
+    >>> as_pairs({"b": [1, 2], "a": {"c": 3}})
+    (('a', (('c', 3),)), ('b', (1, 2)))
+    """
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(k), as_pairs(v)) for k, v in value.items()))
+    return tuple(as_pairs(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def as_table_again(value: Any) -> Any:
+    """What ``as_pairs`` was given, tables as mappings: pairs of a text and a value are a table.
+
+    >>> as_table_again((('a', (('c', 3),)), ('b', (1, 2))))
+    {'a': {'c': 3}, 'b': (1, 2)}
+    """
+    if isinstance(value, Mapping):
+        return {k: as_table_again(v) for k, v in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if value and all(
+        isinstance(v, (list, tuple)) and len(v) == 2 and isinstance(v[0], str) for v in value
+    ):
+        return {k: as_table_again(v) for k, v in value}
+    return tuple(as_table_again(v) for v in value)
+
+
+# Plan: how a stage trains, and the learning rate of each round.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a stage trains: length, batches, optimiser; what a config's ``[plan.STAGE]`` overrides.
+
+    0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation
+    mode. The examples of ``validation`` are for ``score``; ``patience`` and ``keep = "best"`` need
+    them.
+    """
+
+    epochs: CountOrZero = 5
+    """Passes over the client's data."""
+    steps: CountOrZero = 0
+    """How many batches a visit has; 0: as many as the epochs need."""
+    batch: Count = 50
+    """Examples in a batch."""
+    shuffle: bool = True
+    """Whether the order of the examples is drawn again in every epoch."""
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    """Which optimiser takes the steps."""
+    lr: Positive = 0.01
+    """Learning rate of the first round."""
+    lr_decay: PositiveShare = 1.0
+    """What the learning rate is multiplied by after every round."""
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Momentum of SGD."""
+    weight_decay: NonNegative = 0.0
+    """Weight of the L2 penalty on the parameters."""
+    clip_norm: NonNegative = 0.0
+    """The largest norm of a gradient; larger ones are scaled down; 0: none are."""
+    norm: Literal["batch", "frozen"] = "batch"
+    """Whether normalisation layers use the statistics of the batch, or stay as they were
+    received.
+    """
+    validation: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """The share of the client's data that is held out to score models in training."""
+    patience: CountOrZero = 0
+    """Epochs without a better score after which training stops; 0: it never stops early."""
+    keep: Literal["last", "best"] = "last"
+    """Which model a visit ends with: that of the last epoch, or of the best score; the last, too,
+    of a client with too few examples to hold one out, and of the server.
+    """
+    lr_schedule: Literal["constant", "step", "cosine"] = "constant"
+    """How the learning rate changes from round to round: only by lr_decay, by it in steps, or as
+    half a cosine.
+    """
+    lr_step: Count = 1
+    """After how many rounds each lr_decay comes, with lr_schedule = "step"."""
+    lr_end: Share = 0.0
+    """The share of lr that the cosine comes down to when its rounds are over."""
+    lr_warmup: CountOrZero = 0
+    """Rounds in which the learning rate rises in equal steps, before the first one with lr
+    itself.
+    """
+    lr_rounds: CountOrZero = 0
+    """Rounds after which the cosine, its warm-up included, has come down; 0: those of the run."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def batches_per_epoch(self, examples: int, joined: bool = False) -> int:
+        """How many batches an epoch has; ``joined``: without a last one of a single example.
+
+        >>> Plan(batch=20).batches_per_epoch(41), Plan(batch=20).batches_per_epoch(41, joined=True)
+        (3, 2)
+        """
+        return -(-examples // self.batch) - joined
+
+    def leaves_one_over(self, examples: int) -> bool:
+        """Whether training comes to a last batch of a single example behind others in its epoch."""
+        ends_with_one = 1 < self.batch < examples and examples % self.batch == 1
+        is_reached = self.steps == 0 or self.steps >= self.batches_per_epoch(examples)
+        return ends_with_one and is_reached
+
+    def lr_at(self, round: int) -> float:
+        """The learning rate of a round (1 is the first): nothing is remembered, so a resumed run
+        has the same.
+
+        With W = ``lr_warmup``, T = ``lr_rounds`` and t = round - 1 - W, the rounds since the
+        warm-up: lr (round / (W + 1)) while t < 0; then lr lr_decay^t ("constant"), lr
+        lr_decay^floor(t / lr_step) ("step"), or lr (e + (1 - e) (1 + cos(pi t / (T - W))) / 2) with
+        e = ``lr_end`` ("cosine", without ``lr_decay``).
+        Source: Loshchilov & Hutter, "SGDR" (2017), equation 5, without restarts; Goyal et al.,
+        "Accurate, Large Minibatch SGD" (2017), section 2.2, for the warm-up.
+        Reading: t = 0 is the first round with lr itself, and the end of the cosine is the round
+        after the last: no round trains with a rate of 0. Rounds beyond the last have the last
+        one's. Raises ConfigError for "cosine" without a round after the warm-up.
+        """
+        since = max(round, 1) - 1 - self.lr_warmup
+        if since < 0:
+            return float(self.lr * (max(round, 1) / (self.lr_warmup + 1)))
+        if self.lr_schedule == "cosine":
+            length = self.lr_rounds - self.lr_warmup
+            if length < 1:
+                raise ConfigError(
+                    f"plan: lr_rounds = {self.lr_rounds} and lr_warmup = {self.lr_warmup} leave "
+                    "the cosine no round"
+                )
+            share = (1 + math.cos(math.pi * min(since, length - 1) / length)) / 2
+            return float(self.lr * (self.lr_end + (1 - self.lr_end) * share))
+        times = since // self.lr_step if self.lr_schedule == "step" else since
+        return float(self.lr * self.lr_decay**times)
+
+
+# What a client's training starts with and what it did, and one batch as an objective sees it.
+
+
+Teacher = Tensors | tuple[ModelSpec, Tensors]
+
+Ends = tuple[Tensor, Tensor]
+"""What enters a stage of a model, and what leaves it."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs and labels (n,) int64. The type of the inputs says what they are.
+
+    ``values``: pixels (n, channels, H, W) uint8; numbers (n, …) float, as the network takes them;
+    or token ids (n, L) int64, of which 0 is padding. ``owners``: (n,) int64, whose each example is,
+    where the data say so.
+    """
+
+    values: Tensor
+    labels: Tensor
+    owners: Tensor | None = None
+
+    @property
+    def images(self) -> Tensor:
+        """The old name of ``values``; it goes with the next release."""
+        warnings.warn("Examples.images is now Examples.values", DeprecationWarning, stacklevel=2)
+        return self.values
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Examples: {len(self):,} of shape {tuple(self.values.shape[1:])}, "
+            f"{self.values.dtype}>"
+        )
+
+    def __add__(self, further: Examples) -> Examples:
+        """These examples and further ones behind them; whose each is, where both say so."""
+        values, labels = (
+            torch.cat([self.values, further.values]),
+            torch.cat([self.labels, further.labels]),
+        )
+        whose = (
+            None
+            if self.owners is None or further.owners is None
+            else torch.cat([self.owners, further.owners])
+        )
+        return Examples(values, labels, whose)
+
+    def take(self, index: Tensor) -> Examples:
+        """The examples at some positions, (n,) int64, on whatever device."""
+        there = index.to(self.labels.device)
+        owners = None if self.owners is None else self.owners.index_select(0, there)
+        return Examples(
+            self.values.index_select(0, there), self.labels.index_select(0, there), owners
+        )
+
+    def to(self, device: str) -> Examples:
+        """The examples on a device."""
+        owners = None if self.owners is None else self.owners.to(device)
+        return Examples(self.values.to(device), self.labels.to(device), owners)
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and
+    constants.
+
+    ``only``: positions of the examples to train on, (n,) int64; all of the stage's view if it is
+    left out. A step's ``index`` counts among them. ``model``: what is trained, if it is not the
+    site's network. ``examples``: what it is trained on, if it is not what the site has, as they
+    are, never augmented; so the server may train something small without public data. Of another
+    network than the site's nothing is measured.
+    ``more``: further examples to train on, behind the site's own (or ``only`` some of these):
+    ``index`` counts on, and teachers' logits cover them. They count in no reply's number of
+    examples.
+    ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
+    """
+
+    params: Tensors
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    trace: Tensors = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    only: Tensor | None = None
+    model: ModelSpec | None = None
+    examples: Examples | None = None
+    more: Examples | None = None
+    head: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.constants[name]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What training did: optimiser steps, the learning rate it used, the trace at its end."""
+
+    steps: int
+    lr: float
+    trace: Tensors
+
+
+class Step(Protocol):
+    """One batch under training, as an objective sees it; a forward pass is made when first asked
+    for.
+    """
+
+    x: Tensor  # (B, channels, H, W) float
+    y: Tensor  # (B,) int64
+    index: Tensor  # (B,) int64, positions in the site's data
+    mask: Tensor  # (B,) float, 1 for real examples and 0 for padding
+    params: Tensors  # the parameters in training, for penalties
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0."""
+
+    def logits(self, raw: bool = False) -> Tensor:
+        """The student's logits (B, C); -1e4 for outputs that take no part in training, unless
+        ``raw``.
+        """
+
+    def features(self) -> Tensor:
+        """The student's penultimate features (B, D)."""
+
+    def head(self, features: Tensor) -> Tensor:
+        """The student's logits (B, C) of given features (B, D)."""
+
+    def part(self, name: str) -> Tensor:
+        """The logits (B, C) of a network of a ``pair``; as ``logits`` for outputs that take no
+        part.
+        """
+
+    def levels(self) -> Sequence[str]:
+        """The levels of the network, where ``through`` can go over from the student to a
+        teacher.
+        """
+
+    def through(self, teacher: str, level: str) -> Tensor:
+        """A frozen teacher's logits (B, C) of what the student has at a level, with gradient to
+        that.
+
+        They are -1e4 for outputs that take no part in training, as those of ``logits``.
+        Ask for it before ``logits``: the student's pass is then made once.
+        """
+
+    def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
+        """The student's logits (B, C), and what enters and leaves its slimmable stage: whole, and
+        at a share of it.
+        """
+
+    def teacher(self, name: str, raw: bool = False) -> Tensor:
+        """A teacher's logits (B, C), without gradient; as ``logits`` for outputs that take no
+        part.
+        """
+
+    def teacher_features(self, name: str) -> Tensor:
+        """A teacher's penultimate features (B, D), without gradient."""
+
+    def on(self, logits: Tensor) -> Tensor:
+        """Logits (B, C) that a method made itself: -1e4 for outputs that take no part, the others
+        as they are.
+        """
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean () of values (B,) over real examples."""
+
+    def share(self, raw: Tensor) -> Tensor:
+        """Raw weights (B,) >= 0 divided by their sum over real examples: (B,)."""
+
+
+# The frozen records that the parts of the library pass to each other; they hold data and do
+# nothing.
+
+
+SERVER = -1
+"""The client id of the server, whose data are the public set."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a round: its name, the clients that act in it, and whether on their private or on
+    public data.
+    """
+
+    round: int
+    index: int
+    name: str
+    clients: tuple[int, ...]
+    view: Literal["private", "public"] = "private"
+    hop: bool = False  # a link of a chain: one client acts, and a failure is skipped
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client sends back: a payload, its number of examples, its metrics; or the reason why
+    it failed.
+
+    ``idle``: a real site that has no data in the round's task, and has nothing to do.
+    """
+
+    client: int
+    up: Payload
+    examples: int
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    round: int = 0
+    stage: int = 0
+    failure: str = ""
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """The server's whole state between two stages: the round, the stage to do next, global
+    parameters, named extras.
+
+    ``model``: the architecture of ``params``, where a fold has changed it.
+    """
+
+    params: Tensors
+    extra: Payload = NOTHING
+    round: int = 1
+    stage: int = 0
+    model: ModelSpec | None = None
+
+    def next(
+        self, params: Tensors | None = None, groups: Mapping[str, Group] = NOTHING, **extra: Group
+    ) -> State:
+        """The state with other parameters or extras, by name or as ``groups``; everything else is
+        kept.
+        """
+        extras = Payload({**self.extra, **groups}, **extra)
+        return replace(self, params=self.params if params is None else params, extra=extras)
+
+    def without(self, *groups: str) -> State:
+        """The state without some extras (a prefix ``name.`` drops all groups that ``many`` made
+        under a name).
+        """
+        drop = {
+            g for g in self.extra for d in groups if g == d or (d.endswith(".") and g.startswith(d))
+        }
+        return replace(self, extra=Payload({g: v for g, v in self.extra.items() if g not in drop}))
+
+
+class World(Protocol):
+    """What every side may know before anything is sent; never data."""
+
+    @property
+    def clients(self) -> int: ...
+    @property
+    def classes(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def public(self) -> int:
+        """How many public examples there are."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def plans(self) -> Mapping[str, Plan]: ...
+    @property
+    def queries(self) -> Mapping[int, tuple[int, ...]]:
+        """The classes that each client asks for; a client that asks for none is left out."""
+
+    @property
+    def stream(self) -> Stream:
+        """Which tasks there are, and who is in which when."""
+
+    @property
+    def asking(self) -> Asking | None:
+        """The rule by which clients raise their queries in the run; None: ``queries`` are known
+        before.
+        """
+
+    def with_queries(self, queries: Mapping[int, tuple[int, ...]]) -> World:
+        """The same world with other queries."""
+
+    def model(self, client: int) -> ModelSpec:
+        """The architecture of a client, or of the server."""
+
+    def initial(self, client: int) -> Tensors:
+        """Initial parameters of a client's architecture; equal architectures start equal."""
+
+
+class Passes(Protocol):
+    """The passes over a site's data that ``begin`` and ``end`` may ask the engine for."""
+
+    def logits(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
+        """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or
+        of another.
+        """
+
+    def features(
+        self, params: Tensors, examples: Examples, model: ModelSpec | None = None
+    ) -> Tensor:
+        """Features (n, D), what the body gives, in evaluation mode; of the site's network, or of
+        another.
+        """
+
+    def gradients(
+        self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
+    ) -> Iterator[Tensors]:
+        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained
+        entry.
+        """
+
+    def input_products(self, params: Tensors, examples: Examples) -> Tensors:
+        """For each linear layer and convolution of the body the sum of a a^T over its inputs a: (d,
+        d) float64.
+        """
+
+
+@dataclass(frozen=True)
+class View:
+    """What one site sees in one stage: its model and data, its label counts, the public set, its
+    own held-out data.
+    """
+
+    client: int
+    model: ModelSpec
+    data: Examples
+    counts: Tensor  # (C,) int64
+    public: Examples | None
+    validation: Examples | None
+    test: Examples | None
+    passes: Passes
+    query: tuple[int, ...] = ()  # the classes that this client asks for
+    # of a real site with tasks: its own test set of each
+    tests: Mapping[int, Examples] = field(default_factory=dict)
+    # (C,) bool, the outputs that take part in the stage's training; None: all
+    head: Tensor | None = None
+
+    @property
+    def proportions(self) -> Tensor:
+        """Label proportions (C,) float64, summing to 1; zeros for a site without examples."""
+        total = self.counts.sum().clamp(min=1)
+        return self.counts.double() / total
+
+    def logits(
+        self,
+        params: Tensors,
+        of: Literal["data", "public"] = "data",
+        only: Tensor | None = None,
+        model: ModelSpec | None = None,
+    ) -> Tensor:
+        """Logits (n, C) of these parameters on the site's own or on the public data, in their
+        order.
+
+        ``only``: positions, (n,) int64; all if it is left out. ``model``: their network, if it is
+        not the site's.
+        """
+        examples = self._of(of)
+        return self.passes.logits(
+            params, examples if only is None else examples.take(only), model
+        ).cpu()
+
+    def features(
+        self,
+        params: Tensors,
+        of: Literal["data", "public"] = "data",
+        only: Tensor | None = None,
+        model: ModelSpec | None = None,
+    ) -> Tensor:
+        """Features (n, D) of these parameters, in evaluation mode; D is ``models.contract.width``
+        of their network.
+
+        ``of``, ``only``, ``model``: as for ``logits``. Raises IncompatibleMethod for a network
+        without body and head.
+        """
+        examples = self._of(of)
+        return self.passes.features(
+            params, examples if only is None else examples.take(only), model
+        ).cpu()
+
+    def gradients(
+        self,
+        params: Tensors,
+        loss: Any,
+        batch: int,
+        of: Literal["data", "public"] = "data",
+        seed: int | None = None,
+    ) -> Iterator[Tensors]:
+        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)``, in evaluation
+        mode.
+
+        The order is fixed and mixes the classes; stop when there are enough. ``seed``: augment as
+        in training, from it.
+        """
+        return self.passes.gradients(params, self._of(of), loss, batch, seed)
+
+    def input_products(self, params: Tensors) -> Tensors:
+        """What enters the body's layers on the site's own data, in evaluation mode, as sums of a
+        a^T (d, d), float64.
+
+        By the name of the layer's weights; of a convolution the patches. Zeros without examples.
+        """
+        return self.passes.input_products(params, self.data)
+
+    def _of(self, of: str) -> Examples:
+        if of == "data":
+            return self.data
+        if self.public is None:
+            raise BadPayload(
+                f"client {self.client} has no public data; set [data] public, or choose a method "
+                "without"
+            )
+        return self.public

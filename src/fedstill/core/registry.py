@@ -1,0 +1,381 @@
+"""Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or
+import path.
+
+A thing registers itself by ``@register(kind, name)``; a kind's package is imported when one of its
+names is first asked for. A user's own is a file beside the config (``"mine.py:Mine"``, or
+``"mine.py"``) or ``"package.module:Mine"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, get_type_hints
+
+from fedstill.core import docstrings
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName
+from fedstill.core.files import digest
+
+# Modules beside a user's file: it can import them, and what was imported is known, so that an edit
+# is seen.
+
+
+_beside: dict[Path, tuple[str, str]] = {}
+"""What users' files imported from their own folders, by file: the module's name, and the file's
+SHA-256 then.
+"""
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """Within it the modules of a folder can be imported, as beside a script; ``sys.path`` is as
+    before afterwards.
+
+    Modules of that name from another user's folder, and ones whose file has changed, are imported
+    anew.
+    """
+    for path, (name, sha) in _beside.items():
+        top = folder / name.partition(".")[0]
+        hidden = not path.is_relative_to(folder) and (
+            top.is_dir() or top.with_suffix(".py").is_file()
+        )
+        if hidden or _sha(path) != sha:
+            sys.modules.pop(name, None)
+    before, place = set(sys.modules), str(folder)
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        if place in sys.path:
+            sys.path.remove(place)
+        for name in set(sys.modules) - before:
+            path = Path(getattr(sys.modules[name], "__file__", None) or "/")
+            if (
+                path.suffix == ".py"
+                and path.is_relative_to(folder)
+                and "site-packages" not in path.parts
+            ):
+                _beside[path] = name, _sha(path)
+
+
+def files_of(path: Path) -> list[Path]:
+    """A user's file, and the files of all modules that files of its folder have imported from
+    there.
+    """
+    return [
+        path,
+        *sorted({other for other in _beside if other.is_relative_to(path.parent)} - {path}),
+    ]
+
+
+def stale(folder: Path) -> bool:
+    """Whether a module that a file of a folder has imported from there has another file now."""
+    return any(
+        path.is_relative_to(folder) and _sha(path) != sha for path, (_, sha) in _beside.items()
+    )
+
+
+def _sha(path: Path) -> str:
+    try:
+        return digest(path.read_bytes())
+    except OSError:
+        return ""
+
+
+HOMES = {
+    "method": "fedstill.methods",
+    "model": "fedstill.models",
+    "dataset": "fedstill.data.sources",
+    "partition": "fedstill.data.partition",
+    "topology": "fedstill.core.topology",
+    "measure": "fedstill.measures",
+    "stream": "fedstill.continual",
+}
+"""The package in which each kind's built-in things register themselves."""
+
+GIVEN = {
+    "partition": {"labels", "clients", "groups", "seed"},
+    "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
+    "dataset": {"folder"},
+    "stream": {"labels", "domains", "tasks", "seed", "classes"},
+}
+"""Parameters that the library supplies, and that are therefore no fields of a config."""
+
+Target = TypeVar("Target")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered thing: its target (a class or a function), and the fields fixed by this
+    name.
+    """
+
+    kind: str
+    name: str
+    target: Callable[..., Any]
+    preset: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+
+    @property
+    def summary(self) -> str:
+        """One line that says what it is: the first paragraph of its docstring, unless ``about`` is
+        given.
+        """
+        first_paragraph = (inspect.getdoc(self.target) or "").partition("\n\n")[0]
+        text = self.about or " ".join(first_paragraph.split())
+        return text.replace("``", "")
+
+    @functools.cached_property
+    def fields(self) -> Mapping[str, tuple[Any, Any]]:
+        """{name: (annotation, default)} of what a config may set; a field without default has
+        ``...``.
+        """
+        hints = get_type_hints(_annotated(self.target), include_extras=True)
+        out = {}
+        for name, p in inspect.signature(self.target).parameters.items():
+            if name not in GIVEN.get(self.kind, ()) and p.kind not in (
+                p.VAR_POSITIONAL,
+                p.VAR_KEYWORD,
+            ):
+                default = ... if p.default is p.empty else p.default
+                out[name] = (hints.get(name, Any), self.preset.get(name, default))
+        return out
+
+    @property
+    def sentences(self) -> dict[str, str]:
+        """{name: sentence} of what a config may set, as far as sentences are written (see
+        ``fedstill.core.docstrings``).
+        """
+        return {
+            name: text.replace("``", "") for name, text in docstrings.sentences(self.target).items()
+        }
+
+    def build(self, *given: Any, **fields: Any) -> Any:
+        """Call the target with what the library gives and what the config says, over this name's
+        preset.
+        """
+        return self.target(*given, **{**self.preset, **fields})
+
+
+def _annotated(target: Any) -> Any:
+    """Where the annotations of what can be called are: of a class, a function, a partial one, or
+    another object.
+    """
+    while isinstance(target, functools.partial):
+        target = target.func
+    if inspect.isclass(target):
+        return target if is_dataclass(target) else target.__init__
+    return target if inspect.isroutine(target) else type(target).__call__
+
+
+_entries: dict[tuple[str, str], Entry] = {}
+
+LIVE = "python:"
+"""How names of things begin that were handed over from Python, and that another process cannot
+import.
+"""
+
+USER = "fedstill_user_"
+"""How modules made from users' files begin; what they register is found by its file: two files may
+share a name.
+"""
+
+
+def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[Target], Target]:
+    """Register a class or function under a name; with ``preset``, a registered setting of it (no
+    copy).
+
+    Raises ConfigError if the name is taken by a thing of another module.
+    """
+
+    def decorate(target: Target) -> Target:
+        entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
+        home = entry.target.__module__
+        key = f"{home}:{name}" if home.startswith(USER) else name
+        if (old := _entries.get((kind, key))) and old.target.__module__ != home:
+            raise ConfigError(
+                f"{kind} {name!r} is registered already, by {old.target.__module__}; choose "
+                "another name"
+            )
+        _entries[kind, key] = entry
+        return target
+
+    return decorate
+
+
+def method(name: str, *, about: str = "", **preset: Any) -> Callable[[Target], Target]:
+    """Register a method: ``@method("fedntd")`` above its frozen dataclass."""
+    return register("method", name, about=about, **preset)
+
+
+def names(kind: str) -> list[str]:
+    """The registered names of a kind, sorted."""
+    _import_home(kind)
+    return sorted(n for k, n in _entries if k == kind and not n.startswith((USER, LIVE)))
+
+
+def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
+    """The entry of a name, of a file ``"mine.py[:Thing]"`` relative to ``base``, or of
+    ``"package.module:Thing"``.
+
+    Raises UnknownName with the nearest legal name, ConfigError if a file or module cannot be
+    imported.
+    """
+    _import_home(kind)
+    if (kind, name) in _entries:
+        return _entries[kind, name]
+    if name.startswith(LIVE):
+        raise ConfigError(
+            f"{kind} {name!r} was handed over in Python, and cannot be imported here: "
+            "resume the run with fedstill.resume(DIRECTORY, "
+            f"{kind}={name.removeprefix(LIVE).partition('-')[0]}), "
+            f"or put it in a file and name that"
+        )
+    path, _, attribute = name.partition(":")
+    if path.endswith(".py"):
+        return _of_module(kind, name, _import_file((base or Path.cwd()) / path), attribute)
+    if path and attribute:
+        return _of_module(
+            kind, name, _imported(path, lambda: importlib.import_module(path)), attribute
+        )
+    raise UnknownName(kind, name, names(kind))
+
+
+def registered_as(kind: str, target: object) -> str:
+    """The name under which a class or function is registered without a preset; empty if it is
+    not.
+    """
+    _import_home(kind)
+    return next(
+        (n for (k, n), e in _entries.items() if k == kind and e.target is target and not e.preset),
+        "",
+    )
+
+
+def enter(entry: Entry) -> None:
+    """Make an entry known under its name, which is not of this kind's yet."""
+    _entries[entry.kind, entry.name] = entry
+
+
+def bound(kind: str, name: str) -> Any:
+    """What a name ``python:Name`` stands for in this process; None if nothing does."""
+    return entry.target if (entry := _entries.get((kind, name))) else None
+
+
+@functools.cache
+def _import_home(kind: str) -> None:
+    home = importlib.import_module(HOMES[kind])
+    for info in pkgutil.iter_modules(getattr(home, "__path__", [])):
+        importlib.import_module(f"{home.__name__}.{info.name}")
+
+
+def _import_file(path: Path) -> ModuleType:
+    try:
+        path = path.expanduser().resolve()
+        there = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{str(path)[:80]!r} cannot be a file: {error}") from error
+    if not there:
+        raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
+    # By path and content: a file that was mended, in a notebook say, is another module.
+    name = (
+        f"{USER}{path.stem}_"
+        f"{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
+    )
+    if name in sys.modules and not stale(path.parent):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported as a Python file")
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[name] = module
+
+    def execute() -> ModuleType:
+        with importable(path.parent):
+            loader.exec_module(module)
+        return module
+
+    try:
+        return _imported(str(path), execute)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+
+
+def _imported(what: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """A user's module; whatever its code raises while it is imported is one named error."""
+    try:
+        return load()
+    except FedstillError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} failed to import: {type(error).__name__}: {error}") from error
+
+
+def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:
+    own = [
+        e for (k, _), e in _entries.items() if k == kind and e.target.__module__ == module.__name__
+    ]
+    file = Path(name).name
+    if attribute:
+        if not callable(target := getattr(module, attribute, None)):
+            written = [
+                n
+                for n, v in vars(module).items()
+                if getattr(v, "__module__", "") == module.__name__
+            ]
+            raise UnknownName(kind, attribute, written, where=file.split(":")[0])
+        entry = next((e for e in own if e.target is target), Entry(kind, name, target))
+    elif len(own) != 1:
+        targets = [e.target for e in own] or filter(callable, vars(module).values())
+        some = [
+            f"{file}:{v.__name__}"
+            for v in targets
+            if getattr(v, "__module__", "") == module.__name__
+        ][:5]
+        has = f"the file registers {len(own) or 'no'} {kind}{'s' * bool(own)}"
+        raise ConfigError(f"{kind} {file!r}: {has}; say what of it is meant: {' or '.join(some)}")
+    else:
+        entry = own[0]
+    _refuse_undecorated(entry)
+    return entry
+
+
+def _refuse_undecorated(entry: Entry) -> None:
+    """Raise ConfigError for a class with fields below a dataclass that is none itself: a config
+    could not set them.
+    """
+    lines = entry.target.__mro__ if inspect.isclass(entry.target) else ()
+    for i, one in enumerate(lines):
+        if "__dataclass_fields__" in vars(one) or not any(
+            "__dataclass_fields__" in vars(b) for b in lines[i + 1 :]
+        ):
+            continue
+        fields = [
+            name
+            for name, hint in inspect.get_annotations(one).items()
+            if "ClassVar" not in str(hint)
+        ]
+        if fields:
+            what = (
+                f"{entry.kind} {one.__name__}{_place(one)} has fields ({', '.join(fields)}) that "
+                "no config can set"
+            )
+            raise ConfigError(f"{what}: write @dataclass(frozen=True) above its class")
+
+
+def _place(thing: type) -> str:
+    with contextlib.suppress(OSError, TypeError):  # its source may be gone
+        return f" ({Path(inspect.getfile(thing)).name}, line {inspect.getsourcelines(thing)[1]})"
+    return ""

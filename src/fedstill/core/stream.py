@@ -1,0 +1,217 @@
+"""Tasks that come and go: a stream is a clock, which says who is in which task in a round, and a
+cut of the data.
+
+Both are pure functions of the config and the seed, so there is nothing to save. Tasks are counted
+from 0 here, and from 1 where people read them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstill.core.keys import generator, seed_for
+
+Head = Literal["all", "seen", "task"]
+"""Which outputs take part in training: all, those of the classes seen so far, or those of the
+task's own classes.
+"""
+
+OFF = -1e4
+"""The logit of an output that takes no part: finite, as 0 times infinity has no value."""
+
+EVERYONE = -1
+"""The client whose clock is never late: the server's id."""
+
+Transform = Callable[[Tensor], Tensor]
+"""From images (n, channels, H, W) uint8 to images of the same shape, by whole numbers only."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a stream's kind makes of the training set.
+
+    ``task``: (n,) int64, the task of each example, from 0; None where every task shows all of
+    them. ``classes``: those of each task. ``transforms``: how each task shows its images; empty: as
+    they are. ``mix``: for each task the share of examples that go to their client of a second split
+    instead of the first; empty: there is one split.
+    ``by_domain``: test examples, too, belong to the task of their column's value.
+    """
+
+    task: NDArray[np.int64] | None
+    classes: tuple[tuple[int, ...], ...]
+    transforms: tuple[Transform | None, ...] = ()
+    mix: tuple[float, ...] = ()
+    by_domain: bool = False
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The schedule of a run's tasks, which everybody may know: as it stands, one task for the whole
+    run.
+
+    ``starts``: the first round of each task; ``rounds``: of the run. ``by_task``: the classes of
+    each task. ``head``: which outputs take part in training. ``restarts``: the learning rate's
+    schedule counts within a task. ``lag``: a client's clock is from 0 to so many rounds
+    late. ``join``: the share of clients that is there from the start, the others enter evenly over
+    the tasks. ``stay``: the share that stays with its task at a change. ``kept``: whether clients
+    train on the data of earlier tasks, too. ``absent``: pairs (task, client) of those without
+    examples. All that is drawn is drawn by key from ``seed``.
+    """
+
+    starts: tuple[int, ...] = (1,)
+    rounds: int = 0
+    by_task: tuple[tuple[int, ...], ...] = ()
+    head: Head = "all"
+    restarts: bool = True
+    clients: int = 0
+    lag: int = 0
+    join: float = 1.0
+    stay: float = 0.0
+    kept: bool = False
+    seed: int = 0
+    absent: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
+
+    @property
+    def nothing_before(self) -> str:
+        """What to say of a method that minds earlier tasks, where there are none; empty where there
+        are.
+        """
+        return (
+            ""
+            if self.tasks > 1
+            else "without [stream] there is no earlier task, and this trains as fedavg; add "
+            "[stream]"
+        )
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks there are."""
+        return len(self.starts)
+
+    def task(self, round: int, client: int = EVERYONE) -> int:
+        """The task that a client is in, from 0; -1 while it has not joined. Without a client the
+        run's own task.
+        """
+        if self.tasks == 1:
+            return 0
+        now = self._clock(round - (self._lags[client] if client >= 0 and self.lag else 0))
+        if client < 0:
+            return now
+        if now < self._entries[client]:
+            return -1
+        while now > self._entries[client] and client in self._staying[now]:
+            now -= 1
+        return now
+
+    def been_in(self, client: int, round: int) -> list[int]:
+        """The tasks that a client has been in by a round, ascending; those that it passed over are
+        not among them.
+        """
+        late = self._lags[client] if self.lag else 0
+        changes = (start + late for start in self.starts if start + late < round)
+        return sorted({self.task(r, client) for r in (*changes, round)} - {-1})
+
+    def begins(self, round: int) -> bool:
+        """Whether a task begins in a round."""
+        return round in self.starts
+
+    def ends(self, round: int) -> bool:
+        """Whether a task ends with a round."""
+        return round == self.rounds or round + 1 in self.starts
+
+    def changes(self, round: int) -> bool:
+        """Whether the run or any client changes its task between the round before and this one."""
+        if round <= 1 or self.tasks == 1:
+            return False
+        late = range(self.lag + 1) if self.lag else (0,)
+        return any(round - by in self.starts[1:] for by in late)
+
+    def within(self, round: int) -> int:
+        """The round counted within its task, from 1; as it is where schedules go on over the
+        run.
+        """
+        return round - self.starts[self._clock(round)] + 1 if self.restarts else round
+
+    def classes(self, task: int) -> tuple[int, ...]:
+        """The classes of a task."""
+        return self.by_task[task]
+
+    def seen(self, task: int) -> tuple[int, ...]:
+        """The classes of a task and of all before it, ascending."""
+        return tuple(sorted({c for classes in self.by_task[: task + 1] for c in classes}))
+
+    def outputs(self, task: int, classes: int) -> tuple[int, ...]:
+        """The classes whose outputs take part in a task's training, of so many in all.
+
+        Where data of earlier tasks are kept, their outputs take part as well.
+        """
+        if self.head == "all":
+            return tuple(range(classes))
+        return self.classes(task) if self.head == "task" and not self.kept else self.seen(task)
+
+    def present(self, round: int) -> list[int]:
+        """The clients that have joined by a round, and have examples in their task of it."""
+        everyone = range(self.clients)
+        if self.join >= 1 and not self.absent:
+            return list(everyone)
+        now = ((client, self.task(round, client)) for client in everyone)
+        return [client for client, task in now if task >= 0 and (task, client) not in self.absent]
+
+    def mask(self, round: int, client: int, classes: int) -> Tensor | None:
+        """Which outputs take part in a client's training in a round, (C,) bool; None where all
+        do.
+        """
+        task = self.task(round, client)
+        on = tuple(range(classes)) if task < 0 else self.outputs(task, classes)
+        if len(on) == classes:
+            return None
+        mask = torch.zeros(classes, dtype=torch.bool)
+        mask[list(on)] = True
+        return mask
+
+    def _clock(self, round: int) -> int:
+        return max(0, bisect.bisect_right(self.starts, round) - 1)
+
+    def _draw(self, what: str, task: int = 0) -> torch.Generator:
+        return generator(seed_for(self.seed, task, 0, EVERYONE, what))
+
+    @cached_property
+    def _lags(self) -> list[int]:
+        lags: list[int] = torch.randint(
+            0, self.lag + 1, (self.clients,), generator=self._draw("lag")
+        ).tolist()
+        return lags
+
+    @cached_property
+    def _entries(self) -> list[int]:
+        """The task in which each client joins, from 0."""
+        first = max(1, round(self.join * self.clients))
+        entries = [0] * self.clients
+        if first < self.clients and self.tasks > 1:
+            order = torch.randperm(self.clients, generator=self._draw("join")).tolist()
+            for i, client in enumerate(order[first:]):
+                entries[client] = 1 + i * (self.tasks - 1) // (self.clients - first)
+        return entries
+
+    @cached_property
+    def _staying(self) -> list[frozenset[int]]:
+        """The clients that stay with the task before, at the change to each task."""
+        count = round(self.stay * self.clients)
+        each = [
+            torch.randperm(self.clients, generator=self._draw("stay", t)).tolist()
+            for t in range(self.tasks)
+        ]
+        return [frozenset(), *(frozenset(order[:count]) for order in each[1:])]
+
+
+ONE_TASK = Stream()
+"""The stream of a run without tasks."""

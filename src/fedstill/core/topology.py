@@ -1,0 +1,280 @@
+"""Topologies: which clients act in which stage of a round. Schedules, nothing else.
+
+Who is sampled is a pure function of the run's seed and the round, or of the round alone: it cannot
+depend on who answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import Count, check_ranges
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER, Stage, World
+from fedstill.core.registry import register
+
+CENSUS = "census"
+"""The stage in which clients send their label counts."""
+
+TASK_TEST = "task_test"
+"""The stage at a task's end in which real sites test the global model on their own data of the
+tasks so far.
+"""
+
+
+class Topology(Protocol):
+    """A schedule: the stages of each round."""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        """The stages of a round (1 is the first), numbered from 0."""
+
+
+Cohorts = Literal["official"] | None
+
+
+def sample(world: World, round: int, count: int | None, cohorts: Cohorts = None) -> list[int]:
+    """Distinct clients of a round in the order drawn, uniformly; by default ten, or all if there
+    are fewer.
+
+    cohorts: None, drawn by key from the run's seed; "official", by the round alone, as FedNTD's
+    code does. Clients that are not there in the round's task are passed over.
+
+    Source: "official", ``BaseServer._client_sampling`` of Lee-Gihun/FedNTD: NumPy seeded with the
+    round, from 0.
+    """
+    if cohorts == "official":
+        order = torch.from_numpy(np.random.RandomState(round - 1).permutation(world.clients))
+    else:
+        draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
+        order = torch.randperm(world.clients, generator=draw)
+    if world.stream.tasks > 1:
+        there = torch.zeros(world.clients, dtype=torch.bool)
+        there[world.stream.present(round)] = True
+        order = order[there[order]]
+    drawn: list[int] = order[: min(10, world.clients) if count is None else count].tolist()
+    return drawn
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    sampled: Count | None = None
+    """Clients a round; unset, ten, or all where there are fewer."""
+    cohorts: Cohorts = None
+    """Whose draws of clients: unset, the run's seed's; "official", those of FedNTD's code, the same
+    for every seed.
+    """
+    task_end: str | None = None
+    """A stage of this name follows the last round of every task, for all clients that are there;
+    without [stream] the last round's.
+    """
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def drawn(self, round: int, world: World) -> list[int]:
+        if self.sampled is not None and self.sampled > world.clients:
+            raise ConfigError(
+                f"topology.sampled = {self.sampled} is more than the {world.clients} clients there "
+                "are"
+            )
+        return sample(world, round, self.sampled, self.cohorts)
+
+    def ending(self, round: int, world: World) -> list[Stage]:
+        """The stage of a task's end, in a round with which one ends; it stands before those of the
+        run's end.
+        """
+        ends = round == world.rounds or world.stream.ends(round)
+        return (
+            [Stage(round, 0, self.task_end, _everyone(world, round))]
+            if self.task_end and ends
+            else []
+        )
+
+
+@register("topology", "parallel")
+@dataclass(frozen=True)
+class Parallel(_Sampled):
+    """All sampled clients train side by side; the server folds their replies."""
+
+    server: str = ""
+    """A stage of this name follows, in which the server works on public data (FedDF)."""
+    first: str = ""
+    """A stage of this name stands before round 1's, for all clients."""
+    last: str = ""
+    """A stage of this name follows the last round's, for all clients (FT-FedAvg). "ridge": the
+    model's last layer is solved for from sums that they send, whatever the method.
+    """
+    before: str = ""
+    """A stage of this name stands before every round's, for the round's clients (FedRep, Ditto)."""
+    after: str = ""
+    """A stage of this name follows every round's, for the round's clients."""
+    closing: str = ""
+    """A stage of this name is the very last, in which the server works (CCVR)."""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        clients = tuple(sorted(self.drawn(round, world)))
+        stages = [
+            Stage(round, 0, name, clients) for name in (self.before, "train", self.after) if name
+        ]
+        if self.first and round == 1:
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
+        if self.server:
+            stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
+        stages += self.ending(round, world)
+        if self.last and round == world.rounds:
+            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+        if self.closing and round == world.rounds:
+            stages.append(Stage(round, 0, self.closing, (SERVER,), "public"))
+        return _numbered(stages)
+
+
+@register("topology", "sequential")
+@dataclass(frozen=True)
+class Sequential(_Sampled):
+    """Sampled clients train one after another, in the order drawn: each goes on from the model of
+    the one before.
+    """
+
+    order: Literal["drawn", "fixed"] = "drawn"
+    """Whether clients act in the order drawn, or by their ids; then all do, if sampled is unset
+    (MetaFed).
+    """
+    first: str = ""
+    """A stage of this name stands before round 1's chain, for all clients side by side
+    (MetaFed).
+    """
+    last: str = ""
+    """A stage of this name follows the last round's chain, for all clients side by side
+    (MetaFed).
+    """
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        everyone = self.order == "fixed" and self.sampled is None
+        clients = _everyone(world, round) if everyone else self.drawn(round, world)
+        chain = sorted(clients) if self.order == "fixed" else clients
+        stages = [Stage(round, 0, "train", (c,), hop=True) for c in chain]
+        if self.first and round == 1:
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
+        stages += self.ending(round, world)
+        if self.last and round == world.rounds:
+            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+        return _numbered(stages)
+
+
+@register("topology", "public_logits")
+@dataclass(frozen=True)
+class PublicLogits(_Sampled):
+    """Clients train on their own data and send logits on public data, from which the server and
+    then they learn.
+    """
+
+    first: str = ""
+    """A stage of this name stands before round 1's, for all clients, on public data (FedMD)."""
+    start: str = ""
+    """What the stage ``local`` is called in round 1, for a plan of its own; then all clients act in
+    it (FedMD).
+    """
+    last: str = ""
+    """A stage of this name follows the last round's, for all clients, on their own data (FedMD)."""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        starting = round == 1 and bool(self.start)
+        clients = _everyone(world, round) if starting else tuple(sorted(self.drawn(round, world)))
+        stages = [
+            Stage(round, 0, self.start if starting else "local", clients),
+            Stage(round, 0, "teach_server", (SERVER,), "public"),
+            Stage(round, 0, "distil", clients, "public"),
+        ]
+        if self.first and round == 1:
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round), "public"))
+        stages += self.ending(round, world)
+        if self.last and round == world.rounds:
+            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+        return _numbered(stages)
+
+
+@register("topology", "peer_to_peer")
+@dataclass(frozen=True)
+class PeerToPeer:
+    """In each round every client fits its own model; students then learn from their peers' models,
+    and refine.
+    """
+
+    students: tuple[int, ...] = ()
+    """Ids of the clients that learn; empty, all do."""
+    server: str = ""
+    """A stage of this name follows the fit, in which the server works on public data."""
+    transfer: bool = True
+    """Whether students learn from their peers' models."""
+    refine: bool = True
+    """Whether students refine what they have learned."""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        everyone = _everyone(world, round)
+        strangers = sorted(set(self.students) - set(range(world.clients)))
+        if strangers:
+            raise ConfigError(
+                f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}"
+            )
+        students = tuple(sorted(set(self.students) & set(everyone))) if self.students else everyone
+        stages = [Stage(round, 0, "fit", everyone)]
+        if self.server:
+            stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
+        later = [
+            n
+            for n, wanted in (("transfer", self.transfer), ("refine", self.refine))
+            if wanted and students
+        ]
+        return _numbered([*stages, *(Stage(round, 0, name, students) for name in later)])
+
+
+@dataclass(frozen=True)
+class CountedAnew:
+    """A topology for methods that need label counts: where a client's task changes, a census stands
+    first.
+    """
+
+    of: Topology
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        stages = self.of(round, world)
+        if not world.stream.changes(round):
+            return stages
+        return _numbered([Stage(round, 0, CENSUS, _everyone(world, round)), *stages])
+
+
+@dataclass(frozen=True)
+class SitesTest:
+    """A topology for real sites with tasks: at each task's end, after all else, they test the
+    global model.
+    """
+
+    of: Topology
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        stages = self.of(round, world)
+        if not world.stream.ends(round):
+            return stages
+        return _numbered([*stages, Stage(round, 0, TASK_TEST, _everyone(world, round))])
+
+
+def has_links(stages: Sequence[Stage]) -> bool:
+    """Whether a round is a chain, in which a client hands the model on to the next, whatever stages
+    stand around it.
+    """
+    return any(stage.hop for stage in stages)
+
+
+def _everyone(world: World, round: int) -> tuple[int, ...]:
+    """All clients; with tasks, all that are there in a round."""
+    return tuple(world.stream.present(round) if world.stream.tasks > 1 else range(world.clients))
+
+
+def _numbered(stages: Sequence[Stage]) -> list[Stage]:
+    return [replace(stage, index=i) for i, stage in enumerate(stages)]

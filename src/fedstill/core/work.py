@@ -1,0 +1,128 @@
+"""ClientWork: what a client does in one stage; a method overrides the parts it changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fedstill.core.records import (
+    KEEP,
+    NOTHING,
+    Carry,
+    ModelSpec,
+    Payload,
+    Ran,
+    Step,
+    Teacher,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.core.stream import OFF
+from fedstill.core.user_code import reject_misspelt_hooks
+from fedstill.losses import cross_entropy
+
+
+class ClientWork:
+    """The client's half of a method. It holds no state, no loop over batches, no device, no file
+    and no seed.
+
+    Without changes it is plain local training: the parameters received, cross-entropy, the
+    parameters sent back.
+    """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ConfigError for a name that resembles a hook's."""
+        super().__init_subclass__(**arguments)
+        reject_misspelt_hooks(cls)
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        """What training starts with, from what was received and what this client remembers."""
+        return Carry(params=down.params)
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        """Named terms of the objective: a (B,) tensor is averaged over real examples, a () tensor
+        is added as it is.
+        """
+        return {"ce": cross_entropy(step.logits(), step.y)}
+
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it
+        did before.
+        """
+        return Payload(params=params), NOTHING
+
+    def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
+        """The model that this client answers with, made of what training left of its network;
+        measures take it.
+
+        Parameters of that network, or another network with its own.
+        """
+        return params
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        """Further fields of this client's event in the journal: numbers, words, lists of them."""
+        return {}
+
+    def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        """Named terms of a first pass, whose gradient ``lookahead`` is given; without them it is
+        given zeros.
+        """
+        return {}
+
+    def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
+        """Where the gradient of ``terms`` is taken; the step that follows still starts from
+        ``params``.
+
+        Both have the trained entries only. Statistics of normalisation take up a batch once, in the
+        first pass.
+        """
+        return params
+
+    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
+        """The gradients that the optimiser gets."""
+        return grads
+
+    def settle(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    ) -> tuple[Tensors, Tensors]:
+        """Parameters and trace after an optimiser step, which moved trained entries from ``before``
+        to ``after``.
+        """
+        return after, trace
+
+    def score(self, params: Tensors, view: View) -> float | None:
+        """How good these parameters are, once an epoch, for early stopping: accuracy on the
+        client's held-out data.
+
+        An output that takes no part in training is no answer. None where nothing is held out, as by
+        the server and a client of one example: all epochs run, and the last counts.
+        """
+        held = view.validation
+        if held is None or len(held) == 0:
+            return None
+        logits = view.passes.logits(params, held)
+        if view.head is not None:
+            logits = logits.where(view.head.to(logits.device), 100 * OFF)
+        return float((logits.argmax(1) == held.labels).double().mean())
+
+    def trainable(self, name: str) -> bool:
+        """Whether the parameter of this name is trained."""
+        return True
+
+
+class Census(ClientWork):
+    """Send the label counts, before round 1 and where tasks change: for methods that need
+    ``label_counts``.
+    """
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params={})
+
+    def end(
+        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+    ) -> tuple[Payload, Payload]:
+        return Payload(labels=view.counts), KEEP

@@ -1,0 +1,237 @@
+"""Array files: IDX (MNIST and Fashion-MNIST) and NPZ (MedMNIST)."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zipfile
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from fedstill.core.errors import DataError
+from fedstill.data.cache import Arrays, Decoded
+from fedstill.data.sources.columns import class_ids
+from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large
+
+# IDX: the files that MNIST and Fashion-MNIST were published in, as Debian's dataset-fashion-mnist
+# holds them.
+
+
+FILES = {"train": "train", "test": "t10k"}
+
+
+def is_idx(folder: Path) -> bool:
+    """Whether a folder holds images in IDX files."""
+    return (folder / "train-images-idx3-ubyte.gz").is_file()
+
+
+def read_idx(folder: Path) -> Decoded:
+    """Both splits of a folder of four ``*-ubyte.gz`` files; DataError names a file that is absent
+    or damaged.
+    """
+    return Decoded({split: _idx_split(folder, prefix) for split, prefix in FILES.items()}, None)
+
+
+def _idx_split(folder: Path, prefix: str) -> Arrays:
+    images = _idx_array(folder / f"{prefix}-images-idx3-ubyte.gz", dimensions=3)
+    labels = _idx_array(folder / f"{prefix}-labels-idx1-ubyte.gz", dimensions=1)
+    return images[:, None], labels.astype(np.int64)
+
+
+def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """A file of bytes: two zeros, the type 8, the number of dimensions, the sizes (4 bytes each),
+    the data.
+    """
+    with in_one_line(path):
+        if not path.is_file():
+            raise DataError(f"{path} is absent; the four IDX files belong in one folder")
+        try:
+            with gzip.open(path) as file:
+                head = file.read(4 + 4 * dimensions)
+                shape = (
+                    np.frombuffer(head[4:], dtype=">i4").tolist()
+                    if len(head) == 4 + 4 * dimensions
+                    else []
+                )
+                count = math.prod(shape)
+                if head[:4] == bytes([0, 0, 8, dimensions]) and min(shape, default=0) > 0:
+                    refuse_large(path, count, path.stat().st_size)
+                    data = file.read(count + 1)
+                    if len(data) == count:
+                        return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is damaged ({error}); download it again") from error
+    raise DataError(
+        f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it "
+        "again"
+    )
+
+
+# NPZ: the archive of arrays that MedMNIST is published in. Its headers are read first, its arrays
+# if they may be.
+
+
+SPLITS = {"train": "train", "validation": "val", "test": "test"}
+CHANNELS = (1, 3, 4)
+"""How many channels images have; an axis of another length is none."""
+
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
+"""How NumPy packs arrays; other ways unpack a few bytes to gigabytes at a time."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a member of an archive says of itself: its shape, its kind of numbers, its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_npz(path: Path) -> Decoded:
+    """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``;
+    no pickles are read.
+
+    Images are (N, H, W) or (N, H, W, C) uint8; also (N, C, H, W), where C is 1, 3 or 4 and the last
+    axis is not. Labels are (N,) or (N, 1) whole numbers. Raises DataError if it is anything else,
+    or says that it is too large.
+    """
+    try:
+        with in_one_line(path), zipfile.ZipFile(path) as archive:
+            names = set(archive.namelist())
+            splits = {s: k for s, k in SPLITS.items() if f"{k}_images.npy" in names}
+            members = [f"{k}_{what}.npy" for k in splits.values() for what in ("images", "labels")]
+            _refuse_other_names(path, names, members)
+            infos = {name: archive.getinfo(name) for name in members}
+            refuse_large(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
+            headers = {name: _header(archive, info) for name, info in infos.items()}
+            counts = [
+                _count(path, headers[f"{k}_images.npy"], headers[f"{k}_labels.npy"])
+                for k in splits.values()
+            ]
+            refuse_large(
+                path, sum(h.nbytes for h in headers.values()) + EXAMPLE_BYTES * sum(counts)
+            )
+            return Decoded(
+                {split: _npz_split(path, archive, key) for split, key in splits.items()}, None
+            )
+    except DataError:
+        raise
+    except (
+        EOFError,
+        ValueError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        # zipfile: NotImplementedError of a version or packing that it does not know, RuntimeError
+        # of a password
+        said = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{path} is damaged or not an archive of images and labels ({said}); download it again"
+        ) from error
+
+
+def _refuse_other_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
+    """Raise DataError for an archive of arrays that lacks one; of one that is none, nothing."""
+    arrays = sorted(name.removesuffix(".npy") for name in names if name.endswith(".npy"))
+    wanted = members if "train_images.npy" in members else ["train_images.npy"]
+    if arrays and (lacking := [name.removesuffix(".npy") for name in wanted if name not in names]):
+        raise DataError(
+            f"{path} has no array {lacking[0]!r} among {', '.join(map(repr, arrays))[:200]}; it "
+            "needs train_images and "
+            "train_labels, and test_images and test_labels if there is a test split"
+        )
+
+
+def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
+    """The header of a member; ValueError if it is no array of numbers, or if it says another size
+    than the archive.
+    """
+    if info.compress_type not in PACKED:
+        raise ValueError(f"{info.filename} is not packed as NumPy does it")
+    with archive.open(info) as file:
+        version = npy.read_magic(file)
+        if version not in HEADERS:
+            raise ValueError(f"{info.filename} is an array of NPY version {version}")
+        try:
+            shape, _, dtype = HEADERS[version](file)
+        except (MemoryError, RecursionError) as error:  # of the parser: the header is short
+            raise ValueError(f"{info.filename} has a damaged header") from error
+        start = file.tell()
+    if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
+        raise DataError(
+            f"{info.filename} holds {'texts' if dtype.kind == 'U' else 'bytes'}, not class ids; "
+            "names, ids = "
+            "np.unique(labels, return_inverse=True), and save ids"
+        )
+    if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
+        raise ValueError(f"{info.filename} holds {dtype}, not numbers")
+    header = _Header(info.filename, shape, dtype)
+    if (
+        any(isinstance(side, bool) or side < 1 for side in shape)
+        or header.nbytes != info.file_size - start
+    ):
+        raise ValueError(
+            f"{header.name} says that it has shape {_short(shape)}, and holds "
+            f"{info.file_size - start:,} bytes"
+        )
+    return header
+
+
+def _count(path: Path, images: _Header, labels: _Header) -> int:
+    """The number of examples; ValueError for headers that are not those of images and their
+    labels.
+    """
+    count = math.prod(labels.shape)
+    if images.dtype != np.uint8:
+        raise DataError(
+            f"{path}: {images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for "
+            "other numbers write "
+            "a function of yours with fedstill.from_tensors, and name it as data.name = "
+            "'mine.py:data'"
+        )
+    if len(labels.shape) == 2 and labels.shape[0] == images.shape[0] and labels.shape[1] > 1:
+        raise DataError(
+            f"{path}: {labels.name} has shape {_short(labels.shape)}, and needs one class id an "
+            "image; of one-hot "
+            "labels save labels.argmax(1)"
+        )
+    if len(images.shape) not in (3, 4) or count != images.shape[0]:
+        raise ValueError(
+            f"{images.name} has shape {_short(images.shape)} and {images.dtype}, and {count} labels"
+        )
+    return count
+
+
+def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Arrays:
+    images, labels = (_npz_array(archive, f"{key}_{what}.npy") for what in ("images", "labels"))
+    if images.ndim == 3:
+        images = images[..., None]
+    ids = class_ids(f"{path}, {key}_labels", labels.reshape(-1).tolist())
+    first = images.shape[1] in CHANNELS and images.shape[3] not in CHANNELS
+    return np.ascontiguousarray(images if first else images.transpose(0, 3, 1, 2)), ids
+
+
+def _npz_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    file: IO[bytes]
+    with archive.open(name) as file:
+        return np.asarray(npy.read_array(file, allow_pickle=False))
+
+
+def _short(shape: tuple[int, ...]) -> str:
+    return str(shape) if len(str(shape)) <= 60 else str(shape)[:60] + "…"

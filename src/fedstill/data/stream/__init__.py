@@ -1,3 +1,0 @@
-"""Streams: how the training set is cut into tasks. A kind is one pure function that gives a
-``fedstill.stream.Cut``.
-"""

@@ -1,0 +1,231 @@
+"""Rows of a table as inputs of a network: numbers, categories, and marks of missing numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fedstill.core.errors import DataError, on_one_line
+from fedstill.data.form import About, Value
+
+# The names of a table's inputs: of columns of numbers, of categories, and of the marks of missing
+# numbers.
+
+
+MISSING = " is missing"
+"""What follows a column's name in that of its mark."""
+
+
+@dataclass(frozen=True)
+class TableInputs:
+    """What a table's inputs are made of: its columns, the names in those of names, the columns that
+    have a mark.
+    """
+
+    columns: tuple[str, ...]
+    categories: Mapping[str, tuple[str, ...]]
+    marked: tuple[str, ...] = ()
+
+    @property
+    def about(self) -> About:
+        """The same as a data set says it.
+
+        >>> TableInputs(("age", "sex"), {"sex": ("f", "m")}, ("age",)).about.features
+        ('age', 'sex=f', 'sex=m', 'age is missing')
+        """
+        features, marks = list[str](), list[int]()
+        for column in self.columns:
+            if column not in self.categories:
+                features.append(column)
+                continue
+            names = self.categories[column]
+            marks += range(len(features), len(features) + len(names))
+            features += [f"{column}={name}" for name in names]
+        marks += range(len(features), len(features) + len(self.marked))
+        features += [f"{column}{MISSING}" for column in self.marked]
+        named = tuple(
+            (column, self.categories[column])
+            for column in self.columns
+            if column in self.categories
+        )
+        return About(
+            "table",
+            columns=self.columns,
+            categories=named,
+            features=tuple(features),
+            marks=tuple(marks),
+        )
+
+    @staticmethod
+    def named_by(
+        columns: Sequence[str], features: Sequence[str], marks: Collection[int]
+    ) -> TableInputs:
+        """What inputs of these names are made of.
+
+        >>> TableInputs.named_by(
+        ...     ["age", "sex"], ["age", "sex=f", "sex=m", "age is missing"], [1, 2, 3]
+        ... ).categories
+        {'sex': ('f', 'm')}
+        """
+        at, categories = 0, dict[str, tuple[str, ...]]()
+        for column in columns:
+            first = at
+            while at < len(features) and at in marks and features[at].startswith(f"{column}="):
+                at += 1
+            if at > first:
+                categories[column] = tuple(name[len(column) + 1 :] for name in features[first:at])
+            else:
+                at += 1
+        marked = tuple(name.removesuffix(MISSING) for name in features[at:])
+        return TableInputs(tuple(columns), categories, marked)
+
+
+# A column whose values are names, as columns of 0 and 1.
+
+
+MOST = 1000
+"""Categories of a column that are read from data; more are no categories but numbers, or names of
+rows.
+"""
+
+
+@dataclass(frozen=True)
+class Categories:
+    """The values of a column, each of which becomes a column of its own."""
+
+    column: str
+    values: tuple[str, ...]
+
+    @staticmethod
+    def of(what: str, column: str, declared: Sequence[Value], train: pa.ChunkedArray) -> Categories:
+        """Those that are declared, or else those in the training data, in order."""
+        if declared:
+            return Categories(column, tuple(category_name(value) for value in declared))
+        every = names_in_order(train.unique().to_pylist())
+        if not 0 < len(every) <= MOST:
+            raise DataError(
+                f"{what}: column {column!r} has {len(every):,} categories, not 1 to {MOST:,}; "
+                "leave it out"
+            )
+        return Categories(column, every)
+
+    def encoded(self, what: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
+        """(n, categories) of 0 and 1, NaN in rows without a value; DataError for one that is none
+        of them.
+        """
+        place = {value: k for k, value in enumerate(self.values)}
+        out = np.zeros((len(column), len(place)), dtype=np.float32)
+        for row, value in enumerate(column.to_pylist()):
+            if lacks(value):
+                out[row] = np.nan
+            elif (said := category_name(value)) in place:
+                out[row, place[said]] = 1
+            else:
+                raise DataError(
+                    f"{what}: example {row} has {said[:60]!r} in column {self.column!r}, which is "
+                    "none of "
+                    f"{', '.join(self.values)[:200]}; correct it, or add it to data.categorical"
+                )
+        return out
+
+
+def lacks(value: Any) -> bool:
+    """Whether a value is missing: null, or NaN, which pandas writes for it."""
+    return value is None or value != value
+
+
+def names_in_order(values: Iterable[Any]) -> tuple[str, ...]:
+    """The names of values, each once: numbers by size, then texts by letter; without those that are
+    missing.
+    """
+    there = sorted(
+        (value for value in values if not lacks(value)), key=lambda v: (isinstance(v, str), v)
+    )
+    return tuple(dict.fromkeys(map(category_name, there)))
+
+
+def category_name(value: Any) -> str:
+    """A value as a name: 3, 3.0 and True of a column of truth values alike in every file."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value)
+
+
+# Rows of a table as inputs of a network: numbers, names as columns of 0 and 1, and marks of what is
+# missing.
+
+
+Floats = NDArray[np.float32]
+
+
+def table_rows(what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: About) -> Floats:
+    """Columns as the inputs (n, features) of ``about``, NaN where a value is missing; without
+    marks.
+
+    Raises DataError for a value that is no number, or none of the names of its column.
+    """
+    named = dict(about.categories)
+    parts = [
+        Categories(name, named[name]).encoded(what, table[name])
+        if name in named
+        else numbers(table[name], f"{what}: column {name!r}")[:, None]
+        for name in about.columns
+    ]
+    return np.concatenate(parts, axis=1)
+
+
+def begins(about: About) -> dict[str, int]:
+    """Where among the inputs each column begins."""
+    named, at, out = dict(about.categories), 0, {}
+    for name in about.columns:
+        out[name] = at
+        at += len(named[name]) if name in named else 1
+    return out
+
+
+def with_features(about: About, missing: Collection[str] = ()) -> About:
+    """What was read, with the names of a table's inputs, and which of them are 0 or 1.
+
+    missing: columns that have a column beside them that says where their values are missing.
+    """
+    said = TableInputs(about.columns, dict(about.categories), tuple(missing)).about
+    return replace(about, features=said.features, marks=said.marks)
+
+
+def with_marks(rows: Floats, about: About, missing: Collection[str]) -> Floats:
+    """Rows, and a column of 0 and 1 beside them for each of some columns: 1 where its value is
+    missing.
+    """
+    starts = begins(about)
+    marks = np.isnan(rows[:, [starts[name] for name in missing]])
+    return np.concatenate([rows, marks.astype(np.float32)], axis=1)
+
+
+def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
+    """A column of numbers, NaN where one is missing; raises DataError for what is no number."""
+    try:
+        plain = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
+        exact = plain.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    except pa.ArrowException as error:
+        if pa.types.is_integer(column.type):
+            raise DataError(
+                f"{what} holds whole numbers beyond 2^53, which no float holds; if it is an id, "
+                "leave it out with "
+                "data.columns"
+            ) from error
+        raise DataError(
+            f"{what} holds something that is no number: {on_one_line(error)}; correct it"
+        ) from error
+    large = np.flatnonzero(np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).max))
+    if len(large):
+        raise DataError(
+            f"{what} holds {exact[large[0]]:g}, too large for a number of 32 bits; correct or "
+            "rescale it"
+        )
+    as_floats: Floats = exact.astype(np.float32)
+    return as_floats

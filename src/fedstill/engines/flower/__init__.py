@@ -1,3 +1,0 @@
-"""Stages carried by Flower: requests and answers, messages, who is where, and a grid inside this
-process.
-"""

@@ -1,1 +1,0 @@
-"""Runs whose clients are reached over Flower: the client's side, and the server's."""

@@ -1,0 +1,99 @@
+"""The command that takes something out of a run: its model in several forms, and its numbers as
+tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter, validators
+
+from fedstill.cli.app import app
+
+Whose = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
+
+
+@app.command(name="export")
+def export_command(
+    run: Path,
+    *,
+    onnx: Path | None = None,
+    pt2: Path | None = None,
+    folder: Path | None = None,
+    client: Whose = None,
+    parquet: Path | None = None,
+    csv: Path | None = None,
+) -> int:
+    """Write a run's model so that it can be used without fedstill, normalisation inside; or its
+    numbers as tables.
+
+    Args:
+        run: The run's directory; of a run that was stopped, the model of its last checkpoint is
+            taken.
+        onnx: The file for the model as ONNX. It is compared with the model in onnxruntime, if that
+            is installed.
+        pt2: The file for the model as a program of torch.export, which torch.export.load reads.
+        folder: A new folder to share: weights, a model card, and a script that needs torch and
+            safetensors alone.
+        client: Whose model, for methods that answer with a model for each client.
+        parquet: A folder for rounds.parquet and clients.parquet: one row a round, and one for each
+            client and stage.
+        csv: A folder for the same tables as CSV.
+    """
+    from fedstill.core.errors import ConfigError
+
+    if not (onnx or pt2 or folder or parquet or csv):
+        raise ConfigError(
+            "export: say what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or "
+            "--csv DIR"
+        )
+    if onnx or pt2 or folder:
+        _write_model(run, onnx, pt2, folder, client)
+    for kind, tables in (("parquet", parquet), ("csv", csv)):
+        if tables is not None:
+            _write_tables(run, kind, tables)
+    return 0
+
+
+def _write_tables(run: Path, kind: str, folder: Path) -> None:
+    from fedstill.running.tables import write_run_tables
+
+    for path, rows, columns in write_run_tables(run, kind, folder):
+        print(f"{path}: {rows} rows, {columns} columns")
+
+
+def _write_model(
+    run: Path, onnx: Path | None, pt2: Path | None, folder: Path | None, client: int | None
+) -> None:
+    from fedstill.export import programs
+    from fedstill.export.loading import load_model
+    from fedstill.export.upload_folder import write_folder
+
+    model = load_model(run, client)
+    if onnx:
+        away = programs.write_onnx(model, onnx)
+        print(f"{onnx}: ONNX, {_compared('onnxruntime', away)}")
+    if pt2:
+        print(
+            f"{pt2}: a program of torch.export, "
+            f"{_compared('torch', programs.write_program(model, pt2))}"
+        )
+    if folder:
+        away = write_folder(model, run, folder)
+        print(
+            f"{folder}: a folder to share, {_compared('its model.py', away)}; state the licence in "
+            "README.md"
+        )
+
+
+def _compared(what: str, away: float | None) -> str:
+    if away is None:
+        return (
+            f"not compared with the model: {what} is not installed (pip install 'fedstill[onnx]')"
+        )
+    return (
+        f"in {what} its logits differ by {away:.0e} of the largest"
+        if away
+        else f"in {what} its logits are the same"
+    )

@@ -1,0 +1,409 @@
+"""The model that a run trained: from its last checkpoint, with what the run stored of its data; no
+data are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError, CorruptFile, DataError, UnknownName
+from fedstill.core.fields import plain_value
+from fedstill.core.files import digest, in_shell, named_path
+from fedstill.core.records import NOTHING, SERVER, Payload, State
+from fedstill.core.reports import json_value
+from fedstill.core.rounds import part
+from fedstill.core.trees import same_bits
+from fedstill.data.cache import about_of
+from fedstill.data.dataset import Dataset
+from fedstill.data.form import IMAGES, MANY, About
+from fedstill.data.sources.catalog import KNOWN, Known
+from fedstill.engines.client_memory import Memory
+from fedstill.engines.frozen_teachers import frozen
+from fedstill.export.trained_model import TrainedModel, network_of
+from fedstill.flower.site_storage import Desk
+from fedstill.methods.local_only import answered, fitted
+from fedstill.models.contract import Predictor, predictor
+from fedstill.models.ensemble import Joined
+from fedstill.models.model_file import FINAL, read_final
+from fedstill.running import journal as journals
+from fedstill.running.archive import SUFFIX, readable
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.directory import settings_of
+from fedstill.running.evaluation import of_some_clients
+from fedstill.running.preparation import read_data, with_pixels
+from fedstill.running.provenance import sources
+from fedstill.running.result import Result
+from fedstill.running.start_weights import body_of
+from fedstill.running.world import RunWorld, started, world_of
+
+# What a run's model takes, and what normalises it: as its journal says; of older runs, the
+# catalogue or the data.
+
+
+Shape = tuple[int, ...]
+
+ENCODING = tuple(field.name for field in fields(About) if field.name not in ("owners", "notes"))
+"""What the event says of other examples than images, so that new ones can be made as the run's
+were.
+"""
+
+
+@dataclass(frozen=True)
+class StoredInputs:
+    """An example's shape, the type of its numbers, the mean and spread of each channel or column,
+    and what it is.
+
+    ``mean``, ``std``: none where numbers go in as they are, or where each client standardised its
+    own.
+    """
+
+    shape: Shape
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    type: str = "uint8"
+    about: About = IMAGES
+    standardise: str = ""
+
+
+def inputs_of(
+    folder: Path,
+    settings: Settings,
+    start: Mapping[str, Any],
+    data: Dataset | None = None,
+    client: int | None = None,
+) -> StoredInputs:
+    """What a run's examples are, as its event ``start`` says; where clients have their own mean and
+    spread, a client's.
+
+    Versions before 0.1.0 was released did not write it down. Then it is that of ``data``, or of the
+    catalogue's data set of that name, or of the data set that the run names, if it is here. Raises
+    ConfigError where none of them is; CorruptFile for a malformed event.
+    """
+    if (stored := start.get("inputs")) is not None:
+        return stored_inputs(folder, stored, client)
+    if data is None and (known := _known(settings)) is not None:
+        own = settings.data
+        mean, std = (
+            _each(v, u, known.shape[0]) for v, u in ((own.mean, known.mean), (own.std, known.std))
+        )
+        return StoredInputs(known.shape, mean, std)
+    try:
+        dataset = with_pixels(data or read_data(settings), settings.data)
+    except (DataError, UnknownName) as error:
+        raise ConfigError(
+            f"{folder} was begun by an earlier version, which did not store what normalises its "
+            "images, and its data "
+            f"are not here; give them: load_model(run, data=...) ({error})"
+        ) from error
+    kind = str(dataset.train.values.dtype).removeprefix("torch.")
+    return StoredInputs(dataset.input_shape, dataset.mean, dataset.std, kind, dataset.about)
+
+
+def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> StoredInputs:
+    """The field of an event ``start`` that ``Inputs.stored`` made; raises CorruptFile where it is
+    malformed.
+    """
+    try:
+        shape = tuple(int(n) for n in stored["shape"])
+        about = about_of({k: stored[k] for k in ENCODING if k in stored})
+        own = stored.get("by_client", {}).get(str(client), stored)
+        mean, std = (tuple(float(v) for v in own[k]) for k in ("mean", "std"))
+        given = bool(mean or std) or about.kind == "image"
+        if about.kind not in MANY or len(shape) != (
+            3 if about.kind == "image" else len(shape) or 1
+        ):
+            raise ValueError(f"{about.kind!r} of shape {shape} is unknown")
+        if (given and not len(mean) == len(std) == shape[0]) or min(*shape, *std, 1) <= 0:
+            raise ValueError(
+                f"a mean and a spread above 0 for each of {shape[0]} channels or columns are needed"
+            )
+        return StoredInputs(
+            shape, mean, std, str(stored["pixels"]), about, str(stored.get("standardise", ""))
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptFile(
+            f"{folder / 'journal.jsonl'}: the start event's inputs are malformed: {error}"
+        ) from error
+
+
+def _known(settings: Settings) -> Known | None:
+    """The catalogue's entry of the run's data set; None for another, or one that was read by its
+    columns' names.
+    """
+    if settings.data.image_column or settings.data.label_column:
+        return None
+    return KNOWN.get(settings.data.name)
+
+
+def _each(
+    own: tuple[float, ...] | None, known: tuple[float, ...], channels: int
+) -> tuple[float, ...]:
+    values = known if own is None else own
+    return tuple(values) * (channels if len(values) == 1 else 1)
+
+
+log = logging.getLogger("fedstill.trained")
+
+Versions = Mapping[int, tuple[str, str]]
+"""Which file, with which SHA-256, holds what a client remembers."""
+
+
+def load_model(
+    run: Result | Path | str, client: int | str | None = None, data: Dataset | None = None
+) -> TrainedModel:
+    """The model that a run trained, with its normalisation or standardisation inside, in evaluation
+    mode.
+
+    run: a result, or the run's directory; of a run that was stopped, the model of its last
+    checkpoint. client: of a method that answers with a model for each client, whose; of one that
+    groups clients, which, "cluster 1", as its predictors are named; else left out. data: the run's
+    data set, for a run that an earlier version began and did not write down what normalises the
+    images. Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On
+    the run's test set, in batches of 100, it has the accuracy that the run printed. Where each
+    client standardised its own columns, it takes raw numbers with ``client``, and without it
+    numbers that are standardised. With ``data.features_of`` it takes what the backbone took, which
+    is inside. The data are not read. Raises ConfigError for a directory without models, for a pack,
+    for a client without a model, and where a client must be named; CorruptFile for a file that is
+    damaged.
+    """
+    folder = run.directory if isinstance(run, Result) else named_path(run)
+    _refuse_pack(folder)
+    client = plain_value(client)
+    settings = settings_of(folder)
+    start = journals.read_journal(folder / "journal.jsonl")[:1]
+    if not start:
+        raise ConfigError(
+            f"{folder} has no model yet: it stopped before it began; `fedstill resume "
+            f"{in_shell(folder)}`"
+        )
+    _warn_of_changes(settings, start[0])
+    inputs = inputs_of(
+        folder, settings, start[0], data, client if isinstance(client, int) else None
+    )
+    world = _world(settings, start[0], inputs)
+    state, versions = _last(folder)
+    name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
+    about = {
+        "model": name,
+        "network": _networks(predict),
+        **_about(settings, state, (folder / "summary.json").is_file()),
+        **({"own_after": sorted(settings.method.personal)} if isinstance(client, int) else {}),
+        **_counted(start[0]),
+        **({"standardised": inputs.standardise} if inputs.standardise else {}),
+        **{k: start[0][k] for k in journals.VERSIONS if k in start[0]},
+    }
+    network = network_of(predict)
+    if settings.data.features_of is not None:
+        inputs, body = _backbone(folder, settings, start[0])
+        about["network"] = (
+            f"{about['network']} on the features of {settings.data.features_of['name']}"
+        )
+        network = nn.Sequential(body, network)
+    made = (network, start[0]["classes"], inputs.shape, inputs.mean, inputs.std, about)
+    return TrainedModel(*made, inputs.type, inputs.about)
+
+
+def _backbone(
+    folder: Path, settings: Settings, start: Mapping[str, Any]
+) -> tuple[StoredInputs, nn.Module]:
+    """What the backbone of ``data.features_of`` takes, and its body."""
+    if "backbone_inputs" not in start:
+        raise ConfigError(
+            f"{folder} was begun by a version that did not store what its backbone takes; run it "
+            "again"
+        )
+    inputs = stored_inputs(folder, start["backbone_inputs"])
+    given = (inputs.shape, len(start["classes"]), inputs.about.vocabulary, start["features_of"])
+    return inputs, body_of(settings.data.features_of or {}, *given)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a run has of its models."""
+
+    folder: Path
+    settings: Settings
+    world: RunWorld
+    state: State
+    versions: Versions
+
+
+def _refuse_pack(folder: Path) -> None:
+    packed = folder.name.endswith(SUFFIX) or (not folder.exists() and readable(folder).is_dir())
+    if packed:
+        raise ConfigError(
+            f"{folder} is packed, and a pack keeps what runs measured, not their models; run it "
+            "again"
+        )
+
+
+def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -> RunWorld:
+    made = world_of(
+        settings, inputs.shape, len(start["classes"]), settings.data.public, inputs.about.vocabulary
+    )
+    if settings.train_only:  # what stays as it is, is in that file alone
+        made = started(settings, made)
+    return replace(
+        made, queries={int(c): tuple(asked) for c, asked in start.get("queries", {}).items()}
+    )
+
+
+def _last(folder: Path) -> tuple[State, Versions]:
+    """The state of the last checkpoint; without one, the final model. Raises ConfigError if there
+    is neither.
+    """
+    restored = Checkpoints(
+        folder / "checkpoints", digest((folder / "config.toml").read_bytes())
+    ).latest()
+    if restored is not None:
+        if restored.state.round == 1 and restored.state.stage == 0:
+            raise ConfigError(
+                f"{folder} has trained nothing yet; go on with: fedstill resume {in_shell(folder)}"
+            )
+        return restored.state, restored.memory
+    path = folder / FINAL
+    if not path.is_file():
+        done = (folder / "summary.json").is_file()
+        todo = f"go on: fedstill resume {in_shell(folder)}"
+        if done:
+            todo = f"train it again: fedstill run {in_shell(folder / 'config.toml')}"
+        raise ConfigError(
+            f"{folder} holds no model, neither in checkpoints/ nor in {FINAL}; {todo}"
+        )
+    try:
+        return State(safetensors.torch.load(read_final(path))), {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+
+
+def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """What a run answers with, for everybody or for one client, and what it is called."""
+    method, world = run.settings.method, run.world
+    name = run.settings.named.method.name
+    if isinstance(client, int) and not 0 <= client < world.clients:
+        raise ConfigError(
+            f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other"
+        )
+    with part(method, "predictors", f"after the last checkpoint of {run.folder}"):
+        # Where clients have models of their own, the server's may be one that nobody trained.
+        learned = not method.personal or not same_bits(run.state.params, world.initial(SERVER))
+        named = dict(method.predictors(run.state, world)) if learned else {}
+    everybody = next((n for n in named if not of_some_clients(n)), "")
+    if client is None:
+        if not everybody:
+            who = f"name one from 0 to {world.clients - 1}, e.g. client = 0 (--client 0)"
+            groups = "".join(f", or client = {n!r}" for n in named if not n.startswith("client "))
+            raise ConfigError(
+                f"{name} trains a model for each client and none for all; {who}{groups}"
+            )
+        return everybody, named[everybody]
+    if isinstance(client, str):
+        if client not in named:
+            raise ConfigError(
+                f"client = {client!r} is none of {name}'s models: "
+                f"{', '.join(named) or 'it has none'}"
+            )
+        return client, named[client]
+    if f"client {client}" in named:
+        return f"client {client}", named[f"client {client}"]
+    if not method.personal:
+        raise ConfigError(f"{name} trains one model for all clients; leave client out")
+    own = answered(run.state).get(client, fitted(run.state).get(client))
+    own = own or _remembered(run, client).get("params")
+    if own is None:
+        raise ConfigError(
+            f"client {client} has no model of its own in {run.folder}: it has not trained one"
+        )
+    after = [s for s in run.settings.topology(world.rounds, world) if s.name in method.personal]
+    spec = world.model(client)
+    answer = frozen(method.work(after[-1]).answer(own, spec) if after else own, spec)
+    return f"client {client}", predictor(answer.spec, answer.params)
+
+
+def _remembered(run: _Trained, client: int) -> Payload:
+    """What a client remembers, where its memory is on this machine."""
+    version = run.versions.get(client)
+    if version is None:
+        return NOTHING
+    if run.settings.engine != "flower":
+        return Memory(run.folder / "memory", dict(run.versions)).load(client)
+    with (run.folder / "journal.jsonl").open("rb") as file:
+        identity = digest(file.readline())[:16]
+    desk = Desk(run.folder / "sites", identity, client)
+    if not desk.place.is_dir():
+        raise ConfigError(
+            f"the model of client {client} is at its site: this machine does not have it"
+        )
+    return desk.remembered(version)
+
+
+def _networks(predict: Callable[[Tensor], Tensor]) -> str:
+    """The networks that a predictor consists of, in words."""
+    each = (
+        [predict]
+        if isinstance(predict, Predictor)
+        else predict.each
+        if isinstance(predict, Joined)
+        else []
+    )
+    kinds = Counter(str(one.spec) for one in each)
+    return (
+        ", ".join(f"{count} x {kind}" if len(each) > 1 else kind for kind, count in kinds.items())
+        or "unknown"
+    )
+
+
+def _counted(start: Mapping[str, Any]) -> dict[str, int]:
+    """How many examples clients had, and how many the test set, as far as the run knew."""
+    counted = {
+        "train_examples": start["split"]["examples"]
+        if "split" in start
+        else sum(map(sum, start.get("label_counts", []))),
+        "test_examples": sum(start.get("test_counts", [])),
+    }
+    return {name: count for name, count in counted.items() if count}
+
+
+def _about(settings: Settings, state: State, finished: bool) -> dict[str, Any]:
+    named = settings.named
+    tables = {"method": named.method, "partition": named.partition, "topology": named.topology}
+    return {
+        **{kind: without_folder(one.name) for kind, one in tables.items()},
+        **{f"{kind}_fields": json_value(dict(one.values)) for kind, one in tables.items()},
+        "dataset": without_folder(settings.data.name),
+        "clients": settings.clients,
+        "seed": settings.seed,
+        "rounds": settings.rounds,
+        "round": state.round if state.stage else state.round - 1,
+        **({"finished": True} if finished else {"finished": False, "stages": state.stage}),
+    }
+
+
+def without_folder(name: str) -> str:
+    """A name as others may read it: of a file or folder of one's own, without where it lies.
+
+    >>> without_folder("/home/me/mine.py:FedMine"), without_folder("owner/name")
+    ('mine.py:FedMine', 'owner/name')
+    """
+    own = name.startswith(("/", "~", ".")) or ".py" in name
+    return name.rstrip("/").rpartition("/")[2] if own else name
+
+
+def _warn_of_changes(settings: Settings, start: Mapping[str, Any]) -> None:
+    """Warn of a file of the user's own code that is not the one that the run was started with."""
+    noted = start.get("sources", {})
+    for path, sha in sources(settings).items():
+        if noted.get(path, sha) != sha:
+            log.warning(
+                "%s has changed since the run began; the model may compute something else", path
+            )

@@ -1,0 +1,59 @@
+"""The two sides of fedstill as a Flower app: what ``flwr run`` starts on the server and at every
+client.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_data_path
+
+from fedstill.config.experiment import from_tree
+from fedstill.flower.client_app import Does
+from fedstill.flower.client_app import client_app as app_of
+from fedstill.flower.messages import require_flower
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_settings import Site, load_site
+from fedstill.running import runner
+
+MAX_REQUEST_BYTES = 4 << 30
+"""The largest request that a client reads."""
+
+
+def clerk_of(context: Any) -> tuple[int, Does]:
+    """The client that a node is, and its clerk, from ``site.toml``; a node without one takes part
+    in trials only.
+    """
+    config = context.node_config
+    if "site" in config:
+        site = load_site(Path(str(config["site"])))
+    else:
+        site = Site(int(config["partition-id"]), user_data_path("fedstill") / "sites")
+    return site.client, Clerk(site)
+
+
+def _server_app() -> Any:
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()  # type: ignore[untyped-decorator]
+    def main(grid: Any, context: Any) -> None:
+        given = context.run_config
+        out = Path(str(given["out"])) if given["out"] else None
+        if given["resume"]:
+            if out is None:
+                raise ValueError("resume needs out, the run's directory")
+            runner.resume(out, grid=grid)
+            return
+        tree = tomllib.loads(str(given["config"]))
+        runner.run(from_tree({**tree, "engine": "flower"}, {}, None), out, grid=grid)
+
+    return app
+
+
+require_flower()
+client_app = app_of(clerk_of, MAX_REQUEST_BYTES)
+server_app = _server_app()

@@ -1,0 +1,171 @@
+"""Commands for a federation of machines: deploy init, admit, key, renew, server and client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from fedstill.cli.app import app
+from fedstill.core.files import in_shell, write_secret
+from fedstill.version import VERSION
+
+deploy = App(
+    name="deploy",
+    help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.",
+)
+app.command(deploy)
+
+Hosts = Annotated[
+    tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)
+]
+Insecure = Annotated[bool, Parameter(negative="")]
+
+
+@deploy.command(name="init")
+def init_command(
+    directory: Path,
+    *,
+    clients: int,
+    host: Hosts = ("127.0.0.1",),
+    listen: str = "127.0.0.1",
+    port: int = 8443,
+) -> int:
+    """Make a federation's folder: a certificate authority, the server's certificate, a key for each
+    client.
+
+    Args:
+        directory: New or empty.
+        clients: How many clients.
+        host: A name or address under which clients reach the server, for its certificate. May be
+            repeated. Unset, 127.0.0.1.
+        listen: The address that the server listens on.
+        port: The server's one port.
+    """
+    from fedstill.flower.deployment import folder
+
+    made = folder.init(directory, clients, host, listen, port, VERSION)
+    name = str(directory)
+    print(
+        f"{name}: the federation of {clients} clients. Do not copy {name}/ca.key to any other "
+        "machine. Then:"
+    )
+    print(f"  fedstill deploy server {name}")
+    for client in range(clients):
+        print(
+            f"  fedstill deploy client {name}/client{client}      # with that folder alone, at its "
+            "site"
+        )
+    print(
+        f"  fedstill run my.toml --engine flower --federation {name}    # topology.clients = "
+        f"{made.clients}"
+    )
+    return 0
+
+
+@deploy.command
+def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
+    """Start the server of a federation, Flower's SuperLink, and let in the clients whose keys are
+    listed.
+
+    Args:
+        directory: The federation's folder.
+        insecure_for_testing: Without TLS and without the list of keys, on a loopback address only.
+    """
+    from fedstill.flower.deployment import folder, processes, programs
+
+    federation = folder.load_federation(directory)
+    with processes.alone(federation.server, "a server"):
+        processes.demand_free(federation)
+        folder.ensure_key(federation)
+        command = programs.superlink(federation, insecure_for_testing)
+        programs.write_link(federation, insecure_for_testing)
+        env = programs.environment(federation.server / "flwr")
+        with processes.running(command, env) as process:
+            processes.wait_for_port(federation, process)
+            for line in () if insecure_for_testing else programs.admit(federation):
+                print(line, flush=True)
+            with processes.running(
+                programs.tasks_of_server(federation, insecure_for_testing), env
+            ) as tasks:
+                print(
+                    f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
+                    flush=True,
+                )
+                return processes.until_it_ends(process, tasks)
+
+
+@deploy.command(name="admit")
+def admit_command(directory: Path) -> int:
+    """Read the list of keys again, while the server runs.
+
+    It lets in clients that are new on the list, and shuts out those that are no longer on it.
+
+    Args:
+        directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for
+            each client.
+    """
+    from fedstill.flower.deployment import folder, programs
+
+    lines = list(programs.admit(folder.load_federation(directory), seconds=0))
+    print("\n".join(lines or ["nothing has changed"]))
+    return 0
+
+
+@deploy.command(name="key")
+def key_command(directory: Path, client: int) -> int:
+    """Make a new key for a client, whose old one was lost or is no longer to be trusted.
+
+    Args:
+        directory: The federation's folder.
+        client: The number of the client.
+    """
+    from fedstill.flower.deployment import folder
+
+    made = folder.rekey(folder.load_federation(directory), client)
+    then = f"Then: fedstill deploy admit {in_shell(directory)}"
+    print(f"{made}: copy client.key to the client's machine, and delete it here. {then}")
+    return 0
+
+
+@deploy.command(name="renew")
+def renew_command(directory: Path, *, host: Hosts = ()) -> int:
+    """Renew the server's certificate, before or after it expires; then restart the server. Clients
+    need no change.
+
+    Args:
+        directory: The federation's folder, with its ca.key.
+        host: One more name or address under which clients reach the server. May be repeated.
+    """
+    from fedstill.flower.deployment import certificates, folder
+
+    federation = folder.renew(folder.load_federation(directory), host)
+    until = certificates.last_day(federation.server / "server.crt")
+    print(
+        f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; start "
+        "the server again"
+    )
+    return 0
+
+
+@deploy.command
+def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure = False) -> int:
+    """Start a client, Flower's SuperNode, with its key and its site.toml.
+
+    Args:
+        directory: The client's folder, as `deploy init` made it.
+        wait: How many seconds to go on asking a server that does not list this client's key (yet).
+        insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
+    """
+    from fedstill.flower.deployment import folder, greeting, processes, programs
+    from fedstill.flower.site_settings import load_site
+
+    member = folder.membership(directory)
+    load_site(member.folder / "site.toml")
+    command = programs.supernode(member, insecure_for_testing)
+    with processes.alone(member.folder, "a client"):
+        write_secret(member.door, folder.new_key())
+        greeting.greet(member, insecure_for_testing)
+        env = programs.environment(member.folder / "flwr")
+        return processes.keep_running(command, programs.tasks_of_client(member), env, wait)

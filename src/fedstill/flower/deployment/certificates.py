@@ -1,0 +1,195 @@
+"""Certificates and keys of a federation: its own certificate authority, the server's certificate, a
+key per client.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.files import write_secret, write_whole
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+DAYS, AUTHORITY_DAYS = 825, 3650
+"""How long a server's certificate is valid, and the authority's, in days."""
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority: the certificate that all get, and the key that signs, which is not
+    given away.
+    """
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def require_cryptography() -> None:
+    """Raise ConfigError if the library is not here."""
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"deploying needs Flower: pip install 'fedstill[flower]' ({error})"
+        ) from error
+
+
+def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
+    """A new authority, which signs certificates of servers and nothing else."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    builder = _builder(_named(name), _named(name), key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(usage, critical=True)
+    builder = builder.add_extension(
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+    )
+    return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def make_server(folder: Path, authority: Authority, hosts: Sequence[str], days: int = DAYS) -> None:
+    """Write ``ca.crt``, ``server.crt`` and ``server.key``; the certificate names these hosts and
+    addresses.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder(authority.certificate.subject, _named(hosts[0]), key.public_key(), days)
+    builder = builder.add_extension(
+        x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False
+    )
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
+    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    builder = builder.add_extension(signer, critical=False)
+    server = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
+    builder = builder.add_extension(server, critical=False)
+    write_whole(folder / "ca.crt", _pem(authority.certificate))
+    write_whole(folder / "server.crt", _pem(builder.sign(authority.key, hashes.SHA256())))
+    write_secret(folder / "server.key", _private(key))
+
+
+def last_day(path: Path) -> datetime.datetime:
+    """When the certificate in a file expires; raises ConfigError if it holds none."""
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no certificate: {error}") from error
+
+
+def named_hosts(path: Path) -> set[str]:
+    """The hosts and addresses that the certificate in a file names."""
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    listed = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return {str(one.value) for one in listed}
+
+
+def make_client(path: Path) -> None:
+    """Write a client's private key, and its public half beside it as ``.pub``; both as OpenSSH has
+    them.
+    """
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    none = serialization.NoEncryption()
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, none
+    )
+    write_secret(path, private)
+    write_whole(path.with_name(path.name + ".pub"), public + b"\n")
+
+
+def authority_of(folder: Path) -> Authority:
+    """The authority whose certificate and key are in a folder, to sign the next certificate.
+
+    Raises ConfigError without them.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} holds no certificate authority, ca.crt and ca.key: {error}"
+        ) from error
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return Authority(certificate, key)
+
+
+def write_authority(folder: Path, authority: Authority) -> None:
+    """Write ``ca.crt`` and ``ca.key``."""
+    write_whole(folder / "ca.crt", _pem(authority.certificate))
+    write_secret(folder / "ca.key", _private(authority.key))
+
+
+def _builder(
+    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    begin, end = now - datetime.timedelta(minutes=5), now + datetime.timedelta(days=days)
+    builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
+    return (
+        builder.serial_number(x509.random_serial_number())
+        .not_valid_before(min(begin, end))
+        .not_valid_after(end)
+    )
+
+
+def _named(name: str) -> x509.Name:
+    from cryptography import x509
+
+    return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name[:64])])
+
+
+def _host(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    kinds = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return key.private_bytes(*kinds)

@@ -1,0 +1,206 @@
+"""What the operator asks of a federation's server: to start a run, to stop it, how it goes, which
+sites there are.
+"""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fedstill.core.errors import ConfigError, DeployFailed
+from fedstill.flower.deployment.folder import Federation
+from fedstill.flower.deployment.gate import KEY_HEADER
+from fedstill.flower.messages import require_flower
+
+if TYPE_CHECKING:
+    from flwr.supercore.control import ControlHttpClient
+
+T = TypeVar("T")
+
+LINK = "fedstill"
+"""The name that a federation's server has in Flower's own settings."""
+
+
+class NoAnswer(DeployFailed):
+    """The server did not answer; whether it did what it was asked is not known."""
+
+
+class NotListening(NoAnswer):
+    """The server cannot be reached (yet): it was not asked."""
+
+
+class OperatorKey:
+    """Puts the operator's key into every request of one of Flower's clients; an interceptor, as
+    Flower has them.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key.decode()
+
+    def intercept(self, context: Any, call_next: Any) -> Any:
+        """Add the header, and go on."""
+        context.request.headers[KEY_HEADER] = self._key
+        return call_next(context)
+
+
+@dataclass(frozen=True)
+class Control:
+    """The server of a federation, asked by its operator. Raises NoAnswer, or DeployFailed with the
+    server's reason.
+
+    ``address``: host and port. ``certificates``: the authority's, a PEM; None for a server without
+    TLS.
+    """
+
+    address: str
+    certificates: bytes | None
+    key: bytes
+
+    @staticmethod
+    def of(federation: Federation) -> Control:
+        """The control over a federation's server, as it was last started.
+
+        Raises DeployFailed if it never was, or if the operator's key is another user's.
+        """
+        path = federation.server / "flwr" / "config.toml"
+        try:
+            link = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"][LINK]
+            ca = None if link.get("insecure") else Path(link["root-certificates"]).read_bytes()
+            return Control(str(link["address"]), ca, federation.key.read_bytes())
+        except PermissionError as error:
+            raise DeployFailed(
+                f"{error.filename} is for the operator, the user who made the federation"
+            ) from error
+        except (OSError, ValueError, KeyError) as error:
+            how = f"start the server first: fedstill deploy server {federation.folder}"
+            raise DeployFailed(f"{how} ({error})") from error
+
+    def start(self, app: Path, values: Mapping[str, Any]) -> int:
+        """Start a run of a Flower app with values for its config; its number."""
+        from flwr.cli.build import build_fab_from_disk
+        from flwr.common.serde import fab_to_proto, user_config_to_proto
+        from flwr.proto.control_pb2 import StartRunRequest
+        from flwr.supercore.fab import Fab
+
+        from fedstill.core.files import digest
+
+        packed = build_fab_from_disk(app)
+        fab = fab_to_proto(Fab(digest(packed), packed, {}))
+        with self._asked("start-run") as client:
+            answer = client.StartRun(
+                StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(values)))
+            )
+        return int(answer.run_id)
+
+    def stop(self, run: int) -> None:
+        """Stop a run."""
+        from flwr.proto.control_pb2 import StopRunRequest
+
+        with self._asked("stop-run") as client:
+            client.StopRun(StopRunRequest(run_id=run))
+
+    def ended(self, run: int) -> str | None:
+        """How a run ended, in words; None if it has not."""
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        with self._asked("list-runs") as client:
+            status = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
+        if status.status != "finished":
+            return None
+        return " ".join(str(status.details or status.sub_status or status.status).split())
+
+    def nodes(self) -> dict[int, tuple[str, bytes]]:
+        """The registered nodes: {id: (name, public key as the server stores it)}."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        with self._asked("list-nodes") as client:
+            answer = client.ListNodes(ListNodesRequest())
+        return {
+            n.node_id: (n.name, n.public_key)
+            for n in answer.nodes_info
+            if n.status != "unregistered"
+        }
+
+    def register(self, name: str, key: bytes) -> None:
+        """Let a node in under a name."""
+        from flwr.proto.control_pb2 import RegisterNodeRequest
+
+        with self._asked("register-node") as client:
+            client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+
+    def unregister(self, node: int) -> None:
+        """Let a node in no more."""
+        from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+        with self._asked("unregister-node") as client:
+            client.UnregisterNode(UnregisterNodeRequest(node_id=node))
+
+    @contextmanager
+    def _asked(self, what: str) -> Iterator[ControlHttpClient]:
+        require_flower()
+        import httpx
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        said = [RuntimeVersionHttpInterceptor(component_name="flwr CLI"), OperatorKey(self.key)]
+        client = ControlHttpClient.from_server_address(
+            self.address, self.certificates is None, self.certificates, said
+        )
+        try:
+            yield client
+        except httpx.HTTPStatusError as error:
+            said_why = " ".join(error.response.text.split())[:300]
+            raise DeployFailed(
+                f"the server refused {what}: {error.response.status_code} {said_why}"
+            ) from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise NotListening(
+                f"the server at {self.address} cannot be reached for {what}: {error}"
+            ) from error
+        except httpx.HTTPError as error:
+            raise NoAnswer(
+                f"the server at {self.address} did not answer {what}: {error}"
+            ) from error
+        finally:
+            client.close()
+
+
+def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
+    """What a question is answered; it is asked again for some seconds if the server cannot be
+    reached (yet).
+
+    A question that may have arrived is not asked again: the server would start a run twice.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return ask()
+        except NotListening:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(1.0)
+
+
+def public_key(path: Path) -> bytes:
+    """The public key in an OpenSSH ``.pub`` file, as Flower's server stores it; raises ConfigError
+    if it is none.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
+
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no public key: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
+        raise ConfigError(
+            f"{path} is a key of another kind: Flower takes keys of a NIST curve, as `deploy init` "
+            "makes"
+        )
+    return bytes(public_key_to_bytes(key))

@@ -1,0 +1,273 @@
+"""A federation's folder: what `fedstill deploy init` writes, and what the other commands read from
+it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+import secrets
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedstill.core.errors import ConfigError, RunExists
+from fedstill.core.files import make_folder, write_secret, write_whole
+from fedstill.flower.deployment import certificates
+from fedstill.flower.deployment.app_files import write_app
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all of a machine's, and by which the machine itself reaches what listens
+there.
+"""
+NODE_PORT = 9100
+MAX_CLIENTS = 10_000
+
+SITE = """\
+# What this site allows, and where its data are. Paths are relative to this folder.
+client = {client}
+memory = "memory"        # what the client remembers from round to round; must survive a restart
+
+# data = "/data/mine"    # parquet or CSV files, images by class, or an .npz; unset: trials on public data only
+# tasks = "folders"      # for runs with tasks: data has task1, task2, …; or time_column = "acquired", a column of dates
+# public = "/data/public"  # the public set, where a method needs one: a copy of the server's
+# tokenizer = "/data/tokenizer.json"  # where a run on texts has a tokenizer's file: a copy of the server's
+# accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any, []: none
+# imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
+# files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
+# refuse = ["contributions"]  # measures that this site takes part in no run with
+"""  # noqa: E501
+
+
+@dataclass(frozen=True)
+class Federation:
+    """``hosts``: names and addresses under which clients reach the server, the first of them
+    preferred. ``listen``: the address the server listens on. ``port``: its one port. ``folder``:
+    the folder of all its files.
+    """
+
+    folder: Path
+    hosts: tuple[str, ...]
+    listen: str
+    port: int
+    clients: int
+
+    @property
+    def address(self) -> str:
+        """Host and port as clients and the operator's commands reach the server."""
+        return _joined(self.hosts[0], self.port)
+
+    @property
+    def app(self) -> Path:
+        """The Flower app that runs are submitted as."""
+        return self.folder / "flower-app"
+
+    @property
+    def server(self) -> Path:
+        """What only the server needs: certificate, key, database, Flower's own settings."""
+        return self.folder / "server"
+
+    @property
+    def key(self) -> Path:
+        """The operator's key: who has it may start runs."""
+        return self.server / "operator.key"
+
+    @property
+    def local(self) -> str:
+        """Host and port as programs on the server's own machine reach it."""
+        return _joined(WILDCARDS.get(self.listen, self.listen), self.port)
+
+    def client(self, client: int) -> Path:
+        """The folder to bring to a client's machine."""
+        return self.folder / f"client{client}"
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def init(
+    folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str
+) -> Federation:
+    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for invalid
+    names.
+    """
+    certificates.require_cryptography()
+    if not 1 <= clients <= MAX_CLIENTS:
+        raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
+    _check_hosts((*hosts, listen))
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port {port} must be from 1 to 65535")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunExists(f"{folder} is not empty; choose another folder")
+    federation = Federation(folder.resolve(), tuple(hosts), listen, port, clients)
+    make_folder(federation.server / "allowed")
+    federation.server.chmod(0o700)
+    authority = certificates.make_authority(f"fedstill {hosts[0]}")
+    certificates.write_authority(federation.folder, authority)
+    write_secret(federation.key, new_key())
+    _certify(federation, authority)
+    for client in range(clients):
+        _make_client(federation, client)
+    write_app(federation.app, clients, version)
+    _write(federation)
+    return federation
+
+
+def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
+    """Make the server's certificate again, for more hosts if any are given; clients need no change.
+
+    Raises ConfigError where the authority is not here, or has expired.
+    """
+    _check_hosts(hosts)
+    authority, place = certificates.authority_of(federation.folder), federation.folder / "ca.crt"
+    if certificates.last_day(place) <= datetime.datetime.now(datetime.UTC):
+        raise ConfigError(
+            f"{place}, which signs certificates, has expired: make a new federation with `fedstill "
+            "deploy init`"
+        )
+    federation = replace(federation, hosts=tuple(dict.fromkeys((*federation.hosts, *hosts))))
+    _certify(federation, authority)
+    _write(federation)
+    return federation
+
+
+def rekey(federation: Federation, client: int) -> Path:
+    """Make a client a new key and list it in the place of the old one; the client's folder, made
+    again if it is gone.
+
+    Raises ConfigError for a client that the federation does not have.
+    """
+    if not 0 <= client < federation.clients:
+        raise ConfigError(f"client {client} must be from 0 to {federation.clients - 1}")
+    _make_client(federation, client)
+    return federation.client(client)
+
+
+def load_federation(folder: Path) -> Federation:
+    """The federation in a folder; raises ConfigError if there is none."""
+    values = _read(
+        folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`"
+    )
+    try:
+        hosts = tuple(str(h) for h in values["hosts"])
+        federation = Federation(
+            folder.resolve(), hosts, str(values["listen"]), values["port"], values["clients"]
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'federation.toml'} is not one: {error}") from error
+    return federation
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A client's folder: which server it belongs to, and where its own small server for its apps
+    listens.
+    """
+
+    folder: Path
+    client: int
+    address: str
+    port: int
+
+    @property
+    def key(self) -> Path:
+        """The client's private key."""
+        return self.folder / "client.key"
+
+    @property
+    def door(self) -> Path:
+        """The secret between Flower's program here and ours; made anew at each start."""
+        return self.folder / "executor.key"
+
+
+def membership(folder: Path) -> Membership:
+    """The membership in a client's folder; raises ConfigError if there is none."""
+    values = _read(folder / "client.toml", "give a folder clientN that `fedstill deploy init` made")
+    try:
+        return Membership(
+            folder.resolve(), int(values["client"]), str(values["address"]), int(values["port"])
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / 'client.toml'} is not one: {error}") from error
+
+
+def client_of_key(name: str) -> int | None:
+    """The client whose key is listed under a name: 3 for "client3"; None for any other name."""
+    match = re.fullmatch(r"client(0|[1-9][0-9]{0,4})", name)
+    return int(match[1]) if match else None
+
+
+def ensure_key(federation: Federation) -> None:
+    """Make the operator's key if there is none: a federation made by an earlier version has
+    none.
+    """
+    federation.server.chmod(0o700)
+    if not federation.key.is_file():
+        write_secret(federation.key, new_key())
+
+
+def new_key() -> bytes:
+    """A secret that nobody can guess, as text."""
+    return secrets.token_urlsafe(32).encode()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine by an address that others cannot reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_hosts(hosts: Sequence[str]) -> None:
+    for host in hosts:
+        if not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
+            raise ConfigError(f"{host!r} is no host name or address")
+
+
+def _certify(federation: Federation, authority: certificates.Authority) -> None:
+    listen = () if federation.listen in WILDCARDS else (federation.listen,)
+    # the last are for programs beside the server
+    names = dict.fromkeys((*federation.hosts, *listen, *LOOPBACK))
+    certificates.make_server(federation.server, authority, list(names))
+
+
+def _write(federation: Federation) -> None:
+    values = {k: v for k, v in asdict(federation).items() if k != "folder"} | {
+        "hosts": list(federation.hosts)
+    }
+    write_whole(federation.folder / "federation.toml", tomli_w.dumps(values).encode())
+
+
+def _make_client(federation: Federation, client: int) -> None:
+    folder = federation.client(client)
+    make_folder(folder)
+    folder.chmod(0o700)
+    certificates.make_client(folder / "client.key")
+    values = {"client": client, "address": federation.address, "port": NODE_PORT + client}
+    files = {
+        "ca.crt": (federation.server / "ca.crt").read_bytes(),
+        "site.toml": SITE.format(client=client).encode(),
+        "client.toml": tomli_w.dumps(values).encode(),
+    }
+    for name, data in files.items():
+        if not (folder / name).exists():
+            write_whole(folder / name, data)
+    allowed = federation.server / "allowed" / f"client{client}.pub"
+    write_whole(allowed, (folder / "client.key.pub").read_bytes())
+
+
+def _read(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error

@@ -1,0 +1,423 @@
+"""The clients behind a Flower grid: which node is which, and asking many at once, with a deadline
+and retries.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fedstill.core.errors import BadPayload, cut_reason, on_one_line
+from fedstill.flower.messages import STAGE, WHOAMI, Request, SiteReply, content, header_and_payload
+from fedstill.flower.waiting import SOONEST, Pace
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+    from flwr.serverapp import Grid
+
+
+# Replies on a Flower grid, each by itself: one that is slow, broken or too large holds up nobody
+# else's.
+#
+# Flower's own grid fetches the replies that were announced one after another. It waits for parts
+# that have not come yet, keeps all of them before their size is known, and raises for a reply that
+# it cannot read. So replies from a Flower server are fetched here, a thread for each. This leans on
+# names of Flower's that are not public, which a test watches.
+
+
+BRIEFLY = 0.2
+"""The most seconds that a look waits for replies which are being fetched."""
+
+LATEST = 3.0
+"""The most seconds between two questions for a part of a reply that has not come."""
+
+AROUND = 16 << 20
+"""Bytes that Flower may write around a reply's arrays."""
+
+MAX_PARTS = 100_000
+"""The parts of a reply: Flower cuts arrays into pieces of 5 MB."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What came of a message: the reply; or why there is none, and whether the client may be asked
+    again.
+    """
+
+    message: Message | None
+    wrong: str = ""
+    again: bool = False
+
+
+@dataclass
+class Arrivals:
+    """The replies that come in over a grid; each of at most ``max_bytes``, and what Flower writes
+    around them.
+    """
+
+    grid: Grid
+    max_bytes: int
+    # by the id of the message that is answered
+    _fetched: dict[str, _Fetch] = field(default_factory=dict)
+
+    def pull(self, ids: Iterable[str]) -> dict[str, Arrived]:
+        """{id of a message: what came of it}, for the messages of which something has come."""
+        ids = list(ids)
+        if not ids:
+            return {}
+        # no server is between: replies are whole
+        if getattr(type(self.grid), "_runtime_client", None) is None:
+            return {
+                m.metadata.reply_to_message_id: Arrived(m) for m in self.grid.pull_messages(ids)
+            }
+        self._start([i for i in ids if i not in self._fetched])
+        wait([self._fetched[i].done for i in ids if i in self._fetched], BRIEFLY)
+        ready = [i for i in ids if i in self._fetched and self._fetched[i].done.done()]
+        return {i: self._fetched.pop(i).done.result() for i in ready}
+
+    def drop(self, ids: Iterable[str]) -> None:
+        """Stop fetching the replies to some messages: nobody waits for them any more."""
+        for id in ids:
+            if id in self._fetched:
+                self._fetched.pop(id).stop.set()
+
+    def _start(self, ids: list[str]) -> None:
+        from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+
+        server: Any = self.grid
+        came = (
+            server._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=ids))
+            if ids
+            else None
+        )
+        for proto, tree in (
+            zip(came.messages_list, came.message_object_trees, strict=True) if came else ()
+        ):
+            answered = proto.metadata.reply_to_message_id
+            if answered in ids and answered not in self._fetched:
+                fetch = _Fetch(server, proto.metadata.message_id, tree, self.max_bytes)
+                self._fetched[answered] = fetch
+                threading.Thread(target=fetch, daemon=True).start()
+
+
+@dataclass
+class _Fetch:
+    """One reply on its way: its parts are asked for until all are there, it is too large, or nobody
+    waits for it.
+    """
+
+    grid: Any
+    root: str
+    tree: Any
+    max_bytes: int
+    stop: threading.Event = field(default_factory=threading.Event)
+    done: Future[Arrived] = field(default_factory=Future)
+
+    def __call__(self) -> None:
+        try:
+            self.done.set_result(self._whole())
+        except _Lost as error:
+            self.done.set_result(Arrived(None, str(error), again=True))
+        except BaseException as error:  # whatever a reply does to its reader, it is one client's
+            self.done.set_result(
+                Arrived(None, str(error) if isinstance(error, BadPayload) else on_one_line(error))
+            )
+
+    def _whole(self) -> Arrived:
+        from flwr.app import Message
+        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+        from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+        client, run = self.grid._runtime_client, self.grid.run.run_id
+        try:
+            parts = self._parts(client, run)
+        finally:
+            client.ConfirmMessageReceived(  # so that the server keeps it no longer
+                ConfirmMessageReceivedRequest(
+                    node=self.grid.node, run_id=run, message_object_id=self.root
+                )
+            )
+        self._refuse_over(unfolded(parts))
+        message = inflate_object_from_contents(self.root, parts)
+        if not isinstance(message, Message):
+            raise BadPayload("it is no message")
+        return Arrived(message)
+
+    def _parts(self, client: Any, run: int) -> dict[str, bytes]:
+        ids = list(dict.fromkeys(_ids(self.tree)))
+        if len(ids) > MAX_PARTS:
+            raise BadPayload(f"the message has {len(ids)} parts, over the limit of {MAX_PARTS}")
+        parts, size = dict[str, bytes](), 0
+        for id in ids:
+            parts[id] = self._part(client, run, id)
+            size += len(parts[id])
+            self._refuse_over(size)
+        return parts
+
+    def _part(self, client: Any, run: int, id: str) -> bytes:
+        from flwr.proto.message_pb2 import PullObjectRequest
+        from httpx import HTTPError
+
+        request, pause = PullObjectRequest(node=self.grid.node, run_id=run, object_id=id), SOONEST
+        while not self.stop.is_set():
+            try:
+                answer = client.PullObject(request)
+            except HTTPError as error:
+                raise _Lost(f"the reply could not be fetched: {on_one_line(error)}") from error
+            if not answer.object_found:
+                raise _Lost("the reply was not sent to its end")
+            if answer.object_available:
+                content: bytes = answer.object_content
+                return content
+            self.stop.wait(pause)
+            pause = min(2 * pause, LATEST)
+        raise _Lost("nobody waits for the reply")
+
+    def _refuse_over(self, size: int) -> None:
+        if size > self.max_bytes + AROUND:
+            raise BadPayload(
+                f"the message has {size} bytes or more, over the limit of {self.max_bytes}"
+            )
+
+
+class _Lost(Exception):
+    """A reply did not come; its client may be asked again."""
+
+
+def unfolded(parts: Mapping[str, bytes]) -> int:
+    """Bytes of all arrays in a message's parts, of which one part may stand in an array many
+    times.
+    """
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_object_head_values_from_object_content,
+    )
+
+    size = 0
+    for part in parts.values():
+        kind, children, _ = get_object_head_values_from_object_content(part)
+        if kind == "Array":
+            body = json.loads(part[part.index(b"\0") + 1 :])
+            size += sum(len(parts[children[i]]) for i in body["arraychunk_ids"])
+    return size
+
+
+def _ids(tree: Any) -> Iterator[str]:
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        waiting.extend(one.children)
+        yield one.object_id
+
+
+RAISED = 2
+"""Flower's error code for a ClientApp that raised: asking again would raise again."""
+
+UNREADABLE = "answered with no answer"
+
+GRACE = 5.0
+"""Seconds by which a message outlives its stage: that the deadline has passed is then ours to say,
+not Flower's.
+"""
+
+
+class Clock(Protocol):
+    """What time it is, and waiting: the module ``time``, or a grid in which time passes by waiting
+    alone.
+    """
+
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a stage may take and how often a message is sent again.
+
+    ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the
+    deadline. ``retries``: how often a message is sent again that Flower lost, or that has no answer
+    in its share of the deadline: what a node held when it restarted is gone, and Flower does not
+    say so if it is back soon. ``poll``: the most seconds between looks; the first ones are nearer.
+    ``max_bytes``: of an answer.
+    """
+
+    deadline: float = 600.0
+    ttl: float = 0.0
+    retries: int = 1
+    poll: float = 0.2
+    max_bytes: int = 1 << 30
+
+    @property
+    def share(self) -> float:
+        """Seconds after which a message without an answer is sent again."""
+        return self.deadline / (self.retries + 1)
+
+
+@dataclass
+class _Call:
+    """One client's request: the messages under way, how often and when last it was sent, its
+    result.
+    """
+
+    request: Request
+    sent: int = 0
+    again: float = 0.0  # when it is due to be sent again
+    messages: set[str] = field(default_factory=set)
+    lost: str = ""
+    answer: SiteReply | None = None
+
+
+@dataclass
+class Fleet:
+    """Clients by their number, over a grid that knows nodes by ids of its own."""
+
+    grid: Grid
+    patience: Patience
+    clock: Clock = time
+    clients: dict[int, int] = field(default_factory=dict)  # node id -> client
+    _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked who it is
+    _arrivals: Arrivals = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._arrivals = Arrivals(self.grid, self.patience.max_bytes)
+
+    def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
+        """One answer for each request, in their order; what did not come is a failure that says
+        why.
+        """
+        end = self.clock.monotonic() + self.patience.deadline
+        calls, pace = {r.client: _Call(r) for r in requests}, Pace(self.clock.monotonic)
+        pace.worked()
+        while True:
+            left = end - self.clock.monotonic()
+            due = (
+                [c for c in calls.values() if c.answer is None and self._due(c)] if left > 0 else []
+            )
+            if due:
+                self._send(due, self._nodes(calls, end), end)
+            self._collect(calls)
+            if all(c.answer for c in calls.values()) or left <= 0:
+                break
+            self.clock.sleep(
+                max(0.0, min(pace.wait(self.patience.poll), end - self.clock.monotonic()))
+            )
+        self._arrivals.drop(m for c in calls.values() for m in c.messages)
+        return [c.answer or _failed(c.request, self._silence(c)) for c in calls.values()]
+
+    def _due(self, call: _Call) -> bool:
+        return not call.messages or (
+            call.sent <= self.patience.retries and self.clock.monotonic() >= call.again
+        )
+
+    def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
+        """The nodes of each client that are online.
+
+        A grid with ``members`` knows clients by their keys, {node id: client}; what a node says of
+        itself counts for nothing there. On any other grid, new nodes are asked which client they
+        are.
+        """
+        members = getattr(self.grid, "members", None)
+        if members is not None:
+            return _by_client(members())
+        online = [int(n) for n in self.grid.get_node_ids()]
+        for id, came in self._arrivals.pull(self._asked).items():
+            node = self._asked.pop(id)
+            if came.message is not None and came.message.has_content():
+                client = came.message.content.config_records.get("whoami", {}).get("client")
+                if type(client) is int:
+                    self.clients[node] = client
+        waiting = set(self._asked.values())
+        if set(calls) - {self.clients.get(n) for n in online}:
+            self._introduce([n for n in online if n not in self.clients and n not in waiting], end)
+        return _by_client({n: self.clients[n] for n in online if n in self.clients})
+
+    def _introduce(self, nodes: Sequence[int], end: float) -> None:
+        from flwr.app import ConfigRecord, Message, RecordDict
+
+        ttl = min(self._ttl(end), self.patience.share)
+        ask = [Message(RecordDict({"ask": ConfigRecord()}), n, WHOAMI, ttl=ttl) for n in nodes]
+        ids = self.grid.push_messages(ask) if ask else []
+        self._asked.update({i: n for i, n in zip(ids, nodes, strict=True) if i})
+
+    def _send(self, calls: Sequence[_Call], nodes: dict[int, list[int]], end: float) -> None:
+        from flwr.app import Message
+
+        messages, sending = [], []
+        for call in calls:
+            there = nodes.get(call.request.client, [])
+            if len(there) > 1:
+                call.answer = _failed(
+                    call.request, f"is claimed by {len(there)} nodes: stop all but one of them"
+                )
+            elif there:
+                messages.append(Message(content(call.request), there[0], STAGE, ttl=self._ttl(end)))
+                sending.append(call)
+        for call, id in zip(
+            sending, self.grid.push_messages(messages) if messages else [], strict=True
+        ):
+            call.sent, call.again = call.sent + 1, self.clock.monotonic() + self.patience.share
+            if id:
+                call.messages.add(id)
+            else:
+                self._lose(call, "the message could not be sent")
+
+    def _collect(self, calls: dict[int, _Call]) -> None:
+        under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
+        for id, came in self._arrivals.pull(under_way).items():
+            call, message = under_way[id], came.message
+            call.messages.discard(id)
+            if message is None and came.again:
+                self._lose(call, came.wrong)
+            elif message is None:
+                call.answer = _failed(call.request, f"{UNREADABLE}: {came.wrong}")
+            elif not message.has_error():
+                call.answer = self._read(call.request, message)
+            elif message.error.code == RAISED:
+                call.answer = _failed(call.request, _reason(message) or "the app raised")
+            else:
+                self._lose(call, f"Flower's error {message.error.code}: {_reason(message)}")
+
+    def _read(self, request: Request, message: Message) -> SiteReply:
+        try:
+            answer = SiteReply.of(*header_and_payload(message.content, self.patience.max_bytes))
+        except Exception as error:  # whatever a message does to its reader, it is one client's
+            said = str(error) if isinstance(error, BadPayload) else on_one_line(error)
+            return _failed(request, f"{UNREADABLE}: {said}")
+        if answer.client != request.client:
+            return _failed(request, f"answered as client {answer.client}")
+        return answer
+
+    def _lose(self, call: _Call, why: str) -> None:
+        call.lost = why
+        if call.sent > self.patience.retries and not call.messages:
+            call.answer = _failed(call.request, why)
+
+    def _silence(self, call: _Call) -> str:
+        if call.lost:
+            return call.lost
+        late = f"within the deadline of {self.patience.deadline:g} s (flower.deadline)"
+        return f"did not reply {late}" if call.sent else f"was not connected {late}"
+
+    def _ttl(self, end: float) -> float:
+        return self.patience.ttl or max(1.0, end - self.clock.monotonic()) + GRACE
+
+
+def _by_client(nodes: Mapping[int, int]) -> dict[int, list[int]]:
+    by_client: dict[int, list[int]] = {}
+    for node, client in nodes.items():
+        by_client.setdefault(client, []).append(node)
+    return by_client
+
+
+def _reason(message: Message) -> str:
+    return " ".join((message.error.reason or "").split())
+
+
+def _failed(request: Request, why: str) -> SiteReply:
+    return SiteReply(
+        request.client, request.stage.round, request.stage.index, failure=cut_reason(why)
+    )

@@ -1,0 +1,121 @@
+"""The engine of a run: in this process, or on Flower, over a grid that is given or one inside this
+process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fedstill.config.settings import Settings
+from fedstill.core.files import digest
+from fedstill.core.records import Examples
+from fedstill.core.screen import Truth
+from fedstill.data.dataset import Dataset
+from fedstill.engines.client_memory import Memory
+from fedstill.engines.serial import SerialEngine
+from fedstill.flower.client_app import Does, client_app
+from fedstill.flower.engine import FlowerEngine
+from fedstill.flower.facts import Facts
+from fedstill.flower.fleet import Clock, Fleet, Patience
+from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.messages import Request
+from fedstill.flower.site import Clerk
+from fedstill.flower.site_data import Ready
+from fedstill.flower.site_settings import Site, code_in, files_in
+from fedstill.running.preparation import Prepared
+from fedstill.version import VERSION
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid
+
+
+def engine_of(
+    prepared: Prepared, folder: Path, run: Callable[[], str], grid: Grid | None
+) -> SerialEngine | FlowerEngine:
+    """The engine that a run's settings name.
+
+    ``folder``: the run's directory. ``run``: gives the run's identity once it has begun. ``grid``:
+    a Flower grid whose nodes are the clients; without one they work in this process, over a
+    loopback grid.
+    """
+    settings, here = prepared.settings, prepared.engine(Memory(folder / "memory"))
+    if settings.engine != "flower":
+        return here
+    if grid is None:
+        grid = LoopbackGrid(
+            trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients)
+        )
+    clock: Clock = grid if isinstance(grid, LoopbackGrid) else time
+    config = settings.toml
+    sha = digest(config.encode())
+
+    def request(**rest: Any) -> Request:
+        return Request(VERSION, config, sha, run(), **rest)
+
+    facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
+    taken = prepared.client_measures(site=True)
+    return FlowerEngine(
+        here, Fleet(grid, patience(settings), clock), request, facts, taken, truth_of(prepared)
+    )
+
+
+def informed(
+    engine: SerialEngine | FlowerEngine, prepared: Prepared
+) -> SerialEngine | FlowerEngine:
+    """The engine for a run whose facts are known only now; its messages go the same way."""
+    if not isinstance(engine, FlowerEngine):
+        return replace(engine, world=prepared.world, sites=prepared.sites)
+    here = replace(engine.here, world=prepared.world, sites=prepared.sites)
+    return replace(
+        engine, here=here, facts=Facts.known_by(prepared).plain(), truth=truth_of(prepared)
+    )
+
+
+def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
+    """What the server knows of each client's data in each round: all in a simulation, nothing of
+    real sites.
+    """
+    sites, classes = prepared.sites, prepared.world.classes
+    if prepared.settings.on_sites:
+        return lambda client, round: Truth(tasks=prepared.world.stream.tasks)
+
+    def by_class(examples: Examples | None) -> list[int] | None:
+        there = examples is not None and bool((examples.labels >= 0).all())
+        return (
+            torch.bincount(examples.labels.cpu(), minlength=classes).tolist()
+            if examples and there
+            else None
+        )
+
+    test, public = by_class(sites.common_test), by_class(sites.public)
+    return lambda client, round: Truth(sites.counts(client, round).tolist(), test, public)
+
+
+def patience(settings: Settings) -> Patience:
+    """How long to wait for clients, from ``[flower]``."""
+    said = settings.flower
+    return Patience(said.deadline, said.ttl, said.retries, said.poll, max_bytes=said.max_mb << 20)
+
+
+def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
+    """A ClientApp whose nodes are the clients of a simulation: each on its part of the data, its
+    memory in a folder.
+
+    They belong to the server's own user, so they import whatever code its configuration names, and
+    read its files.
+    """
+    imports, files = tuple(code_in(settings.tree)), tuple(files_in(settings.tree))
+    ready = dict[str, Ready]()
+
+    def clerk_of(context: Any) -> tuple[int, Does]:
+        client = int(context.node_config["partition-id"])
+        return client, Clerk(Site(client, folder, imports=imports, files=files), dataset, ready)
+
+    return client_app(clerk_of, settings.flower.max_mb << 20)

@@ -1,0 +1,146 @@
+"""A site's settings: the file ``site.toml``, and what of a run's config it must allow."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedstill.config.client_models import words
+from fedstill.config.named_tables import NAMED
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import CountOrZero, checked, fields_of_record
+from fedstill.data.sources.catalog import FOLDERS
+from fedstill.data.sources.folders import at_home, local_folder
+
+# A site's own settings: the file ``site.toml`` on one client's machine.
+
+
+@dataclass(frozen=True)
+class Site:
+    """One client's machine, as its ``site.toml`` describes it.
+
+    ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder
+    or file of its own data, or a data set's name; empty: it takes part only in trials, on its part
+    of the data that the config names.
+    ``tasks``: "folders" where ``data`` has a folder for each task of a run with ``[stream]``,
+    task1, task2, …;
+    ``time_column``: the column of dates at which the run cuts ``data`` into tasks.
+    ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the
+    tokenizer's file, for runs on texts that have one. ``accept``: SHA-256 of the configurations it
+    runs; None: any, empty: none.
+    ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
+    ``files``: files and folders that the configuration of a trial may have it read, as they are
+    written there.
+    ``refuse``: measures that it takes part in no run with.
+    """
+
+    client: CountOrZero
+    memory: Path
+    data: str = ""
+    tasks: Literal["folders", ""] = ""
+    time_column: str = ""
+    public: str = ""
+    tokenizer: str = ""
+    accept: tuple[str, ...] | None = None
+    imports: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    refuse: tuple[str, ...] = ()
+
+
+def load_site(path: Path) -> Site:
+    """The site in a ``site.toml``; paths are relative to its folder.
+
+    Raises ConfigError for a file that cannot be read, naming the key that is wrong.
+    """
+    try:
+        tree = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read the site's settings {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
+    if values["tasks"] and values["time_column"]:
+        raise ConfigError(
+            f"{path}: tasks and time_column both say what a task is; leave one of them out"
+        )
+    for key in ("data", "public", "tokenizer"):
+        place = path.parent / Path(values[key]).expanduser()
+        values[key] = str(place.resolve()) if values[key] and place.exists() else values[key]
+    return Site(
+        **{**values, "memory": (path.parent / Path(values["memory"]).expanduser()).resolve()}
+    )
+
+
+# What a configuration names that a site uses only if its operator says so: code, and files on the
+# site's disk.
+
+
+NO_FILES = ("", "train", "noise", "words", "bytes")
+"""What ``public_from`` and ``tokenizer`` may say without a file."""
+
+
+def code_in(tree: Mapping[str, Any]) -> list[str]:
+    """Names in a configuration that would import code beyond fedstill's own."""
+    named = [_text(tree, table, key) for table, (key, _) in NAMED.items()]
+    models = (
+        tree.get("clients", {}).get("models", [])
+        if isinstance(tree.get("clients"), Mapping)
+        else []
+    )
+    measures = tree.get("measure", [])
+    named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
+    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from"), *words(models)]
+    named += words(model) if isinstance(model := tree.get("model"), Mapping) else []
+    named += words(data.get("features_of")) if isinstance(data := tree.get("data"), Mapping) else []
+    return sorted({n for n in named if ":" in n or n.endswith(".py")})
+
+
+def files_in(tree: Mapping[str, Any]) -> list[str]:
+    """Files and folders that a trial by this configuration would read, but for data sets that are
+    known by name.
+
+    A name of the Hugging Face hub is one only where a folder of that name is on this disk, which
+    would be read instead.
+    """
+    named = [*_of_data(tree), str(tree.get("start_from", ""))]
+    other = (
+        tree.get("model"),
+        tree.get("partition"),
+        tree.get("clients"),
+        _table(tree, "data").get("features_of"),
+    )
+    named += [word for word in words(other) if "/" in word and Path(at_home(word)).exists()]
+    return sorted({name for name in named if name})
+
+
+def _of_data(tree: Mapping[str, Any]) -> Iterator[str]:
+    """What the table ``[data]`` has read: its folder, sets that are none by name, a tokenizer's
+    file.
+    """
+    data = _table(tree, "data")
+    yield str(data.get("folder", ""))
+    if (tokenizer := str(data.get("tokenizer", ""))) not in NO_FILES:
+        yield tokenizer
+    for name in (_text(tree, "data", "name"), str(data.get("public_from", ""))):
+        known = name in NO_FILES or name in registry.names("dataset") or name in FOLDERS
+        on_hub = (
+            name.count("/") == 1
+            and not name.startswith((".", "/", "~"))
+            and not Path(name).exists()
+        )
+        if not known and (not on_hub or local_folder(name, None)):
+            yield name
+
+
+def _table(tree: Mapping[str, Any], table: str) -> Mapping[str, Any]:
+    value = tree.get(table)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(tree: Mapping[str, Any], table: str, key: str) -> str:
+    value = tree.get(table)
+    return str(value.get(key, "")) if isinstance(value, Mapping) else str(value or "")

@@ -1,0 +1,165 @@
+"""A client's desk: what it remembers and the replies it kept, on its own disk, each file whole or
+not there at all, and for its owner alone to read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedstill.core.codec import OWN_ENTRIES, decode, encode
+from fedstill.core.errors import BadPayload, CorruptFile, FedstillError
+from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
+from fedstill.core.records import NOTHING, Payload, Stage
+from fedstill.flower.messages import Request, SiteReply, Version
+
+NOISED = "noised"
+"""The file that names the stages which were answered with noise."""
+
+KEPT = 2
+"""How many stages' memories and replies are kept, beside the memory that counts."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """The files of one client in one run: ``FOLDER/RUN/clientN/``.
+
+    For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one;
+    and then the reply, which is only written when the memory is safe. So a stage that was asked for
+    twice is answered from its reply, and one that was cut short is done again from the memory that
+    counts. Stages that were answered with noise stay noted in the file ``noised``, one a line, when
+    their replies are gone: ``stage:rows`` of logits, ``stage:steps:rate`` of private training.
+    """
+
+    folder: Path
+    run: str
+    client: int
+
+    @property
+    def place(self) -> Path:
+        """Where this client's files of this run are."""
+        return self.folder / self.run / f"client{self.client}"
+
+    def remembered(self, version: Version | None) -> Payload:
+        """What the client remembers in a version; raises CorruptFile if that file is gone or
+        damaged.
+        """
+        if version is None:
+            return NOTHING
+        path = self.place / version[0]
+        try:
+            data = path.read_bytes()
+            if digest(data) != version[1]:
+                raise BadPayload("its SHA-256 is not the one that counts")
+            return decode(data, entries=OWN_ENTRIES)
+        except (OSError, BadPayload) as error:
+            raise CorruptFile(
+                f"the memory that counts, {version[0]}, cannot be used at this site: {error}"
+            ) from error
+
+    def kept(self, request: Request) -> SiteReply | None:
+        """The answer already given to the same request, if it is still here and whole."""
+        path = self.place / _reply(request.stage)
+        try:
+            stored = decode(path.read_bytes(), entries=OWN_ENTRIES)
+            note = json.loads(str(stored["note"]))
+            if note["request"] != request.digest():
+                return None
+            up = Payload({k.removeprefix("up "): g for k, g in stored.items() if k != "note"})
+            answer = SiteReply.of(str(note["answer"]), up)
+            self.remembered(answer.memory)
+        except (OSError, FedstillError, ValueError, KeyError, TypeError):
+            return None
+        return answer
+
+    def noised(self) -> list[str]:
+        """The stages that were answered with noise."""
+        path = self.place / NOISED
+        return path.read_text(encoding="utf-8").split() if path.exists() else []
+
+    def noised_before(self, stage: Stage) -> bool:
+        """Whether this stage was answered with noise."""
+        return _named(stage) in [noted.partition(":")[0] for noted in self.noised()]
+
+    def noised_rows(self, unknown: int) -> int:
+        """How many rows with noise this client has sent; ``unknown``: of each stage noted without
+        their number.
+        """
+        return sum(
+            int(rows) if rows else unknown
+            for _, _, rows in (noted.partition(":") for noted in self.noised())
+        )
+
+    def noised_steps(self, unknown: int) -> Counter[float]:
+        """How many noised steps this client has trained, by the probability with which they took an
+        example.
+
+        ``unknown``: of each stage noted without their number; a stage noted without its probability
+        counts as if every step had taken all examples.
+        """
+        steps = Counter[float]()
+        for noted in self.noised():
+            _, many, rate = (*noted.split(":"), "", "")[:3]
+            steps[float(rate or 1)] += int(many or unknown)
+        return steps
+
+    def note_noise(self, stage: Stage, rows: int, rate: float | None = None) -> None:
+        """Note, before it leaves, that the answer of a stage has so many rows with noise.
+
+        ``rate``: of private training, the probability with which each of so many steps took an
+        example.
+        """
+        if not self.noised_before(stage):
+            lines = [
+                *self.noised(),
+                f"{_named(stage)}:{rows}{'' if rate is None else f':{rate!r}'}",
+            ]
+            write_secret(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
+
+    def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
+        """Write the memory, then the reply, then delete what is too old; the answer with its
+        memory's version.
+        """
+        make_folder(self.place)
+        sweep(self.place)
+        if memory:
+            data, name = encode(memory), _memory(self.client, request.stage)
+            write_secret(self.place / name, data)
+            answer = replace(answer, memory=(name, digest(data)))
+        note = json.dumps({"request": request.digest(), "answer": answer.header()})
+        stored = Payload({"note": note, **{f"up {k}": g for k, g in answer.up.items()}})
+        write_secret(self.place / _reply(request.stage), encode(stored))
+        self._let_go(request)
+        return answer
+
+    def _let_go(self, request: Request) -> None:
+        """Delete what is too old; not what was just written, for a server that went back further
+        than ``KEPT``.
+        """
+        replies, counts = sorted(self.place.glob("*.reply")), request.memory
+        stages = {*(p.stem for p in replies[-KEPT:]), _named(request.stage)}
+        for path in (*replies, *self.place.glob("*.safetensors")):
+            if _stage_of(path) not in stages and (counts is None or path.name != counts[0]):
+                remove(path)
+
+
+def _named(stage: Stage) -> str:
+    return f"{stage.round:07d}-{stage.index:07d}"
+
+
+def _reply(stage: Stage) -> str:
+    return f"{_named(stage)}.reply"
+
+
+def _memory(client: int, stage: Stage) -> str:
+    return f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
+
+
+def _stage_of(path: Path) -> str:
+    """The stage of a file, as its reply's name says it."""
+    if path.suffix == ".reply":
+        return path.stem
+    _, round, stage = path.stem.split("-")
+    return f"{int(round.removeprefix('round')):07d}-{int(stage.removeprefix('stage')):07d}"

@@ -1,0 +1,230 @@
+"""Which measures a run has, whether they can look at what it does, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError, IncompatibleMethod, UnknownName
+from fedstill.core.method import Method
+from fedstill.core.records import SERVER, Stage, World
+from fedstill.core.stages import acting
+from fedstill.measures.base import Measure, SaysLogits
+from fedstill.models import contract
+from fedstill.privacy.noise import GROUP
+
+NEEDS = frozenset(
+    {
+        "chain",
+        "side_by_side",
+        "test",
+        "global_model",
+        "local_models",
+        "uploads",
+        "features",
+        "plane",
+        "queries",
+    }
+    | {"client_data", "test_at_clients", "epochs", "held_out"}
+)
+"""What a measure may need."""
+
+
+def measures(names: Sequence[str]) -> dict[str, Measure]:
+    """The measures of these names; one from a user's file is called by the file's name.
+
+    Raises ConfigError for something that is not a measure, or that is named twice.
+    """
+    by_name: dict[str, Measure] = {}
+    for name in names:
+        made = registry.lookup("measure", name).build()
+        if not isinstance(made, Measure):
+            raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
+        short = PurePath(name).name
+        if isinstance(made.needs, str):
+            raise ConfigError(
+                f"measure {short}: needs = {made.needs!r} must be a frozenset of names"
+            )
+        for need in sorted({*made.needs} - NEEDS):
+            raise UnknownName("name", need, NEEDS, f"measure {short}, needs")
+        if type(made).look is Measure.look and type(made).at_client is Measure.at_client:
+            raise ConfigError(f"measure {short} measures nothing: give it look or at_client")
+        if short in by_name:
+            raise ConfigError(f"measure = [..., {short!r}] names the same measure twice")
+        by_name[short] = made
+    return by_name
+
+
+def measured_rounds(rounds: int, every: int) -> frozenset[int]:
+    """The rounds in which measures look: every so many, and the last.
+
+    >>> sorted(measured_rounds(7, 3))
+    [3, 6, 7]
+    """
+    return frozenset({*range(every, rounds + 1, every), rounds})
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What measures have to fit: the method and its stages, the world, and whether clients' and
+    test data are here.
+
+    ``remembered``: whether what clients remember is in this process, too. ``labelled``: whether
+    there are public data with labels.
+    """
+
+    method: Method
+    name: str
+    schedule: Sequence[Stage]
+    world: World
+    simulated: bool = True
+    tested: bool = True
+    remembered: bool = True
+    labelled: bool = True
+
+
+def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
+    """Raises IncompatibleMethod, by name, for a measure that needs what the method, model or
+    setting lacks.
+    """
+    for name, measure in chosen.items():
+        why = next((w for need in sorted(measure.needs) if (w := _lacks(need, setting))), "")
+        why = why or _never_looks(measure, setting)
+        if why:
+            raise IncompatibleMethod(f"measure {name}: {why}, or leave it out of measure")
+
+
+def _lacks(need: str, setting: MeasuredRun) -> str:
+    spec, world = setting.world.model(SERVER), setting.world
+    if need == "queries" and not world.queries and world.asking is None:
+        return (
+            "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
+            "write [query.classes]"
+        )
+    if need == "chain" and not any(stage.hop for stage in setting.schedule):
+        return "it looks at clients one after another; set topology.kind = 'sequential'"
+    if need == "side_by_side" and not any(
+        len(s.clients) > 1 and _sends_models(s, setting) for s in setting.schedule
+    ):
+        return (
+            "no two clients send models in one stage; set topology.kind = 'parallel' and "
+            "topology.sampled above 1"
+        )
+    if need == "global_model" and not setting.method.setup(world).params:
+        return (
+            f"the server of method {setting.name} has no model of its own; choose a method whose "
+            "server has one"
+        )
+    if need == "local_models":
+        if not any(_sends_models(stage, setting) for stage in setting.schedule):
+            return (
+                f"clients of method {setting.name} send no models; choose a method whose clients do"
+            )
+        if any(world.model(c) != spec for c in range(world.clients)):
+            return "models must be one architecture to be compared; leave clients.models out"
+    if need == "uploads":
+        return _no_uploads(setting)
+    if need == "features" and "features" not in contract.capabilities(spec):
+        return f"model {spec.label} has no features; give it submodules body and head"
+    if need == "plane" and (width := contract.width(spec)) != 2:
+        return f"model {spec.label} has {width} features and not 2; set model.name = 'sphere_cnn'"
+    if need == "test" and not setting.tested:
+        return "it needs a common test set, and there is none; give the server one with data.name"
+    if need == "test_at_clients" and not setting.simulated:
+        return (
+            "clients measure it on the common test set, which real sites lack; leave flower.data = "
+            "'sites' out"
+        )
+    if need == "epochs" and not any(_trains(stage, world) for stage in setting.schedule):
+        return "no client trains on its own data here; set plan.epochs above 0"
+    if (
+        need == "held_out"
+        and not setting.labelled
+        and not any(_holds_out(stage, world) for stage in setting.schedule)
+    ):
+        todo = "set plan.validation = 0.2, or data.public_labels = true with public data"
+        return (
+            "clients hold no examples out, and no public examples have labels, so it would say "
+            f"nothing; {todo}"
+        )
+    if need == "client_data" and not setting.simulated:
+        return (
+            "it looks at clients' data, which a server sees in a simulation only; leave "
+            "flower.data = 'sites' out"
+        )
+    return ""
+
+
+def _never_looks(measure: Measure, setting: MeasuredRun) -> str:
+    ends = [stage for stage in setting.schedule if stage.round == setting.schedule[-1].round]
+    if (
+        not measure.only_last
+        or looks_last(measure, ends, setting.method, setting.world) is not None
+    ):
+        return ""
+    name = setting.name
+    return (
+        f"it looks in the last round, where clients of method {name} send no models; choose a "
+        "method whose clients do"
+    )
+
+
+def looks_last(
+    measure: Measure, stages: Sequence[Stage], method: Method, world: World
+) -> int | None:
+    """In which of the last round's stages a measure with ``only_last`` looks; None if there is
+    nothing to see in any.
+
+    That is the last stage; with the need "local_models", the last in which clients send models.
+    """
+    seen = [
+        s
+        for s in stages
+        if "local_models" not in measure.needs or "params" in _sent(s, method, world)
+    ]
+    return seen[-1].index if seen else None
+
+
+def _no_uploads(setting: MeasuredRun) -> str:
+    sent = set().union(*(_sent(stage, setting.method, setting.world) for stage in setting.schedule))
+    if "params" in sent:
+        return ""
+    if GROUP not in sent:
+        other = f" but {', '.join(sorted(sent))}" if sent else ""
+        return (
+            f"clients of method {setting.name} send neither models nor logits{other}; choose a "
+            "method whose clients do"
+        )
+    if not isinstance(setting.method, SaysLogits):
+        return (
+            f"method {setting.name} does not say what its clients would send of other images' "
+            "logits; give it "
+            "sent_logits(logits)"
+        )
+    return (
+        ""
+        if setting.remembered
+        else "with engine = 'flower' it does not see models behind logits; choose another"
+    )
+
+
+def _sent(stage: Stage, method: Method, world: World) -> set[str]:
+    """The groups that clients send in a stage."""
+    client = stage.clients[0]
+    return set() if client == SERVER else set(acting(method, stage).expects(client, stage, world))
+
+
+def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
+    return "params" in _sent(stage, setting.method, setting.world)
+
+
+def _holds_out(stage: Stage, world: World) -> bool:
+    plan = world.plans.get(stage.name)
+    return plan is not None and plan.validation > 0
+
+
+def _trains(stage: Stage, world: World) -> bool:
+    plan = world.plans.get(stage.name)
+    return plan is not None and stage.view == "private" and bool(plan.epochs or plan.steps)

@@ -1,0 +1,106 @@
+"""Models in files: the final model of a run, and a model with its network in the header."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.files import digest, write_whole
+from fedstill.core.records import ModelSpec, Tensors
+from fedstill.models import contract
+
+# The final model in a run's directory, and the SHA-256 that ``summary.json`` has of it.
+
+
+FINAL = "model.safetensors"
+"""The file's name."""
+
+MODEL_SEAL = "model_sha256"
+"""What ``summary.json`` calls the file's SHA-256; summaries of earlier versions have none."""
+
+
+def read_final(path: Path) -> bytes:
+    """The bytes of a model file; raises ValueError for a final model that is not the one that its
+    run wrote.
+
+    Raises OSError for a file that cannot be read. A model without a summary beside it is taken as
+    it is.
+    """
+    data = path.read_bytes()
+    try:
+        noted = json.loads((path.parent / "summary.json").read_bytes()).get(MODEL_SEAL)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return data
+    if path.name == FINAL and noted not in (None, digest(data)):
+        raise ValueError("its SHA-256 is not the one in summary.json")
+    return data
+
+
+# A model in a file: its parameters as safetensors, and in the header the network they are of.
+
+
+_KEY = "fedstill_model"
+
+
+def save_model(path: Path, spec: ModelSpec, params: Tensors) -> None:
+    """Write a model to a file, whole or not at all; raises DiskFull if it cannot be written."""
+    own = {k: v.detach().cpu().contiguous().clone() for k, v in params.items()}
+    write_whole(path, safetensors.torch.save(own, {_KEY: json.dumps(asdict(spec))}))
+
+
+def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The network and the parameters in a file that :func:`save_model` wrote.
+
+    Raises ConfigError for a file that is not there or names no network, UnknownName for a network
+    that does not exist here, CorruptFile for a file that is damaged, or whose parameters are not
+    those of its network.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no model file {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            note = (file.metadata() or {}).get(_KEY)
+            params = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
+    if note is None:
+        raise ConfigError(
+            f"{path} does not say of which network it is; a model that `fedstill query` wrote does"
+        )
+    spec = _spec(path, note)
+    expected = contract.initial(spec, 0)
+    wrong = sorted(
+        k
+        for k in {*params, *expected}
+        if k not in params or k not in expected or _apart(params[k], expected[k])
+    )
+    if wrong:
+        what = f"its entry {wrong[0]!r} is missing, strange or of another shape"
+        raise CorruptFile(f"{path} is not a {spec.label}: {what}")
+    return spec, {k: params[k] for k in expected}
+
+
+def _apart(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype) != (b.shape, b.dtype)
+
+
+def _spec(path: Path, note: str) -> ModelSpec:
+    try:
+        told = json.loads(note)
+        fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in told["fields"])
+        shape, widths = tuple(told["input_shape"]), tuple(told.get("widths", ()))
+        adds = tuple(told.get("adds", ()))
+        vocabulary = int(told.get("vocabulary", 0))
+        return ModelSpec(
+            told["name"], shape, int(told["classes"]), fields, widths, vocabulary, adds=adds
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFile(
+            f"{path} names its network in a way that cannot be read: {error}"
+        ) from error

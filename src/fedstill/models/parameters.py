@@ -1,0 +1,133 @@
+"""Parameters that a method adds to a network, and parameters that stay frozen."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.payload import Tensors
+from fedstill.core.records import ModelSpec
+
+# What a method adds to a network, zeros at first, so that the network gives what it gave and draws
+# what it drew.
+#
+# ``own_head``: a second last layer, ``own``, beside the head and in no forward pass; a method reads
+# its logits off the features. ``shift``: a vector ``body.shift`` that is added to the features.
+
+
+ADDED: Mapping[str, str] = {"own_head": "own.", "shift": "body.shift"}
+"""How the names of an addition's entries begin."""
+
+
+def is_added(spec: ModelSpec, name: str) -> bool:
+    """Whether an entry of a network is a method's addition."""
+    return any(name.startswith(ADDED[what]) for what in spec.adds)
+
+
+def with_additions(made: nn.Module, spec: ModelSpec) -> nn.Module:
+    """The module with what its spec adds; raises ConfigError where there is no linear head to add
+    it to.
+    """
+    body, head = getattr(made, "body", None), getattr(made, "head", None)
+    if not isinstance(head, nn.Linear) or not isinstance(body, nn.Module):
+        raise ConfigError(
+            f"what the method adds to {spec.label} needs submodules body and head, a linear layer; "
+            "choose another model"
+        )
+    if "own_head" in spec.adds:
+        made.own = nn.Linear(
+            head.in_features, head.out_features, head.bias is not None, dtype=head.weight.dtype
+        )
+        for value in made.own.parameters():
+            nn.init.zeros_(value)
+    if "shift" in spec.adds:
+        body.shift = nn.Parameter(torch.zeros(head.in_features, dtype=head.weight.dtype))
+        body.register_forward_hook(_shifted)
+    return made
+
+
+def own_logits(params: Tensors, features: Tensor) -> Tensor:
+    """Logits (B, C) of features (B, D) under the second last layer."""
+    return nn.functional.linear(features, params["own.weight"], params.get("own.bias"))
+
+
+def with_both_heads(params: Tensors) -> dict[str, Tensor]:
+    """The network whose head gives the sum of both heads' logits: two linear layers on one input
+    add up to one.
+    """
+    sums = {
+        f"head.{k}": params[f"head.{k}"] + params[f"own.{k}"]
+        for k in ("weight", "bias")
+        if f"own.{k}" in params
+    }
+    return {**params, **sums}
+
+
+def _shifted(body: nn.Module, _: Any, features: Tensor) -> Tensor:
+    shift: Any = body.shift  # a tensor of whose parameters it is run with
+    return features + shift  # type: ignore[no-any-return]
+
+
+# Entries of a network that stay as a file has them: they are in its module, are not trained, and
+# are never sent.
+
+
+_held: dict[str, Tensors] = {}
+"""Held entries by their SHA-256: all modules of this process share them."""
+
+
+def hold(entries: Tensors) -> str:
+    """Keep entries for the modules of this process; the SHA-256 by which a ``ModelSpec`` names
+    them.
+    """
+    sum_ = hashlib.sha256()
+    for name, value in sorted(entries.items()):
+        sum_.update(f"{name} {tuple(value.shape)} {value.dtype}\0".encode())
+        sum_.update(value.detach().cpu().contiguous().numpy().tobytes())
+    _held[sum_.hexdigest()] = {name: value.detach() for name, value in entries.items()}
+    return sum_.hexdigest()
+
+
+def moving(spec: ModelSpec, names: Iterable[str]) -> list[str]:
+    """Those entries of a network that are trained and sent: all, or those that ``spec.trains``
+    names.
+    """
+    return [name for name in names if not spec.held or matches(name, spec.trains)]
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether an entry is named: by its whole name, by a beginning with a point, or with * and ?.
+
+    >>> (
+    ...     matches("head.weight", ["head."]),
+    ...     matches("body.1.lora_a", ["*.lora_?"]),
+    ...     matches("body.1.bias", ["head."]),
+    ... )
+    (True, True, False)
+    """
+    return any(name.startswith(p) if p.endswith(".") else fnmatchcase(name, p) for p in patterns)
+
+
+def put_in(made: nn.Module, spec: ModelSpec) -> nn.Module:
+    """The module with its held entries, which need no gradient; raises ConfigError where this
+    process lacks them.
+    """
+    if not spec.held:
+        return made
+    if spec.held not in _held:
+        raise ConfigError(
+            f"the entries that {spec.label} holds are not here; name their file in start_from"
+        )
+    own = {
+        name: value for name, value in _held[spec.held].items() if not matches(name, spec.trains)
+    }
+    made.load_state_dict(own, strict=False, assign=True)
+    for name, value in made.named_parameters():
+        value.requires_grad_(name not in own)
+    return made

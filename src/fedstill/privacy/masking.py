@@ -1,0 +1,314 @@
+"""Secure sums in a stage: replies as masked whole numbers, and the state from their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core import trees
+from fedstill.core.aggregation import part_of
+from fedstill.core.errors import BadPayload, FedstillError
+from fedstill.core.method import Method
+from fedstill.core.payload import Tensors
+from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage
+from fedstill.core.reports import OWN
+from fedstill.core.rounds import Engine, place
+from fedstill.core.work import ClientWork
+from fedstill.privacy.noise import Privacy
+from fedstill.privacy.primitives import Masks
+from fedstill.privacy.protocol import Sum, Summand, unmasked
+
+# Changes of models as whole numbers modulo 2^64, whose sums are exact; and the weighted mean out of
+# a sum.
+
+
+RANGE = 16.0
+"""The largest change of an entry where nothing else is said."""
+BITS = 32
+"""How many bits a change is rounded to where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """How a change becomes a whole number. ``most``: the largest change of an entry; ``bits``: of
+    its rounded value;
+    ``clients``: how many at most are summed. A real entry of a mean is off by at most ``error``;
+    one of integers, whose changes are summed as they are, is rounded.
+    """
+
+    most: float
+    bits: int
+    clients: int
+
+    @property
+    def levels(self) -> int:
+        """The whole number that stands for the largest change."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def error(self) -> float:
+        """The most by which rounding moves a weighted mean."""
+        return self.most / self.levels / 2
+
+    @property
+    def heaviest(self) -> int:
+        """The largest weight of a client with which no sum can leave 63 bits and a sign."""
+        return (2**63 - 1) // (self.levels * self.clients)
+
+    def encoded(self, change: Tensors, weight: int) -> Masks:
+        """``weight`` times each entry, in the order of names, and the weight itself last:
+        (entries + 1,) modulo 2^64.
+
+        Raises BadPayload for an entry that is not finite or beyond ``most``, or too large a weight:
+        without the client's own numbers, for the server is told why.
+        """
+        if not 0 <= weight <= self.heaviest:
+            raise BadPayload(
+                f"weighs more than the {self.heaviest} examples that privacy.secure_bits = "
+                f"{self.bits} leaves room "
+                "for; set fewer bits, or method.aggregation = 'uniform'"
+            )
+        parts = [self._whole(name, change[name]) * np.int64(weight) for name in sorted(change)]
+        return np.concatenate([*parts, np.array([weight], dtype=np.int64)]).view(np.uint64)
+
+    def decoded(self, total: Masks, like: Tensors) -> tuple[dict[str, Tensor], int]:
+        """The weighted mean of the changes in a sum, float64 of the shapes of ``like``, and the sum
+        of the weights.
+
+        Without any weight the mean is 0. Raises BadPayload for numbers that no sum of changes can
+        have.
+        """
+        signed = total.view(np.int64)
+        weight = int(signed[-1])
+        if not 0 <= weight <= self.heaviest * self.clients:
+            raise BadPayload(f"the weights of a secure sum came to {weight}: a mask is left in it")
+        flat, at, mean = torch.from_numpy(signed[:-1].copy()), 0, dict[str, Tensor]()
+        for name in sorted(like):
+            entry = like[name]
+            part = flat[at : at + entry.numel()].double().reshape(entry.shape)
+            if bool((part.abs() > float(self.levels) * weight).any()):
+                raise BadPayload(f"{name} of a secure sum is out of range: a mask is left in it")
+            mean[name] = part * (self._step(entry) / max(weight, 1))
+            at += entry.numel()
+        return mean, weight
+
+    def _step(self, entry: Tensor) -> float:
+        return self.most / self.levels if entry.is_floating_point() else 1.0
+
+    def _whole(self, name: str, entry: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        wide = entry.detach().cpu().double()
+        if not bool(wide.isfinite().all()):
+            raise BadPayload(f"the change of {name} holds numbers that are not finite")
+        whole = (wide / self._step(entry)).round().flatten()
+        if wide.numel() and float(whole.abs().max()) > self.levels:
+            raise BadPayload(
+                f"the change of {name} is over privacy.secure_range = {self.most:g}; raise it, or "
+                "lower plan.lr"
+            )
+        return np.asarray(whole.to(torch.int64).numpy(), dtype=np.int64)
+
+
+def change_of(params: Tensors, start: Tensors) -> dict[str, Tensor]:
+    """What training changed, entry by entry, real ones in float64; raises BadPayload where names or
+    shapes differ.
+    """
+    if params.keys() != start.keys() or any(params[k].shape != start[k].shape for k in start):
+        raise BadPayload("a secure sum is of models that have the entries they were sent")
+    return {k: _wide(params[k]) - _wide(start[k]) for k in start}
+
+
+def moved_by(start: Tensors, mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``start`` moved by a mean change, in the types of ``start``; integers are rounded."""
+    out = {}
+    for name, entry in start.items():
+        wide = entry.detach().cpu().double() + mean[name]
+        out[name] = (wide if entry.is_floating_point() else wide.round()).to(entry)
+    return out
+
+
+def _wide(entry: Tensor) -> Tensor:
+    return entry.detach().cpu().to(torch.float64 if entry.is_floating_point() else torch.int64)
+
+
+# Secure sums in a stage: how they are set, a client's reply as a masked vector, and what the server
+# makes of the sum.
+#
+# ``MaskedEngine`` is the whole of it in one process, around an engine whose replies it masks, sums
+# and unmasks.
+
+
+FEWEST_SUMMED = 3
+"""The clients that must be left in a sum: of two, each could subtract its own model and have the
+other's.
+"""
+
+LEFT = 0.5
+"""The share of a stage's clients more than which must stay where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How models are summed: the largest change, its bits, the share of clients that must stay, and
+    their weights.
+    """
+
+    most: float
+    bits: int
+    share: float
+    by_examples: bool
+
+    @staticmethod
+    def of(privacy: Privacy, method: Method) -> Masking | None:
+        """What a config asks for; None where replies are not masked."""
+        if not privacy.secure_sum:
+            return None
+        share = LEFT if privacy.secure_threshold is None else privacy.secure_threshold
+        by_examples = getattr(method, "aggregation", "examples") == "examples"
+        return Masking(
+            privacy.secure_range or RANGE, privacy.secure_bits or BITS, share, by_examples
+        )
+
+    def begun(self, stage: Stage, clients: Sequence[int], word: str = "") -> Sum:
+        """The sum of a stage, and its word; raises BadPayload for too few clients."""
+        if len(clients) < FEWEST_SUMMED:
+            raise BadPayload(
+                f"{place(stage)}: a secure sum needs {FEWEST_SUMMED} clients, and the stage has "
+                f"{len(clients)}"
+            )
+        threshold = max(FEWEST_SUMMED, part_of(self.share, len(clients)) + 1)
+        return Sum(place(stage), tuple(sorted(clients)), min(threshold, len(clients)), word)
+
+    def fixed(self, sum: Sum) -> FixedPoint:
+        """How changes are rounded in a sum."""
+        return FixedPoint(self.most, self.bits, len(sum.clients))
+
+    def vector(self, sum: Sum, reply: Reply, down: Payload) -> Masks:
+        """What a client sums: its weight times what training changed, and the weight; raises
+        BadPayload.
+        """
+        if set(reply.up) != {"params"}:
+            raise BadPayload(
+                f"a secure sum is of models alone, and the client sends {sorted(reply.up)}"
+            )
+        weight = reply.examples if self.by_examples else 1
+        return self.fixed(sum).encoded(change_of(reply.up.params, down.params), weight)
+
+    def mean(self, sum: Sum, total: Masks, start: Tensors) -> tuple[dict[str, object], Payload]:
+        """What the server knows of every client then, as its report, and as what it sent: the mean
+        model.
+        """
+        change, weight = self.fixed(sum).decoded(total, start)
+        return {"summed": weight}, Payload(params=moved_by(start, change))
+
+
+@dataclass(frozen=True)
+class MaskedEngine:
+    """An engine whose clients' models are known by their sum only.
+
+    Every accepted reply holds the mean model, no number of examples, and of its report the
+    seconds alone: a fold that is linear makes of these what it would make of the models.
+    """
+
+    engine: Engine
+    masking: Masking
+
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies of the clients that are left; all of them fail where too few are."""
+        if not is_summed(stage, downs):
+            return self.engine.run(work, stage, downs, seed)
+        came = list(self.engine.run(work, stage, downs, seed))
+        return or_all_failed(came, lambda: self._summed(stage, downs, came))
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what clients remember."""
+        self.engine.commit(stage, clients)
+
+    def _summed(self, stage: Stage, downs: Mapping[int, Payload], came: list[Reply]) -> list[Reply]:
+        """The replies that the sum gives; of ``came``, those that cannot be summed become
+        failures.
+        """
+        of, start = self.masking.begun(stage, sorted(downs)), common_start(downs)
+        clients = {c: Summand(of, c) for c in of.clients}
+        keys = {c: one.public for c, one in clients.items()}
+        shares = {c: one.shares(keys) for c, one in clients.items()}
+        masked = dict[int, Masks]()
+        for at, reply in enumerate(came):
+            if not reply.failure:
+                try:
+                    vector = self.masking.vector(of, reply, downs[reply.client])
+                    sealed = {other: shares[other][reply.client] for other in shares}
+                    masked[reply.client] = clients[reply.client].masked(vector, sealed)
+                except BadPayload as error:
+                    came[at] = as_failed(reply, str(error))
+        demand_left(of, masked, came)
+        revealed = {c: clients[c].revealed(masked) for c in masked}
+        told, up = self.masking.mean(of, unmasked(of, keys, shares, masked, revealed), start)
+        return [known(reply, up, told) for reply in came]
+
+
+def is_summed(stage: Stage, downs: Mapping[int, Payload]) -> bool:
+    """Whether the replies of a stage are summed: those of clients to which a model was sent."""
+    return SERVER not in stage.clients and any("params" in down for down in downs.values())
+
+
+def common_start(downs: Mapping[int, Payload]) -> Tensors:
+    """The model that all clients of a stage were sent; raises BadPayload if it is not one."""
+    first, *others = (down.params for down in downs.values())
+    if not all(other is first or trees.same_bits(other, first) for other in others):
+        raise BadPayload(
+            "a secure sum is of changes to one model, and clients were sent different ones"
+        )
+    return first
+
+
+def known(reply: Reply, up: Payload, told: Mapping[str, object]) -> Reply:
+    """What the server knows of a client that is in the sum; one that failed as it is."""
+    if reply.failure:
+        return reply
+    seconds = {k: v for k, v in reply.metrics.items() if k in ("seconds", "seconds_training")}
+    return replace(reply, up=up, examples=0, metrics={**seconds, OWN: dict(told)})
+
+
+def bytes_of(up: Payload, summed: bool) -> int:
+    """The bytes of what a client sent; of a model that was ``summed``, of its masked vector without
+    keys and shares.
+    """
+    if summed and "params" in up:
+        return 8 * (sum(entry.numel() for entry in up.params.values()) + 1)
+    return up.nbytes
+
+
+def as_failed(reply: Reply, why: str) -> Reply:
+    """A client that dropped out of a sum."""
+    return replace(reply, up=NOTHING, examples=0, metrics={}, failure=why)
+
+
+def demand_left(
+    sum: Sum, there: Collection[int], replies: Sequence[Reply], did: str = "sent masked vectors"
+) -> None:
+    """Raise TooFewReplies where too few clients did something; it says why the first did not."""
+    try:
+        sum.demand(there, did)
+    except FedstillError as error:
+        lost = next((f"; client {r.client}: {r.failure}" for r in replies if r.failure), "")
+        raise type(error)(f"{error}{lost}") from error
+
+
+def or_all_failed(replies: Collection[Reply], summed: Callable[[], list[Reply]]) -> list[Reply]:
+    """The replies that a sum gave; where there is none, every client's failure, first why of those
+    that did not fail.
+
+    Nothing of a single client is left in them.
+    """
+    try:
+        return summed()
+    except FedstillError as error:
+        why = f"no secure sum: {error}"
+        all_failed = [as_failed(r, r.failure or why) for r in replies]
+        return sorted(all_failed, key=lambda r: r.failure != why)

@@ -1,0 +1,243 @@
+"""Privacy: the table, and what protects uploaded logits: each example's are clipped and noised,
+epsilon is computed.
+
+What is protected: a client's whole data. Two data sets of one client are neighbours if they differ
+in any way, so the guarantee holds for a client, and all the more for one example. What its training
+changes in an upload is the matrix of logits on public images, (P, C), whose rows have norm at most
+``clip``; whatever the data, two such matrices are at most ``2 clip sqrt(P)`` apart. With noise of
+standard deviation ``noise * clip`` on every number, one upload is a Gaussian mechanism of
+multiplier ``noise / (2 sqrt(P))``; uploads of P1, P2, ... rows are together one of
+``noise / (2 sqrt(P1 + P2 + ...))``, also where one is asked for with the others in view. Nothing is
+gained by a smaller
+neighbourhood: training does not bound what one example can change.
+
+At a real site noise comes from the operating system's generator, and nobody can draw it again. A
+site adds noise to one answer a stage: the same request gets the kept answer, and another request
+none (``flower/site_storage.py``). In a simulation noise is drawn by key from the run's seed, so
+that a resumed run has the same bits. Who knows the seed can subtract it: there, an epsilon says
+what the same run on real sites would cost.
+
+Sums of which mean and spread are made before round 1 are rows of norm at most ``clip`` too, one a
+column, and are protected and counted as rows of logits are
+(``privacy/noised_sums.py``).
+
+What is not protected: label counts (a census), numbers of examples, losses and accuracies that are
+reported, whole models (the stage ``fit`` of a method that has none), whether a client answers at
+all, and what a simulation measures; all that goes up as it is. Rounding in floating point is not
+accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from annotated_types import Interval
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import NonNegative, Positive, check_ranges
+from fedstill.core.keys import generator
+from fedstill.core.records import Payload
+
+GROUP = "logits"
+"""The group of an upload that is protected."""
+
+SUMS_GROUP = "noised_sums"
+"""The group of rows, one a column, of which mean and spread are made, (K, 2); it is protected in
+the same way.
+"""
+
+PROTECTED = (GROUP, SUMS_GROUP)
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The table ``[privacy]``: protection of logits (``clip``), private training
+    (``gradient_clip``), secure sums (``secure_sum``).
+    """
+
+    clip: NonNegative = 0.0
+    """The largest norm of one example's logits; 0: logits are sent as they are."""
+    noise: NonNegative = 0.0
+    """Standard deviation of the noise on every number, in units of the largest norm."""
+    delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
+    """At which delta each client's epsilon is computed."""
+    epsilon: Positive | None = None
+    """The most that any client may spend; the run stops before an upload that would cost
+    more; unset: no end.
+    """
+    gradient_clip: Positive | None = None
+    """Private training (DP-SGD): the largest norm of one example's gradient; unset: training is as
+    ever.
+    """
+    gradient_noise: NonNegative | None = None
+    """Standard deviation of the noise on each step's sum of gradients, in units of
+    gradient_clip; unset: 1.
+    """
+    secure_sum: bool | None = None
+    """Whether the server learns the sum of the clients' models only; unset: it sees each one's."""
+    secure_range: Positive | None = None
+    """The largest change of an entry in a stage that a sum has room for; unset: 16."""
+    secure_bits: Annotated[int, Interval(ge=8, le=48)] | None = None
+    """To how many bits changes are rounded there; unset: 32."""
+    secure_threshold: Annotated[float, Interval(ge=0.5, lt=1)] | None = None
+    """The share of a stage's clients more than which must stay to the end of a sum; unset: 0.5."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.noise > 0 and not self.clip > 0:
+            raise ConfigError(
+                f"privacy.noise = {self.noise} needs privacy.clip: noise counts in units of the "
+                "clipping"
+            )
+        if self.gradient_noise is not None and not self.trains:
+            raise ConfigError(
+                "privacy.gradient_noise needs privacy.gradient_clip: noise counts in units of it"
+            )
+        of_sums = ("secure_range", "secure_bits", "secure_threshold")
+        if not self.secure_sum and (
+            idle := next((k for k in of_sums if getattr(self, k) is not None), "")
+        ):
+            raise ConfigError(
+                f"privacy.{idle} needs privacy.secure_sum = true: it is of secure sums"
+            )
+        if self.trains and self.protects_logits:
+            raise ConfigError(
+                "privacy.clip is for methods that send logits, gradient_clip for models: set one "
+                "of them"
+            )
+        if self.epsilon is not None and not (self.sigma if self.trains else self.noise) > 0:
+            what = "gradient_noise" if self.trains else "noise"
+            raise ConfigError(
+                f"privacy.epsilon = {self.epsilon} needs privacy.{what}: without it nothing bounds "
+                "it"
+            )
+
+    @property
+    def protects_logits(self) -> bool:
+        """Whether logits are clipped before they leave a client."""
+        return self.clip > 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether training is private."""
+        return self.gradient_clip is not None
+
+    @property
+    def sigma(self) -> float:
+        """The noise of private training, in units of its clipping."""
+        return 1.0 if self.gradient_noise is None else self.gradient_noise
+
+    def protect(self, up: Payload, seed: int | None) -> Payload:
+        """An upload with its logits clipped and noised; one without logits as it is.
+
+        seed: what noise is drawn from; None: the operating system's generator.
+        """
+        group = next((name for name in PROTECTED if name in up), "")
+        if not self.protects_logits or not group:
+            return up
+        rows = up.tensor(group)
+        clipped = clip_rows(rows, self.clip)
+        if seed is None:
+            drawn = secret_normal(tuple(rows.shape))
+        else:
+            drawn = torch.randn(rows.shape, generator=generator(seed), dtype=torch.float64)
+        noised = clipped.double() + self.noise * self.clip * drawn
+        return Payload(up, **{group: noised.to(rows.dtype)})
+
+    def spent(self, rows: int, uploads: int = 1) -> float | None:
+        """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing
+        bounds it.
+
+        Uploads that differ in their rows are one of all rows.
+        """
+        if uploads == 0 or rows == 0:
+            return 0.0
+        if self.noise == 0:
+            return None
+        return gaussian_epsilon(self.noise / (2 * math.sqrt(rows * uploads)), self.delta)
+
+    def allows(self, rows: int) -> bool:
+        """Whether a client may have sent so many rows in all."""
+        cost = self.spent(rows)
+        return self.epsilon is None or (cost is not None and cost <= self.epsilon)
+
+
+def rows_of(up: Payload) -> int:
+    """How many protected rows (of logits, of sums) a payload holds, whoever sent it and whatever
+    else is in it.
+    """
+    rows = [
+        one
+        for name in PROTECTED
+        if isinstance(one := up.get(name), Tensor) and one.ndim and one.numel()
+    ]
+    return sum(one.shape[0] for one in rows)
+
+
+def secret_normal(shape: tuple[int, ...]) -> Tensor:
+    """Normal draws (float64) from the operating system's generator, which no seed repeats.
+
+    A draw is the inverse of the normal distribution function at a uniform number below a half, of
+    63 bits, with the sign of one bit more; so the tails reach beyond nine standard deviations.
+    """
+    from scipy.special import ndtri  # here, as every run imports this module
+
+    words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64)
+    below = ndtri(((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64)
+    return torch.from_numpy(np.where(words & np.uint64(1), below, -below).reshape(shape))
+
+
+def gaussian_epsilon(multiplier: float, delta: float) -> float:
+    """The least epsilon of the Gaussian mechanism at a delta in (0, 1), exact up to rounding.
+
+    multiplier: standard deviation over sensitivity, > 0. Several adaptive uploads of multipliers
+    m_i are one of ``1 / sqrt(sum 1 / m_i^2)``. Solves
+    ``Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r) = delta`` for e, r = 1 / multiplier.
+
+    Source: Balle & Wang, "Improving the Gaussian Mechanism for Differential Privacy" (2018),
+    theorem 8.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
+    4.377
+    """
+    from scipy.optimize import bisect
+    from scipy.special import log_ndtr
+
+    r = 1 / multiplier
+
+    def excess(epsilon: float) -> float:
+        above, below = (
+            float(log_ndtr(r / 2 - epsilon / r)),
+            epsilon + float(log_ndtr(-r / 2 - epsilon / r)),
+        )
+        share = -math.expm1(min(below - above, 0.0))
+        return (above + math.log(share) if share > 0 else -math.inf) - math.log(delta)
+
+    if excess(0.0) <= 0:
+        return 0.0
+    enough = r * r / 2 + r * math.sqrt(2 * math.log(1 / delta))  # what its Renyi divergence gives
+    # almost no noise: the two terms differ by less than rounding
+    if math.isinf(enough) or not excess(enough) < 0:
+        return enough
+    return float(bisect(excess, 0.0, enough, xtol=1e-12 * enough))
+
+
+def clip_rows(logits: Tensor, most: float) -> Tensor:
+    """Rows of (P, C) logits scaled down to a norm of at most ``most``; a row that is not finite
+    becomes zeros.
+
+    >>> clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
+    """
+    finite = logits.isfinite().all(-1, keepdim=True)
+    wide = torch.where(finite, logits, torch.zeros_like(logits)).double()
+    norm = wide.norm(dim=-1, keepdim=True)
+    shrunk: Tensor = wide * (most / norm.clamp(min=most))
+    return shrunk.to(logits.dtype)

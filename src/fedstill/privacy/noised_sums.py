@@ -1,0 +1,137 @@
+"""Sums with noise: means of clipped values and of their squares, protected as rows of logits are
+(``privacy.noise``).
+
+A column's values are clipped to its limits, ``data.limits``, and scaled to [-1, 1]. A client sends
+for each column the row (m, 2 q - 1) / sqrt(2), times ``privacy.clip``: m is the mean of its values,
+q that of their squares. Whatever the client's data, the row's norm is at most ``privacy.clip``. So
+K columns cost as much as K rows of logits, with noise of the same spread, and are counted as such.
+Columns of 0 and 1 are not standardised, and nothing is sent of them. The number of a client's
+examples, by which its row counts, has no noise, as in a weighted mean of models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Payload, Reply
+from fedstill.data.form import About
+from fedstill.privacy.noise import SUMS_GROUP
+from fedstill.running.data_sums import ROUNDING, Answers, Moments, SumUp
+
+FAR = 40.0
+"""Nothing that a client sends is further than this times the noise's spread from what it may
+be without: of normal numbers one in 10^349 is.
+"""
+LEAST_SPREAD = 0.1
+"""The least spread that noise may leave, as a share of half the width of a column's limits."""
+
+
+@dataclass(frozen=True)
+class NoisedSums(SumUp):
+    """Send means of clipped values and squares, on which the engine puts noise.
+
+    ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the
+    largest norm of a row;
+    ``noise``: the spread of the noise on every number, in units of it.
+    """
+
+    places: tuple[int, ...] = ()
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    clip: float = 1.0
+    noise: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return len(self.places)
+
+    @property
+    def expected(self) -> Payload:
+        return Payload({SUMS_GROUP: torch.zeros(self.rows, 2, dtype=torch.float64)})
+
+    def sent(self, values: Tensor) -> Payload:
+        by_column = values.double().transpose(0, 1).flatten(1)[list(self.places)]
+        centre, half = self._scale
+        scaled = ((by_column - centre[:, None]) / half[:, None]).clamp(-1, 1)
+        means, squares = scaled.nanmean(1), (scaled * scaled).nanmean(1)
+        means, squares = means.nan_to_num(0.0), squares.nan_to_num(1 / 3)  # of unknown columns
+        rows = torch.stack([means, 2 * squares - 1], 1) / math.sqrt(2)
+        return Payload({SUMS_GROUP: self.clip * rows})
+
+    def moments(self, answers: Answers) -> Moments:
+        weights = torch.tensor([float(examples) for _, examples in answers], dtype=torch.float64)
+        rows = torch.stack([up.tensor(SUMS_GROUP) for up, _ in answers]) * math.sqrt(2) / self.clip
+        mean, twice = ((rows * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1)).unbind(
+            1
+        )
+        mean, squares = mean.clamp(-1, 1), ((twice + 1) / 2).clamp(0, 1)
+        spread = (squares - mean * mean).clamp(min=LEAST_SPREAD**2).sqrt()
+        centre, half = self._scale
+        each = (centre + half * mean).tolist(), (half * spread).tolist()
+        means, stds = [0.0] * self.shape[0], [1.0] * self.shape[0]
+        for place, own, wide in zip(self.places, *each, strict=True):
+            means[place], stds[place] = own, wide
+        return Moments(tuple(means), tuple(stds))
+
+    def refuses(self, reply: Reply) -> str:
+        """Why clipped rows with noise cannot be these: a number too far from them; empty if they
+        may be.
+        """
+        rows, most = reply.up.get(SUMS_GROUP), self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
+        if (
+            isinstance(rows, Tensor)
+            and rows.dtype == torch.float64
+            and bool((rows.abs() > most).any())
+        ):
+            return (
+                f"its sums hold {float(rows.abs().max()):.3g}, and with noise they are at most "
+                f"{most:.3g}"
+            )
+        return ""
+
+    @property
+    def _scale(self) -> tuple[Tensor, Tensor]:
+        """The middle and half the width of each column's limits, (K,) float64."""
+        low, high = (torch.tensor(one, dtype=torch.float64) for one in (self.low, self.high))
+        return (low + high) / 2, (high - low) / 2
+
+
+def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp:
+    """What clients send of their sums: with noise where ``[privacy]`` is on.
+
+    Raises ConfigError where it is, and a column has no limits: then nothing bounds what its sums
+    may show.
+    """
+    limits, privacy = settings.data.limits, settings.privacy
+    names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
+    places = [i for i in range(shape[0]) if i not in about.marks]
+    for name in limits or ():
+        if name not in {names[i] for i in places}:
+            known = ", ".join(names[i] for i in places)[:200]
+            raise ConfigError(
+                f"data.limits names {name!r}, which is not among the standardised columns: {known}"
+            )
+    for name, (low, high) in (limits or {}).items():
+        if not low < high:
+            raise ConfigError(
+                f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first"
+            )
+    if not privacy.protects_logits:
+        return SumUp(shape, about.marks)
+    lacking = [names[i] for i in places if names[i] not in (limits or {})]
+    if lacking:
+        raise ConfigError(
+            "data.standardise = 'summed' with [privacy] needs limits of each column, and "
+            f"{lacking[0]!r} has none: "
+            f'write data.limits = {{ "{lacking[0]}" = [LOW, HIGH], ... }}, or data.mean and '
+            "data.std"
+        )
+    pairs = [(limits or {})[names[i]] for i in places]
+    lows, highs = (tuple(float(pair[k]) for pair in pairs) for k in (0, 1))
+    return NoisedSums(shape, about.marks, tuple(places), lows, highs, privacy.clip, privacy.noise)

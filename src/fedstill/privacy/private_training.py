@@ -1,0 +1,224 @@
+"""Private training (DP-SGD): clipped, noised gradients, and its epsilon."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.keys import resident
+from fedstill.core.records import Plan, Tensors
+from fedstill.privacy.noise import Privacy, secret_normal
+
+# Training whose steps tell little of any one example (DP-SGD): clipped gradients, noise, batches
+# drawn example by example.
+
+
+@dataclass(frozen=True)
+class Private:
+    """How steps are protected. ``clip``: the largest norm of one example's gradient. ``noise``:
+    standard deviation of the noise on their sum, in units of ``clip``. ``secret``: draws that no
+    seed repeats, as on real sites.
+    """
+
+    clip: float
+    noise: float
+    secret: bool = False
+
+    @staticmethod
+    def of(privacy: Privacy, secret: bool) -> Private | None:
+        """What a config asks for; None where training is not protected."""
+        return (
+            None
+            if privacy.gradient_clip is None
+            else Private(privacy.gradient_clip, privacy.sigma, secret)
+        )
+
+
+def poisson_batches(
+    n: int, plan: Plan, order: torch.Generator, device: torch.device, secret: bool = False
+) -> Iterator[list[Tensor]]:
+    """As ``epoch_batches``, but each step takes each of n examples by itself, with probability
+    ``plan.batch / n``.
+
+    An epoch has as many steps as it would have in batches. A step may take none. secret: ``order``
+    has no part.
+    """
+    if n == 0:
+        return
+    per_epoch, rate = -(-n // plan.batch), min(1.0, plan.batch / n)
+    steps = plan.steps or plan.epochs * per_epoch
+    for begin in range(0, steps, per_epoch):
+        draws = [
+            _taken(n, rate, None if secret else order) for _ in range(begin, begin + per_epoch)
+        ]
+        yield [resident(taken.nonzero().flatten(), device) for taken in draws[: steps - begin]]
+
+
+def _taken(n: int, rate: float, order: torch.Generator | None) -> Tensor:
+    """Which of n examples a step takes, (n,) bool; without a generator drawn by the operating
+    system's: a seed of torch's has 32 bits, which can be tried out, and an amplification by
+    sampling supposes draws that nobody knows.
+    """
+    if order is not None:
+        return torch.rand(n, generator=order, dtype=torch.float64) < rate
+    words = np.frombuffer(os.urandom(8 * n), dtype=np.uint64)
+    return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53 < rate)
+
+
+CACHED = 1 << 20
+"""Numbers of float64 that are worked on at once. Of a large network the gradients of a batch have
+many times as many, and going to memory for them takes longer than computing.
+"""
+
+Objective = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
+"""(trained entries, inputs (1, ...), labels (1,), positions (1,), rows (1,)) to the terms of its
+objective.
+"""
+
+
+def example_gradients(
+    objective: Objective, leaves: Tensors, batch: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Each example's gradient by trained entry, (B, ...), and each one's terms (B,).
+
+    batch: inputs, labels, positions and rows, each with a first axis of B >= 1.
+    """
+
+    def one(own: Tensors, *example: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        terms = objective(own, *(part.unsqueeze(0) for part in example))
+        return torch.stack(list(terms.values())).sum(), terms
+
+    own = {k: v.detach() for k, v in leaves.items()}
+    each = torch.func.grad(one, has_aux=True)
+    gradients, terms = torch.func.vmap(each, in_dims=(None, 0, 0, 0, 0))(own, *batch)
+    return gradients, terms
+
+
+def noised_mean(
+    gradients: Tensors, like: Tensors, how: Private, size: float, draws: torch.Generator
+) -> Tensors:
+    """The sum of clipped gradients, with noise, over ``size``, the number of examples that a step
+    takes on average.
+
+    gradients: (B, ...) by entry, or empty where a step has taken no example; like: the entries. One
+    that is not finite counts as zeros. Source: Abadi et al., "Deep Learning with Differential
+    Privacy" (2016), Algorithm 1.
+    """
+    factor = _factors(gradients, how.clip) if gradients else torch.zeros(0)
+    out = {}
+    for name, entry in like.items():
+        total = (
+            _weighted(gradients[name].detach(), factor) if gradients else torch.zeros(entry.shape)
+        )
+        shape = tuple(entry.shape)
+        drawn = (
+            secret_normal(shape)
+            if how.secret
+            else torch.randn(shape, generator=draws, dtype=torch.float64)
+        )
+        out[name] = ((total + how.noise * how.clip * drawn) / size).to(entry)
+    return out
+
+
+def _factors(gradients: Tensors, clip: float) -> Tensor:
+    """What each example's gradient is multiplied by, (B,) float64: no norm is above ``clip`` after
+    it.
+    """
+    norms = torch.stack([_squares(g.detach()) for g in gradients.values()]).sum(0).sqrt()
+    return torch.where(norms.isfinite(), clip / norms.clamp(min=clip), 0.0)
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    """The squared norms (B,) of gradients (B, ...), in float64."""
+    return torch.stack([some.double().square().sum(1) for some in _in_cache(gradients)]).sum(0)
+
+
+def _weighted(gradients: Tensor, factor: Tensor) -> Tensor:
+    """The sum of gradients (B, ...) times factors (B,), in float64; where a factor is 0, whatever
+    the gradient is.
+    """
+    own, finite, parts = factor.to(gradients.device), bool(factor.all()), []
+    for some in _in_cache(gradients):
+        known = some.double() if finite else torch.nan_to_num(some.double(), 0.0, 0.0, 0.0)
+        parts.append(own @ known)
+    return torch.cat(parts).view(gradients.shape[1:]).cpu()
+
+
+def _in_cache(gradients: Tensor) -> Sequence[Tensor]:
+    """Gradients (B, ...) as (B, N), N at a time: in float64 about as many as the processor's cache
+    holds.
+    """
+    return torch.split(gradients.reshape(len(gradients), -1), max(1, CACHED // len(gradients)), 1)
+
+
+def rate_and_steps(n: int, plan: Plan) -> tuple[float, int]:
+    """With which probability a step takes an example of n, and how many steps a stage has.
+
+    >>> rate_and_steps(1000, Plan(epochs=2, batch=50))
+    (0.05, 40)
+    """
+    if n == 0:
+        return 0.0, 0
+    return min(1.0, plan.batch / n), plan.steps or plan.epochs * math.ceil(n / plan.batch)
+
+
+# What private training costs: epsilon of many noised steps, each on examples drawn one by one.
+
+
+ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(12, 64), 80, 96, 128, 256, 512, 1024)
+"""The Rényi orders of which the best is taken; any set gives a bound that holds."""
+
+
+def training_epsilon(noise: float, steps: Mapping[float, int], delta: float) -> float | None:
+    """The epsilon of steps of DP-SGD, for data sets that differ in one example more or less; None
+    without noise.
+
+    noise: standard deviation over the clipping norm. steps: how many steps took examples with which
+    probability.
+
+    Source: Mironov et al., "Rényi Differential Privacy of the Sampled Gaussian Mechanism" (2019),
+    by Opacus.
+    """
+    taken = {rate: count for rate, count in steps.items() if rate > 0 and count > 0}
+    if not taken:
+        return 0.0
+    if noise == 0:
+        return None
+    rdp = require_opacus()
+    total = sum(count * _of_a_step(rate, noise) for rate, count in taken.items())
+    # the best order may be the first or the last: the bound holds all the same
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        epsilon, _ = rdp.get_privacy_spent(orders=list(ORDERS), rdp=total, delta=delta)
+    return float(epsilon)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_a_step(rate: float, noise: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    orders = list(ORDERS)
+    computed = require_opacus().compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
+    return np.asarray(computed, dtype=np.float64)
+
+
+def require_opacus() -> ModuleType:
+    """Opacus's accountant; ConfigError if it is not here."""
+    try:
+        from opacus.accountants.analysis import rdp
+    except ImportError as error:
+        raise ConfigError(
+            "privacy.gradient_clip needs Opacus, which counts epsilon: pip install "
+            f"'fedstill[private]' ({error})"
+        ) from error
+    module: ModuleType = rdp
+    return module

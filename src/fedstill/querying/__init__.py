@@ -1,0 +1,1 @@
+"""Queries: clients ask peers for classes that they lack."""

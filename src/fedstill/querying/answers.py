@@ -1,0 +1,427 @@
+"""One query, answered from a finished run's models: teachers, gain and forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstill.config.experiment import Experiment, from_tree
+from fedstill.config.resolve import settle
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.fields import as_table
+from fedstill.core.files import digest, in_shell
+from fedstill.core.method import Method
+from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
+from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.stages import FIT, probed, why_asked
+from fedstill.data.client_split import FlatParts
+from fedstill.data.dataset import Dataset
+from fedstill.data.views import SiteViews
+from fedstill.engines.passes import correct_by_class
+from fedstill.methods.qkt import QKT
+from fedstill.metrics import class_accuracy
+from fedstill.models.contract import predictor
+from fedstill.models.model_file import read_model
+from fedstill.querying.queries import Why, picked
+from fedstill.querying.rules import rule_of
+from fedstill.running import journal as journals
+from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.directory import settings_of
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.split_file import begun_split
+from fedstill.running.world import RunWorld
+
+# What a client is by now that asks after a run: its model, its new data, and for what it has reason
+# to ask.
+
+
+@dataclass(frozen=True)
+class Later:
+    """What is different when a client asks later: the file of the model that it has now, and its
+    new data.
+    """
+
+    student: Path | None = None
+    new: Dataset | None = None
+
+    @property
+    def examples(self) -> int:
+        """How many new examples there are."""
+        return len(self.new.train) if self.new else 0
+
+
+def by_now(
+    prepared: Prepared, folder: Path, client: int, later: Later
+) -> tuple[Prepared, dict[int, Tensors], dict[str, Any]]:
+    """The run with a client's new data, all clients' models by now, and their numbers of examples
+    when they trained.
+
+    Raises ConfigError for a client that trained nothing, and for a student of another network.
+    """
+    models, sizes = _local_models(folder)
+    if client not in models:
+        raise ConfigError(f"client {client} trained no model in {folder}")
+    if later.student is not None:
+        if "accuracy" in prepared.settings.query.triggers and later.new is None:
+            raise ConfigError(
+                f"{later.student} was trained on all data of client {client}; its accuracy cannot "
+                "be measured on them; "
+                "give new data, of which some are held out, or name the classes"
+            )
+        spec, models[client] = read_model(later.student)
+        if spec != prepared.world.model(client):
+            raise ConfigError(
+                f"{later.student} is a {spec}, client {client} has a {prepared.world.model(client)}"
+            )
+    if later.new is not None:
+        prepared = with_new_data(prepared, client, later.new)
+        models[client] = fitted_again(prepared, prepared.settings.method, models, sizes, client)
+    return prepared, models, sizes
+
+
+@dataclass(frozen=True)
+class WithNewData(SiteViews):
+    """Views in which one client, ``asker``, has ``new`` further examples, which stand at the end of
+    its part.
+
+    What it holds out is of the new ones alone: a model of before may have been trained on all
+    others.
+    """
+
+    asker: int = 0
+    new: int = 0
+
+    def _held_apart(
+        self, client: int, size: int, share: float, task: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        if client != self.asker:
+            return super()._held_apart(client, size, share, task)
+        old = torch.arange(size - self.new)
+        own, held = super()._held_apart(client, self.new, share)
+        return torch.cat([old, len(old) + own]), len(old) + held
+
+
+def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
+    """The run in which a client also has a data set's training examples; raises ConfigError if they
+    do not fit.
+    """
+    sites, classes = prepared.sites, prepared.dataset.classes
+    shape, wanted = tuple(new.train.values.shape[1:]), tuple(sites.train.values.shape[1:])
+    if shape != wanted:
+        raise ConfigError(
+            f"new data {new.name}: examples have shape {shape}, those of the run {wanted}"
+        )
+    unknown = [c for c in new.classes if c not in classes]
+    if unknown:
+        raise ConfigError(
+            f"new data {new.name}: the run has no class {unknown[0]!r}; its classes: "
+            f"{', '.join(classes)}"
+        )
+    ids = torch.tensor([classes.index(c) for c in new.classes], dtype=torch.int64)
+    device, old = str(sites.train.labels.device), len(sites.train)
+    more = Examples(new.train.values, ids[new.train.labels.cpu()]).to(device)
+    both = Examples(
+        *(torch.cat([getattr(e, k) for e in (sites.train, more)]) for k in ("values", "labels"))
+    )
+    assert isinstance(sites.parts, FlatParts)  # queries are answered in simulations
+    parts = sites.parts.with_more(client, old + torch.arange(len(more)))
+    known = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
+    grown = WithNewData(**{**known, "train": both, "parts": parts}, asker=client, new=len(more))
+    return replace(prepared, sites=grown)
+
+
+def fitted_again(
+    prepared: Prepared,
+    method: Method,
+    models: Mapping[int, Tensors],
+    sizes: Mapping[str, Any],
+    client: int,
+) -> Tensors:
+    """A client's model after it has trained alone on what it has now, from the model that it
+    had.
+    """
+    settings, world = prepared.settings, replace(prepared.world, asking=None)
+    state = State({}, Payload({**many("model", models), **sizes}))
+    with closing(replace(prepared, world=world).engine(measured=False)) as engine:
+        stages = [Stage(1, 0, FIT, (client,))]
+        state = run_round(method, state, stages, world, engine, Unwatched(), settings.rules)
+    return state.extra.many("model")[client]
+
+
+def with_query_of(prepared: Prepared, client: int, query: tuple[int, ...]) -> Prepared:
+    """The run in which one client asks, for these classes, and no other does."""
+    queries = {client: query}
+    world, sites = (
+        replace(prepared.world, queries=queries, asking=None),
+        replace(prepared.sites, queries=queries),
+    )
+    return replace(prepared, world=world, sites=sites)
+
+
+def raised_by(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why]:
+    """What a client has reason to ask for by the settings' rule, given its local model, and why.
+
+    Raises ConfigError if it has none, or holds out no data to tell.
+    """
+    settings = prepared.settings
+    rule = rule_of(settings, prepared.sites.all_counts())
+    assert rule is not None
+    view = prepared.sites.view(client, Stage(1, 0, FIT, (client,)))
+    why = why_asked(rule, params, view)
+    asked = picked(rule, client, list(why))
+    if not asked:
+        raise ConfigError(
+            f"client {client} has no reason to ask: {_by(settings)}; name the classes with "
+            "--classes"
+        )
+    return {c: why[c] for c in asked}
+
+
+def _by(settings: Settings) -> str:
+    table, told = settings.query, dict[str, str]()
+    told["lack"] = (
+        f"it has {table.fewer_than} examples or more of each class that another client has"
+    )
+    share = f"{100 * (table.accuracy_under or 0):g} %"
+    told["accuracy"] = f"its model is right on {share} or more of each class that it holds out"
+    told["need"] = "no class is named that it will need"
+    chosen: Sequence[str] = table.triggers
+    return " and ".join(told[name] for name in chosen)
+
+
+def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
+    if not (folder / "summary.json").is_file():
+        raise ConfigError(
+            f"{folder} is not finished; `fedstill resume {in_shell(folder)}`, then ask"
+        )
+    config = digest((folder / "config.toml").read_bytes())
+    restored = Checkpoints(folder / "checkpoints", config, folder / "memory").latest()
+    models = restored.state.extra.many("model") if restored else {}
+    if not models:
+        raise ConfigError(
+            f"{folder} keeps no models that clients trained alone; run method = 'local_only', then "
+            "ask"
+        )
+    assert restored is not None
+    return models, {k: v for k, v in restored.state.extra.items() if k.startswith("size.")}
+
+
+# One query, answered from a finished run's models: which teachers know the classes, what is gained,
+# what is lost.
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A teacher from a file: what it is called, its network, its parameters."""
+
+    name: str
+    model: ModelSpec
+    params: Tensors
+
+
+@dataclass(frozen=True)
+class WithGuests(RunWorld):
+    """A world with further teachers, from files; their ids follow those of the clients."""
+
+    guests: tuple[Guest, ...] = ()
+    own: int = 0
+
+    def model(self, client: int) -> ModelSpec:
+        return (
+            self.guests[client - self.own].model
+            if client >= self.own > 0
+            else super().model(client)
+        )
+
+    def name(self, client: int) -> str:
+        """What a client or guest is called."""
+        return self.guests[client - self.own].name if client >= self.own else f"client {client}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a query, and what it changed.
+
+    probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares
+    (C,) of the clients among the teachers; before, after: class accuracies (C,) on the common test
+    set; own: the client's label shares;
+    why: the reasons for what is asked, where they raised the query; new: the client's new examples,
+    on which it trained before it asked.
+    """
+
+    client: int
+    query: tuple[int, ...]
+    classes: Sequence[str]
+    threshold: float
+    names: Mapping[int, str]
+    probe: Mapping[int, Tensor]
+    used: Sequence[int]
+    shares: Mapping[int, Sequence[float]]
+    own: Sequence[float]
+    before: Sequence[float]
+    after: Sequence[float]
+    model: ModelSpec = field(repr=False)
+    params: Tensors = field(repr=False)
+    why: Mapping[int, Why] = field(default_factory=dict)
+    new: int = 0
+
+
+def ask(
+    folder: Path,
+    client: int,
+    query: Sequence[int] | Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    teachers: Sequence[Path] = (),
+    data: Dataset | None = None,
+    later: Later | None = None,
+) -> Answer:
+    """Answer one client's query by QKT, from the models that clients of a run trained alone.
+
+    ``query``: classes by number; or what raises it, as keys of ``[query]``, e.g.
+    ``{"by": ["lack"]}``: then the client asks for all classes for which it has reason. ``changes``:
+    dotted keys of QKT or its plans (``method.query_weight``,
+    ``plan.transfer.epochs``); ``teachers``: model files beside the run's own. ``later``: the client
+    has another model by now, or new data. Where no teacher reaches the threshold, the local model
+    is given back as it is. Raises ConfigError for a query without an answer, for a client without
+    reason to ask, for a run without local models, or for a teacher of another class count or image
+    shape; CorruptFile for a file that is damaged.
+    """
+    prepared = prepare(
+        settle(_experiment(folder, client, query, changes or {})), data, begun_split(folder)
+    )
+    method = prepared.settings.method
+    assert isinstance(method, QKT)
+    guests = tuple(_guest(path, prepared) for path in teachers)
+    prepared, models, sizes = by_now(prepared, folder, client, later or Later())
+    why = raised_by(prepared, client, models[client]) if isinstance(query, Mapping) else {}
+    prepared = with_query_of(prepared, client, tuple(why) or prepared.world.queries[client])
+    world = _world(prepared, guests)
+    everyone = {**models, **{world.own + i: g.params for i, g in enumerate(guests)}}
+    probe = {
+        c: probed(world.model(c), p, world, method.samples)
+        for c, p in everyone.items()
+        if c != client
+    }
+    used = [c for c, p in probe.items() if method.useful(p, world.queries[client])]
+    params = _learn(prepared, world, method, everyone, sizes, client) if used else models[client]
+    spec, shares = (
+        world.model(client),
+        {c: prepared.sites.label_shares(c) for c in range(world.own)},
+    )
+    return Answer(
+        client,
+        world.queries[client],
+        prepared.dataset.classes,
+        method.threshold,
+        {c: world.name(c) for c in probe},
+        probe,
+        used,
+        {c: own for c, own in shares.items() if c != client},
+        shares[client],
+        _accuracies(prepared, spec, models[client]),
+        _accuracies(prepared, spec, params),
+        spec,
+        params,
+        why,
+        later.examples if later else 0,
+    )
+
+
+def numbered(folder: Path, names: Sequence[str]) -> list[int]:
+    """Classes by number or by name, as numbers; raises UnknownName for one that the run does not
+    have.
+    """
+    events = journals.read_journal(folder / "journal.jsonl") if folder.is_dir() else []
+    known = [str(c) for e in events[:1] for c in e.get("classes", [])]
+    for name in names:
+        if not name.isdecimal() and name not in known:
+            raise UnknownName("class", name, known)
+    return [int(name) if name.isdecimal() else known.index(name) for name in names]
+
+
+def _experiment(
+    folder: Path, client: int, query: Sequence[int] | Mapping[str, Any], changes: Mapping[str, Any]
+) -> Experiment:
+    """The run's experiment with QKT for its method, one student and one query."""
+    run = settings_of(folder)
+    if FIT not in run.plans:
+        raise ConfigError(
+            f"{folder} has no models that clients trained alone; run method = 'local_only', then "
+            "ask"
+        )
+    asked: dict[str, Any] = {"classes": {str(client): tuple(query)}}
+    if isinstance(query, Mapping):
+        asked = {"draw": "all", **query}
+    tree = {
+        **run.tree,
+        "rounds": 1,
+        "method": {"name": "qkt"},
+        "topology": {"kind": "peer_to_peer", "students": (client,), "clients": run.clients},
+        "query": {"fewer_than": run.query.fewer_than, **asked},
+        "plan": {FIT: as_table(run.plans[FIT])},
+    }
+    return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, "command line")
+
+
+def _guest(path: Path, prepared: Prepared) -> Guest:
+    spec, params = read_model(path)
+    own = prepared.world.server_model
+    if spec.classes != own.classes:
+        raise ConfigError(f"teacher {path} knows {spec.classes} classes, the run has {own.classes}")
+    if spec.input_shape != own.input_shape:
+        raise ConfigError(
+            f"teacher {path} takes examples of {spec.input_shape}, the run's are {own.input_shape}"
+        )
+    return Guest(path.name, spec, params)
+
+
+def _world(prepared: Prepared, guests: tuple[Guest, ...]) -> WithGuests:
+    w = prepared.world
+    number = w.clients + len(guests)
+    return WithGuests(
+        number,
+        w.classes,
+        1,
+        w.seed,
+        w.plans,
+        w.server_model,
+        w.client_models,
+        w.queries,
+        guests=guests,
+        own=w.clients,
+    )
+
+
+def _learn(
+    prepared: Prepared,
+    world: WithGuests,
+    method: QKT,
+    models: Mapping[int, Tensors],
+    sizes: Mapping[str, Any],
+    client: int,
+) -> Tensors:
+    state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
+    stages = prepared.settings.topology(1, prepared.world)
+    with closing(replace(prepared, world=world).engine(measured=False)) as engine:
+        state = run_round(
+            method, state, stages, world, engine, Unwatched(), prepared.settings.rules
+        )
+    return state.extra.many("student")[client]
+
+
+def _accuracies(prepared: Prepared, spec: ModelSpec, params: Tensors) -> list[float]:
+    test, classes = prepared.sites.common_test, prepared.world.classes
+    if test is None:
+        return [float("nan")] * classes
+    right = correct_by_class(predictor(spec, params), test, prepared.sites.inputs, classes)
+    accuracies: list[float] = class_accuracy(
+        right, torch.bincount(test.labels.cpu(), minlength=classes)
+    ).tolist()
+    return accuracies

@@ -1,0 +1,266 @@
+"""Queries: why a client asks its peers for a class, for which of these classes, and which queries
+nobody can answer.
+
+All functions here are pure. What a client knows of itself (``Standing``) raises a query under a
+rule (``Asking``): ``reasons`` gives the classes and why, ``picked`` those that it asks for. Where
+label counts decide alone, the queries of all clients are known before the run (``drawn``); else
+each client raises its own in the run (``fedstill.querying.raised``).
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(QKT), section 3.1: a query is raised by "under-representation or absence" of a class "but can also
+be other triggers such as performance-based or proactive queries".
+Reading: the paper says no more of the last two. Performance-based ("accuracy"): the model that the
+client trained alone is right on fewer than a share ``accuracy_under`` of a class, on examples that
+the client itself holds out in the stage ``fit``. That stage keeps the epoch that is best on them,
+so the accuracies are a little too high. A class of which none is held out cannot be measured, and
+is not asked for by this trigger.
+Reading: proactive ("need"): a client says which classes it will need, and asks for them whatever it
+has of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.keys import generator, seed_for
+
+Queries = dict[int, tuple[int, ...]]
+"""The classes that a client asks for, sorted, by client."""
+
+Trigger = Literal["lack", "accuracy", "need"]
+"""What raises a query: too few examples of a class, a model that is too often wrong on it, or a
+need foreseen.
+"""
+
+TRIGGERS: tuple[Trigger, ...] = ("lack", "accuracy", "need")
+
+Why = dict[str, float | None]
+"""Why a class is asked for: ``lack``, the client's number of examples; ``accuracy``, on as many
+examples as ``held_out``; ``need``, 1. None for a number that stays at a site.
+"""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The rule by which clients ask: what raises a query, and for how many of the classes they ask.
+
+    ``by``: the triggers, any of which is enough. ``fewer_than``: examples, for
+    "lack"; ``accuracy_under``: for "accuracy"; ``needs``: classes by client, for "need". ``draw``:
+    one of the classes, ``least`` to ``most``, or all.
+    ``seed``: of the draw. ``offered``: the classes of which another client has an example, by
+    client; a client that is left out may ask for any. ``discreet``: clients say why they ask
+    without numbers.
+    """
+
+    draw: Literal["single", "multi", "all"]
+    seed: int
+    by: tuple[Trigger, ...] = ("lack",)
+    fewer_than: int = 50
+    accuracy_under: float = 0.0
+    needs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    least: int = 2
+    most: int = 3
+    offered: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    discreet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.least > self.most:
+            raise ConfigError(f"query.least = {self.least} is more than query.most = {self.most}")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a client knows of itself when it asks: its label counts (C,) int64, and how its local
+    model does.
+
+    ``right``, ``held``: of the examples of each class (C,) that it held out, how many the model
+    predicts right, and how many there are; None where nothing was measured.
+    """
+
+    counts: Tensor
+    right: Tensor | None = None
+    held: Tensor | None = None
+
+
+def reasons(asking: Asking, client: int, standing: Standing) -> dict[int, Why]:
+    """The classes that a client has reason to ask for, by id, each with all that speaks for it.
+
+    Raises ConfigError if accuracy is a trigger and the client holds out no example.
+
+    >>> few, often_wrong = torch.tensor([90, 0, 60]), torch.tensor([9, 0, 2])
+    >>> rule = Asking("all", seed=1, by=("lack", "accuracy"), accuracy_under=0.5)
+    >>> reasons(rule, 0, Standing(few, right=often_wrong, held=torch.tensor([9, 0, 6])))
+    {1: {'lack': 0}, 2: {'accuracy': 0.3333, 'held_out': 6}}
+    """
+    counts = standing.counts.tolist()
+    why: dict[int, Why] = {c: {} for c in range(len(counts))}
+    if "lack" in asking.by:
+        for c, own in enumerate(counts):
+            why[c] |= {"lack": own} if own < asking.fewer_than else {}
+    if "accuracy" in asking.by:
+        for c, (right, held) in enumerate(_measured(client, standing)):
+            low = held > 0 and right / held < asking.accuracy_under
+            why[c] |= {"accuracy": round(right / held, 4), "held_out": held} if low else {}
+    if "need" in asking.by:
+        for c in asking.needs.get(client, ()):
+            why[c] |= {"need": 1}
+    return {c: w for c, w in why.items() if w}
+
+
+def without_numbers(why: Why) -> Why:
+    """The reasons alone.
+
+    >>> without_numbers({"lack": 12, "accuracy": 0.25, "held_out": 8})
+    {'lack': None, 'accuracy': None}
+    """
+    return dict.fromkeys((reason for reason in TRIGGERS if reason in why), None)
+
+
+def because(why: Mapping[str, float | None]) -> str:
+    """Why a class is asked for, in words; empty for no reason.
+
+    >>> because({"lack": 12}), because({"accuracy": 0.25, "held_out": 8, "need": 1})
+    ('has 12 examples', 'right on 25 % of 8 held out; will need it')
+    >>> because({"lack": None, "accuracy": None})
+    'has few examples; is often wrong'
+    """
+    told = []
+    if "lack" in why:
+        few = why["lack"]
+        told.append(
+            "has few examples" if few is None else f"has {few:g} example{'' if few == 1 else 's'}"
+        )
+    if "accuracy" in why:
+        share, held = why["accuracy"], why.get("held_out") or 0
+        told.append(
+            "is often wrong"
+            if share is None
+            else f"right on {100 * share:.0f} % of {held:g} held out"
+        )
+    return "; ".join([*told, *(["will need it"] if "need" in why else [])])
+
+
+def picked(asking: Asking, client: int, wanted: Sequence[int], number: int = 1) -> tuple[int, ...]:
+    """The classes that a client asks for, sorted, of those ``wanted``; ``number``: which of its
+    queries it is, from 1.
+
+    Classes that nobody else has are left out. "single": one, uniform; "multi": a uniform number
+    from ``least`` to ``most``, at most all of them, uniform without repetition. A pure function of
+    the seed.
+
+    Source: QKT, section 4.1.
+    Reading: "a random number of classes" has no range; the published mean of 1 / (1 + number) is
+    that of 2 and 3.
+    """
+    offered = asking.offered.get(client)
+    left = torch.tensor(
+        sorted(c for c in set(wanted) if offered is None or c in offered), dtype=torch.int64
+    )
+    if asking.draw == "all":
+        return tuple(left.tolist())
+    draw = generator(seed_for(asking.seed, number - 1, 0, client, "query"))
+    most = (
+        1
+        if asking.draw == "single"
+        else int(torch.randint(asking.least, asking.most + 1, (), generator=draw))
+    )
+    return tuple(sorted(left[torch.randperm(len(left), generator=draw)[:most]].tolist()))
+
+
+def drawn(asking: Asking, counts: Tensor) -> Queries:
+    """A query for every client that has reason to ask for a class which another client has, from
+    label counts alone.
+
+    counts: (clients, C) int64. Raises ConfigError if the rule needs a model's accuracy.
+
+    >>> drawn(Asking("single", seed=1), torch.tensor([[90, 0], [0, 90]]))
+    {0: (1,), 1: (0,)}
+    """
+    rule = replace(asking, offered=offers(counts))
+    asked = {
+        c: picked(rule, c, list(reasons(rule, c, Standing(own)))) for c, own in enumerate(counts)
+    }
+    return {client: classes for client, classes in asked.items() if classes}
+
+
+def offers(counts: Tensor) -> Queries:
+    """For each client the classes of which another one has an example, from label counts (clients,
+    C).
+    """
+    others = counts.sum(0) - counts
+    return {client: tuple(row.nonzero().flatten().tolist()) for client, row in enumerate(others)}
+
+
+def check_queries(
+    queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int | None = 50
+) -> Queries:
+    """Queries as they were written, each sorted; raises ConfigError, in one line, for one that no
+    client can answer.
+
+    counts: (clients, C). Refused are clients and classes that do not exist, an empty query, a class
+    that the client has (``fewer_than`` examples of it or more; None: it may), and one of which no
+    other client has an example.
+    """
+    checked: Queries = {}
+    for client, classes in sorted(queries.items()):
+        if not 0 <= client < len(counts):
+            raise ConfigError(
+                f"query: there is no client {client}; clients are 0 to {len(counts) - 1}"
+            )
+        if not classes:
+            raise ConfigError(
+                f"query: client {client} asks for no class; name one, or leave the client out"
+            )
+        for c in classes:
+            _refuse(client, c, counts, fewer_than)
+        checked[client] = tuple(sorted(set(classes)))
+    return checked
+
+
+def check_unseen(queries: Mapping[int, Sequence[int]], classes: int) -> Queries:
+    """The same of real sites, whose label counts nobody sees; raises ConfigError for a class that
+    does not exist.
+    """
+    for client, wanted in sorted(queries.items()):
+        for c in wanted:
+            if not 0 <= c < classes:
+                raise ConfigError(
+                    f"query of client {client}: there is no class {c}; classes are 0 to "
+                    f"{classes - 1}"
+                )
+    return {client: tuple(sorted(set(wanted))) for client, wanted in queries.items()}
+
+
+def _refuse(client: int, c: int, counts: Tensor, fewer_than: int | None) -> None:
+    if not 0 <= c < counts.shape[1]:
+        raise ConfigError(
+            f"query of client {client}: there is no class {c}; classes are 0 to "
+            f"{counts.shape[1] - 1}"
+        )
+    own, others = int(counts[client, c]), int(counts[:, c].sum() - counts[client, c])
+    if fewer_than is not None and own >= fewer_than:
+        raise ConfigError(
+            f"query of client {client}: it has class {c} itself, {own} examples of it; ask for one "
+            "of which it has "
+            f"fewer than {fewer_than} (query.fewer_than)"
+        )
+    if others == 0:
+        raise ConfigError(
+            f"query of client {client}: no other client has an example of class {c}; ask for "
+            "another"
+        )
+
+
+def _measured(client: int, standing: Standing) -> list[tuple[int, int]]:
+    if standing.right is None or standing.held is None or not int(standing.held.sum()):
+        raise ConfigError(
+            f"client {client} holds out no example to measure its model on; set "
+            "plan.fit.validation, e.g. 0.1"
+        )
+    return list(zip(standing.right.tolist(), standing.held.tolist(), strict=True))

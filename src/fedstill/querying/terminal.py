@@ -1,0 +1,160 @@
+"""Queries in a terminal: what clients will ask for, and what an answered query gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fedstill.data.arrival import Arrival
+from fedstill.metrics import (
+    average_accuracy,
+    query_accuracy_gain,
+    query_forgetting,
+    uniform_accuracy,
+)
+from fedstill.querying.answers import Answer
+from fedstill.querying.queries import because
+from fedstill.querying.rules import reasons_before
+from fedstill.report.summary import NONE
+from fedstill.report.terminal import SHADES, table
+from fedstill.running.preparation import Prepared
+
+# What a run's clients will ask for, as far as it is known before: shown by ``fedstill explain``.
+
+
+WORDS = {
+    "lack": "of which they have fewer than {few} examples",
+    "accuracy": "on which their model's accuracy is under {under}",
+    "need": "that they say they will need",
+}
+AMOUNTS = {"single": "one class", "multi": "several classes", "all": "all classes"}
+
+MOST_ASKERS = 40
+"""Of more clients that ask, the others are only counted."""
+
+
+def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
+    """When and by what queries are raised, as a sentence; client, classes and why of those that are
+    known by now.
+    """
+    world, sites, table = prepared.world, prepared.sites, prepared.settings.query
+    if world.asking is not None:
+        by = " or ".join(WORDS[trigger] for trigger in world.asking.by)
+        said = (
+            "Clients raise their queries in the run, after the stage 'fit', for "
+            f"{AMOUNTS[world.asking.draw]} {by}."
+        )
+        said = said.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
+        return said + (f" {_growing(sites.arrival)}" if sites.arrival else ""), []
+    why, names = (
+        reasons_before(prepared.settings, world, sites.all_counts),
+        prepared.dataset.classes,
+    )
+    rows = []
+    for client, query in sorted(world.queries.items())[:MOST_ASKERS]:
+        told = (
+            "; ".join(f"{names[c]}: {because(why[client][c])}" for c in query)
+            if why
+            else "written in the config"
+        )
+        rows.append((f"{client}", ", ".join(names[c] for c in query), told))
+    more = len(world.queries) - len(rows)
+    return f"and {more} more clients" if more else "", rows
+
+
+def _growing(arrival: Arrival) -> str:
+    first = f"{100 * arrival.share(1):.0f} %"
+    return (
+        f"They ask in each round: in round 1 with {first} of their data, in round {arrival.rounds} "
+        "with all of them."
+    )
+
+
+# An answered query in the terminal: who knows what by the noise probe, what was gained, what was
+# forgotten.
+
+
+def answer_tables(answer: Answer) -> Iterator[RenderableType]:
+    """The teachers, the classes, and the measures."""
+    asked = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
+    yield Text(f"client {answer.client} asks for {asked}", style="bold")
+    for c, why in answer.why.items():
+        yield Text(f"  {c} ({answer.classes[c]}): {because(why)}")
+    if answer.new:
+        yield Text(f"Before it asked it trained alone again, with {answer.new:,} new examples.")
+    yield Text(
+        f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a "
+        "class asked for. Each "
+        "mark is a class; it is darker where the teacher predicts the class more."
+    )
+    yield table(_head(answer), [_teacher(answer, c) for c in answer.probe], words=2)
+    if not answer.used:
+        yield Text(
+            "\nNo teacher reaches the threshold: the local model is returned unchanged.",
+            style="bold",
+        )
+    yield Text("\nClass accuracy on the common test set", style="bold")
+    yield table(("class", "what", "before", "after", "change"), list(_classes(answer)), words=2)
+    yield Text()
+    yield table(("measure", "before", "after"), _measures(answer))
+
+
+def _head(answer: Answer) -> Sequence[str]:
+    each = [f for c in answer.query for f in (f"noise → {c}", f"share of {c}")]
+    return ("teacher", "noise probe", *each, "used")
+
+
+def _teacher(answer: Answer, teacher: int) -> list[str]:
+    probe, shares = answer.probe[teacher].tolist(), answer.shares.get(teacher)
+    top = max(probe) or 1
+    drawn = "".join(
+        SHADES[min(4, -int(-4 * p // top)) if p >= answer.threshold else 0] for p in probe
+    )
+    cells = [
+        f
+        for c in answer.query
+        for f in (f"{probe[c]:.3f}", f"{100 * shares[c]:.1f} %" if shares else NONE)
+    ]
+    return [
+        answer.names[teacher],
+        f"│{drawn}│",
+        *cells,
+        "yes" if teacher in answer.used else "no",
+    ]
+
+
+def _classes(answer: Answer) -> Iterator[list[str]]:
+    for c, name in enumerate(answer.classes):
+        what = "asked for" if c in answer.query else "own" if answer.own[c] > 0 else ""
+        if what:
+            before, after = answer.before[c], answer.after[c]
+            yield [
+                f"{c} {name}",
+                what,
+                _percent(before),
+                _percent(after),
+                f"{100 * (after - before):+.1f}",
+            ]
+
+
+def _measures(answer: Answer) -> list[list[str]]:
+    before, after, own, query = answer.before, answer.after, answer.own, answer.query
+    both = [
+        [name, *(_percent(measure(m, own, query)) for m in (before, after))]
+        for name, measure in (
+            ("average accuracy", average_accuracy),
+            ("uniform accuracy", uniform_accuracy),
+        )
+    ]
+    gain, lost = query_accuracy_gain(before, after, query), query_forgetting(before, after, own)
+    return [
+        *both,
+        ["gain on the classes asked for", "", f"{100 * gain:+.1f}"],
+        ["forgetting", "", f"{100 * lost:+.1f}"],
+    ]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %" if value == value else NONE

@@ -1,0 +1,97 @@
+"""What a search for good values has given: its table, its page, and what to report on which
+seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.files import PAGE, write_over
+from fedstill.report.figures import Figure, layout
+from fedstill.report.markup import figure, html_table, section, sentence
+from fedstill.report.numbers import spread
+from fedstill.report.page import document
+from fedstill.report.summary import NONE
+from fedstill.running.tuning import Trial, Tuning
+
+REPORT_SEEDS = 5
+"""On how many other seeds the chosen values are to be reported."""
+
+
+def trial_lines(tuning: Tuning) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of the table, the best trial first."""
+    head = ["trial", *(d.key for d in tuning.space), f"{tuning.goal or 'goal'} [%]", "seeds", ""]
+    return head, [_line(trial, tuning) for trial in tuning.ranked()]
+
+
+def _line(trial: Trial, tuning: Tuning) -> list[str]:
+    score = spread(list(trial.scores.values()))
+    cells = [json.dumps(trial.values[d.key], ensure_ascii=False).strip('"') for d in tuning.space]
+    return [
+        str(trial.number),
+        *cells,
+        score.text(100) if score else NONE,
+        str(len(trial.scores)),
+        trial.problem,
+    ]
+
+
+def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
+    """What to report, and on which seeds, as a command: not on those that chose the values."""
+    best = tuning.ranked()[0]
+    if not best.scores:
+        return "no trial finished, so there is nothing to report"
+    other = [seed for seed in range(1, 10**6) if seed not in tuning.seeds][:REPORT_SEEDS]
+    values = [f"{key}={_written(value)}" for key, value in best.values.items()]
+    words = " ".join([config, *(f"-s '{v}'" for v in (*overrides, *values))]).strip()
+    return (
+        f"trial {best.number} is the best of {len(tuning.trials)}. Its number is the best of many, "
+        "so it is too good: "
+        f"report the values on seeds that did not choose them:\n"
+        f"  fedstill compare {words} --seeds {','.join(map(str, other))}"
+    )
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def write_tuning_page(tuning: Tuning, out: Path) -> Path:
+    """Write a page with two figures, the goal by trial and over each key, to a file; it needs no
+    network.
+    """
+    from optuna.visualization import plot_optimization_history, plot_slice
+
+    head, lines = trial_lines(tuning)
+    seeds = ", ".join(map(str, tuning.seeds))
+    says = (
+        f"Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the "
+        "values."
+    )
+    drawn = [
+        figure([_as_ours(plot(tuning.study, target_name=tuning.goal))], text, title)
+        for plot, title, text in (
+            (plot_optimization_history, "The goal by trial", "The line is the best so far."),
+            (plot_slice, "The goal over each key", "Darker points are later trials."),
+        )
+        if any(t.scores for t in tuning.trials)
+    ]
+    shown = section(
+        "Tuning", sentence(says), *drawn, html_table(head, lines, "numbers"), name="tuning"
+    )
+    write_over(
+        out, document("Tuning", f"<header><h1>Tuning</h1></header>{shown.text}").encode(), PAGE
+    )
+    return out
+
+
+def _as_ours(drawn: Any) -> Figure:
+    """A figure of Optuna's with the layout of all our figures: the page gives it colours for light
+    and dark.
+    """
+    whole = json.loads(drawn.to_json())
+    axes = {k: v for k, v in whole["layout"].items() if k.startswith(("xaxis", "yaxis"))}
+    return {"data": whole["data"], "layout": layout(hovermode="closest", **axes)}

@@ -1,0 +1,1 @@
+"""Runs: preparation, the loop over rounds, journal, checkpoints, results, comparisons."""

@@ -1,0 +1,258 @@
+"""Checkpoints: all that a run needs to go on after a stage, written whole or not at all.
+
+``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that
+what has not changed is not written again. A checkpoint is a manifest that names objects and memory
+files; ``LATEST`` names the newest one. All of them are durable before the manifest and ``LATEST``
+have their names; old files go last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.codec import OWN_ENTRIES, decode, encode
+from fedstill.core.errors import BadPayload, CorruptFile
+from fedstill.core.files import digest, make_folder, remove, write_together
+from fedstill.core.records import ModelSpec, Payload, State, as_pairs
+from fedstill.running.journal import Mark
+
+log = logging.getLogger("fedstill.checkpoint")
+
+CHECKPOINTS_KEPT = 3
+"""How many checkpoints are kept."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds: the state, which memory files count, where the journal stood."""
+
+    state: State
+    memory: dict[int, tuple[str, str]]
+    journal: Mark
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, all made under one configuration (``config``: its SHA-256).
+
+    ``memory``: the folder of the memory files that they name; they are read and compared too, if it
+    is given.
+    ``every``: those after every so many rounds are kept, beside the last ones; 0: none.
+    """
+
+    folder: Path
+    config: str
+    memory: Path | None = None
+    every: int = 0
+    # objects written or read whole here
+    _sound: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def objects(self) -> Path:
+        """Where groups of states are."""
+        return self.folder / "objects"
+
+    def save(
+        self,
+        state: State,
+        memory: dict[int, tuple[str, str]],
+        journal: Mark,
+        beside: Callable[[], object] | None = None,
+    ) -> list[str]:
+        """Write a checkpoint; the names of all memory files that a kept checkpoint still needs.
+
+        ``beside``: what else must be durable before it is, waited for at the same time.
+        """
+        make_folder(self.objects)
+        groups: dict[str, str] = {}
+        write_together(self._files(state, memory, journal, groups), beside=beside)
+        self._sound.update(groups.values())
+        return self.prune(state)
+
+    def latest(self) -> Restored | None:
+        """The newest checkpoint that is whole, or None if there never was one.
+
+        If it is damaged, the one before it is taken.
+        Raises CorruptFile if checkpoints exist and none is whole.
+        """
+        problems = []
+        for name in self._names():
+            try:
+                return self._load(name)
+            except CorruptFile as error:
+                log.warning("checkpoint passed over: %s", error)
+                problems.append(str(error))
+        if problems:
+            raise CorruptFile(f"no whole checkpoint is left in {self.folder}: {problems[0]}")
+        return None
+
+    def before(self, round: int) -> Restored | None:
+        """The last whole checkpoint before a round's first stage or earlier; None if there is
+        none.
+        """
+        for name in self._names():
+            if name <= _name(round, 0):
+                with suppress(CorruptFile):
+                    return self._load(name)
+        return None
+
+    def _names(self) -> list[str]:
+        """Names from the newest that ``LATEST`` points to; one written later was never
+        completed.
+        """
+        names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
+        try:
+            newest = (self.folder / "LATEST").read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return names
+        return [n for n in names if n <= newest] or names
+
+    def _files(
+        self,
+        state: State,
+        memory: dict[int, tuple[str, str]],
+        journal: Mark,
+        groups: dict[str, str],
+    ) -> Iterator[tuple[Path, bytes]]:
+        """What a checkpoint writes: objects that are not there yet, the manifest that names them,
+        ``LATEST``.
+
+        ``groups`` takes up the name of each group's object.
+        """
+        extra = {f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra}
+        for group, payload in {"params": Payload(params=state.params), **extra}.items():
+            data = encode(payload)
+            name = digest(data)
+            path, again = self._at(name), name in groups.values()
+            groups[group] = name
+            if not again and (name not in self._sound or not path.exists()):
+                yield path, data
+        manifest = {
+            "round": state.round,
+            "stage": state.stage,
+            "model": asdict(state.model) if state.model else None,
+            "groups": groups,
+            "memory": {str(c): list(memory[c]) for c in sorted(memory)},
+            "journal": journal,
+            "config": self.config,
+        }
+        body = json.dumps(manifest).encode()
+        name = _name(state.round, state.stage)
+        yield (
+            self.folder / name,
+            json.dumps({"sha256": digest(body), "manifest": manifest}).encode(),
+        )
+        yield self.folder / "LATEST", name.encode()
+
+    def _at(self, name: str) -> Path:
+        return self.objects / f"{name}.safetensors"
+
+    def _load(self, name: str) -> Restored:
+        manifest = self._manifest(name)
+        path = self.folder / name
+        try:
+            if manifest["config"] != self.config:
+                raise CorruptFile(f"{path} belongs to another configuration")
+            if name != _name(manifest["round"], manifest["stage"]):
+                raise CorruptFile(
+                    f"{path} is of round {manifest['round']}, stage {manifest['stage']}: it was "
+                    "moved"
+                )
+            return self._restored(manifest)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFile(
+                f"{path} is not laid out as this version's: {type(error).__name__} {error}"
+            ) from error
+
+    def _restored(self, manifest: dict[str, Any]) -> Restored:
+        groups: dict[str, Any] = {}
+        for key, sha in manifest["groups"].items():
+            (groups[key],) = self._group(sha).values()
+        model = manifest["model"]
+        if model:
+            fields = as_pairs(model["fields"])
+            shape, widths = tuple(model["input_shape"]), tuple(model.get("widths", ()))
+            model = ModelSpec(
+                model["name"], shape, model["classes"], fields, widths, model.get("vocabulary", 0)
+            )
+        extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})
+        state = State(groups["params"], extra, manifest["round"], manifest["stage"], model)
+        memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
+        if self.memory is not None:
+            for file, sha in memory.values():
+                _read_whole(self.memory / file, sha)
+        length, journal = manifest["journal"]
+        return Restored(state, memory, (length, journal))
+
+    def _manifest(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            whole = json.loads(path.read_bytes())
+            manifest: dict[str, Any] = whole["manifest"]
+            if digest(json.dumps(manifest).encode()) != whole["sha256"]:
+                raise ValueError("its SHA-256 is not the one noted")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptFile(f"{path} is damaged: {error}") from error
+        return manifest
+
+    def _group(self, sha: str) -> Payload:
+        path = self._at(sha)
+        data = _read_whole(path, sha)
+        self._sound.add(sha)
+        try:
+            return decode(data, entries=OWN_ENTRIES)
+        except BadPayload as error:
+            raise CorruptFile(f"{path} is damaged: {error}") from error
+
+    def prune(self, state: State) -> list[str]:
+        """Delete what the last three checkpoints up to a state's don't need; the memory files that
+        they do need.
+        """
+        newest = _name(state.round, state.stage)
+        names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
+        needed: set[str] = set()
+        memory: set[str] = set()
+        kept = {*names[-CHECKPOINTS_KEPT:], *self._staying(names)}
+        for name in sorted(kept):
+            for manifest in self._whole(name):
+                needed.update(manifest["groups"].values())
+                memory.update(file for file, _ in manifest["memory"].values())
+        for name in names:
+            if name not in kept:
+                remove(self.folder / name)
+        for path in self.objects.glob("*.safetensors"):
+            if path.stem not in needed:
+                remove(path)
+                self._sound.discard(path.stem)
+        return sorted(memory)
+
+    def _staying(self, names: Sequence[str]) -> list[str]:
+        """The last ones of every so many rounds."""
+        by_round = {int(name.partition("-")[0]): name for name in names}
+        return [name for round, name in by_round.items() if self.every and round % self.every == 0]
+
+    def _whole(self, name: str) -> Iterator[dict[str, Any]]:
+        try:
+            yield self._manifest(name)
+        except CorruptFile:
+            return
+
+
+def _name(round: int, stage: int) -> str:
+    return f"{round:07d}-{stage:07d}.json"
+
+
+def _read_whole(path: Path, sha: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorruptFile(f"{path} is damaged: {error.strerror}") from error
+    if digest(data) != sha:
+        raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one noted")
+    return data

@@ -1,0 +1,388 @@
+"""Several runs side by side, as many at once as fit on the machine; the same command goes on with
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from threading import Lock, Thread
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted
+from fedstill.engines.cores import WORKERS, cores
+from fedstill.engines.precision import check_machine
+from fedstill.running.existing_runs import in_the_way, make_way
+from fedstill.running.journal import read_journal, refuse_cut
+from fedstill.running.tracking import wanted
+from fedstill.running.variants import Variant, with_starts
+
+# Stopping a comparison: the first Ctrl-C lets running stages end, the second ends at once; workers
+# end with it.
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Processes that start here hear no Ctrl-C, until they say that they do; this one hears it
+    afterwards.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+class Asked:
+    """Whether Ctrl-C was pressed or the process was ended; the workers are told. The second time it
+    ends at once.
+    """
+
+    def __init__(self, event: Event) -> None:
+        self.event, self.stop = event, False
+
+    def __enter__(self) -> Asked:
+        self._old = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+        self.event.set()
+
+
+class StopsWhenAsked:
+    """A worker's watch: no display; a stop after the stage in which a signal came, or the
+    comparison was ended.
+    """
+
+    event: ClassVar[Event]
+    working: ClassVar[Lock] = Lock()
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @classmethod
+    def listen(cls, event: Event) -> None:
+        """Stop when this is set, too; end when the process that gives work has ended."""
+        cls.event = event
+        cls.idle()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        Thread(target=cls._end_with_parent, daemon=True).start()
+
+    @staticmethod
+    def idle() -> None:
+        """Between runs Ctrl-C is not for this process, and SIGTERM ends it at once."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    @classmethod
+    def _end_with_parent(cls) -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        with cls.working:
+            os._exit(1)
+
+    @contextmanager
+    def hearing(self) -> Iterator[StopsWhenAsked]:
+        """While a run is carried out, signals are for it."""
+        for number in SIGNALS:
+            signal.signal(number, self.ask)
+        try:
+            with self.working:
+                yield self
+        finally:
+            self.idle()
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal; the second ends the process."""
+        self.asked += 1
+        if self.asked > 1:
+            os._exit(1)
+
+    def started(self, folder: Path, round: int) -> None:
+        """Nothing."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Nothing."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """Nothing."""
+
+    def stop(self) -> bool:
+        """Whether a signal came, here or in the process that started the comparison, or that
+        process has ended.
+        """
+        parent = multiprocessing.parent_process()
+        return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())
+
+
+BYTES_A_RUN = 1.5e9
+"""What one run of the usual sizes takes at most; only how many run at once depends on it."""
+
+BYTES_ON_CARD = 3e9
+"""The same, of a CUDA card's memory: half a gigabyte is each process's own."""
+
+POLL_SECONDS = 0.2
+
+
+@dataclass
+class Outcome:
+    """How far a run has come: rounds done, the last accuracy; what went wrong, if anything did, and
+    its traceback.
+    """
+
+    variant: Variant
+    rounds: int
+    done: int = 0
+    accuracy: float | None = None
+    state: str = "waiting"
+    problem: str = ""
+    trace: str = ""
+    exit_code: int = 0
+    _read: int = field(default=0, repr=False)
+
+    def follow(self) -> None:
+        """Read what the run's journal has come to say since the last time; a run that goes on may
+        cut it first.
+        """
+        path = self.variant.folder / "journal.jsonl"
+        if self.state not in ("running", "finished") or not path.is_file():
+            return
+        if (size := path.stat().st_size) == self._read:
+            return
+        with path.open("rb") as journal:
+            self._read = journal.seek(self._read if self._read < size else 0)
+            whole = journal.read().rpartition(b"\n")[0]
+        for line in whole.split(b"\n"):
+            if line.startswith(b'{"event":"round"'):
+                # it is damaged, which whoever goes on with the run says
+                with suppress(ValueError, KeyError):
+                    event = json.loads(line)
+                    self.done, self.accuracy = event["round"], event["accuracy"]
+        self._read += len(whole) + 1 if whole else 0
+
+
+def jobs_that_fit(device: str = "cpu") -> int:
+    """How many runs to do at once on a device: one a core, fewer if there is not enough memory, on
+    the card too.
+    """
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fit = min(cores(), int(free / BYTES_A_RUN))
+    if device != "cpu" and torch.cuda.is_available():
+        fit = min(fit, int(torch.cuda.mem_get_info()[0] / BYTES_ON_CARD))
+    return max(1, fit)
+
+
+def carry_out_runs(
+    runs: Sequence[Variant],
+    jobs: int,
+    watch: Callable[[Sequence[Outcome]], None],
+    debug: bool = False,
+    overwrite: bool = False,
+    track: Sequence[str] = (),
+) -> list[Outcome]:
+    """Do all runs, going on with those that were begun, and leaving alone those that are finished.
+
+    A run that starts from another's model waits for that one. ``watch`` is called a few times a
+    second. A run that fails does not stop the others; one whose process is killed does. The first
+    Ctrl-C lets running stages end and starts nothing new; the second ends at once. ``debug``: as
+    for ``run``. Raises ConfigError where this machine lacks what a run that is not finished needs,
+    and RunExists for a folder that holds another run; with ``overwrite`` that one is deleted, and
+    one that is damaged begun anew. ``track``: trackers by name for every run; finished runs are
+    sent to those that do not have them.
+    """
+    outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
+    for outcome in outcomes:
+        _refuse_lacking(outcome.variant)
+    make_way([o.variant for o in outcomes], overwrite)
+    wanted(track)
+    _leave_alone([o for o in outcomes if not track and _is_whole(o.variant.folder)])
+    if not (waiting := [o for o in outcomes if o.state == "waiting"]):
+        watch(outcomes)
+        return outcomes
+    context = multiprocessing.get_context("forkserver")
+    with Asked(context.Event()) as asked, _workers(jobs, context, asked) as pool:
+        running, broken = dict[Future[Answer], Outcome](), False
+        while waiting or running:
+            ends = asked.stop or broken
+            while len(running) < jobs and not ends and (ready := _next(waiting, outcomes)):
+                waiting.remove(ready)
+                ready.state = "running"
+                side_by_side = min(jobs, 1 + len(running) + len(waiting))
+                workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
+                experiment, folder = ready.variant.experiment, ready.variant.folder
+                running[pool.submit(_do, experiment, folder, workers, debug, overwrite, track)] = (
+                    ready
+                )
+            if ends and not running:
+                break
+            done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in done:
+                broken |= isinstance(future.exception(), BrokenProcessPool)
+                _finish(running.pop(future), future, asked.stop)
+            for outcome in outcomes:
+                outcome.follow()
+            watch(outcomes)
+    return outcomes
+
+
+@contextmanager
+def _workers(jobs: int, context: ForkServerContext, asked: Asked) -> Iterator[ProcessPoolExecutor]:
+    """Processes that carry runs out; they end with the block, and are not waited for if it is left
+    at once.
+    """
+    context.set_forkserver_preload(["fedstill.running.runner", "fedstill.methods.fedavg"])
+    resource_tracker.ensure_running()  # it would unblock signals
+    with deaf():
+        forkserver.ensure_running()
+    pool = ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,))
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    except BaseException:
+        pool.shutdown()
+        raise
+    pool.shutdown()
+
+
+Answer = tuple[int, str, str]
+"""A run's exit code, what went wrong, and its traceback."""
+
+DONE: Answer = (0, "", "")
+STOPPED: Answer = (1, "stopped", "")
+KILLED: Answer = (
+    1,
+    "its process, or one beside it, was killed, as the system does where memory is short; the same "
+    "command goes on, "
+    "perhaps with fewer --jobs",
+    "",
+)
+
+
+def _refuse_lacking(run: Variant) -> None:
+    """Raise ConfigError where this machine lacks what a run needs, if that is not finished, or is
+    to be begun anew.
+    """
+    try:
+        check_machine(run.settings.precision, run.settings.device)
+    except ConfigError:
+        if not _stays(run):
+            raise
+
+
+def _stays(run: Variant) -> bool:
+    """Whether nothing of a run is to be done: it is finished, and so is the one that it started
+    from.
+    """
+    return (
+        _is_whole(run.folder) and not in_the_way(run) and (run.after is None or _stays(run.after))
+    )
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a run is finished, and its journal is what it wrote; of one that is not, who goes on
+    with it says why.
+    """
+    try:
+        refuse_cut(folder, read_journal(folder / "journal.jsonl"))
+    except CorruptFile:
+        return False
+    return (folder / "summary.json").is_file()
+
+
+def _leave_alone(finished: Sequence[Outcome]) -> None:
+    """Note of runs that are finished, of which there is nothing to do, how far they came."""
+    for outcome in finished:
+        outcome.state = "finished"
+        outcome.follow()
+
+
+def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The first that does not wait for another run; None if all do."""
+    open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
+    return next(
+        (o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None
+    )
+
+
+def _do(
+    experiment: Experiment,
+    folder: Path,
+    workers: str,
+    debug: bool,
+    overwrite: bool,
+    track: Sequence[str],
+) -> Answer:
+    """Carry out one run, or go on with it; one that is damaged is begun anew if it may be
+    overwritten.
+    """
+    from fedstill.running import runner
+
+    os.environ[WORKERS] = workers
+    try:
+        with StopsWhenAsked().hearing() as watch:
+            if watch.stop():
+                return STOPPED
+            if (folder / "config.toml").is_file():
+                try:
+                    runner.resume(folder, watch=watch, debug=debug, track=track)
+                    return DONE
+                except CorruptFile:
+                    if not overwrite:
+                        raise
+            runner.run(
+                experiment, folder, watch=watch, debug=debug, overwrite=overwrite, track=track
+            )
+    except Exception as error:
+        return _answer(error)
+    return DONE
+
+
+def _answer(error: BaseException) -> Answer:
+    if isinstance(error, Interrupted):
+        return STOPPED
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, FedstillError):
+        return error.exit_code, error.in_shell, trace
+    return 1, f"{type(error).__name__}: {error}", trace
+
+
+def _finish(outcome: Outcome, future: Future[Answer], asked: bool) -> None:
+    """Note how a run ended; ``asked``: whether all were asked to."""
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):
+        answer = STOPPED if asked else KILLED
+    else:
+        answer = _answer(error) if error else future.result()
+    if answer == STOPPED:
+        outcome.state = "stopped"
+        return
+    outcome.exit_code, outcome.problem, outcome.trace = answer
+    outcome.state = "failed" if outcome.exit_code else "finished"

@@ -1,0 +1,300 @@
+"""The drive through a run: its stages and rounds, what is written when, and how it goes on after a
+stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedstill.core.census import run_census
+from fedstill.core.errors import Interrupted
+from fedstill.core.files import digest, write_whole
+from fedstill.core.records import Payload, Reply, Stage, State
+from fedstill.core.rounds import part, run_round, within
+from fedstill.core.screen import Refusal
+from fedstill.core.user_code import returned
+from fedstill.engines.serial import SerialEngine
+from fedstill.flower.run_engine import engine_of, informed
+from fedstill.measures.base import Happened
+from fedstill.privacy.budget import WithinBudget
+from fedstill.privacy.compatibility import with_masking
+from fedstill.privacy.noised_sums import sums_work
+from fedstill.running import journal as journals
+from fedstill.running.checkpoint import Checkpoints, Restored
+from fedstill.running.data_sums import Summed, run_sums
+from fedstill.running.evaluation import evaluated_answers
+from fedstill.running.hostile_clients import with_hostile
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.progress import OnRound, Progress, Quiet
+from fedstill.running.provenance import check_same, note_versions, versions
+from fedstill.running.recording import Measuring
+from fedstill.running.result import Result, summary_of, write_result
+from fedstill.running.split_file import restore_split, write_split
+from fedstill.running.tasks import summed_up
+from fedstill.running.tracking import Named, Tracking
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
+
+log = logging.getLogger("fedstill.run")
+
+BEFORE = "sums-name"
+"""The file with the name by which real sites know a run while they send their sums."""
+
+
+@dataclass
+class Driver:
+    """One run from where its directory stands to its end; ``watch`` is told of stages and
+    rounds.
+    """
+
+    prepared: Prepared
+    folder: Path
+    watch: Progress
+    grid: Grid | None = None
+    debug: bool = False
+    on_round: OnRound | None = None
+    trackers: Named = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        settings = self.prepared.settings
+        self.settings, self.world, self.method = settings, self.prepared.world, settings.method
+        self.tracking = Tracking(self.folder, settings, self.trackers)
+        self.journal = journals.Journal(self.folder / "journal.jsonl", self.tracking.take)
+        config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
+        self.token = ""
+        self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
+        # on Flower, memories are on the clients' disks
+        local = isinstance(self.engine, SerialEngine)
+        if isinstance(self.engine, SerialEngine):
+            self.engine = replace(
+                self.engine, stops=self.debug or settings.rules.failures == "stop"
+            )
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints",
+            config,
+            memory if local else None,
+            settings.keep_checkpoints_every or 0,
+        )
+        self.measuring = Measuring(
+            self.prepared, folder=self.folder, memory=self.engine.memory if local else None
+        )
+        self.saving = 0.0
+        self.before: State | None = None
+        self.stages: Sequence[Stage] = ()
+
+    def go(self) -> Result:
+        """From the last whole checkpoint; from the beginning if there is none."""
+        with self.tracking:
+            restored = self.checkpoints.latest()
+            if restored is None:
+                self.journal.cut(journals.START)
+                return self._start()
+            return self._resume(restored)
+
+    def _start(self) -> Result:
+        summed = self._sums()
+        with part(self.method, "setup", "before round 1"):
+            state = self.before = returned(
+                self.method.setup(self.world), State, self.method.setup, "a State"
+            )
+        told = self._told() | (
+            {"split": write_split(self.folder, s)} if (s := self.measuring.dealt_out) else {}
+        )
+        self.journal.write("start", seconds_since_1970=time.time(), **told)
+        self.journal.write("initial", **self.measuring.initial(asked := self._predictors(state)))
+        self._task_end(0, asked)
+        if summed is not None:
+            self._append(summed.stage, summed.replies, summed.refused, summed.downs)
+        if "label_counts" in self.method.requires():
+            state = run_census(state, self.world, self.engine, self, self.settings.rules)
+        else:
+            self._save(state)
+        return self._rounds(state)
+
+    def _sums(self) -> Summed | None:
+        """What real sites' sums came to, where they are standardised by these; the run then goes on
+        with them as facts.
+
+        It is the first that happens, so that the journal's first line says by what inputs are
+        standardised. Until there is one, sites know the run by a name of its own.
+        """
+        ready = self.prepared
+        if not (self.settings.on_sites and ready.by.origin == "summed"):
+            return None
+        if ready.by.mean:  # of a run that was stopped before its first checkpoint: it begins anew
+            ready = prepare(self.settings, ready.dataset)
+            self.engine = informed(self.engine, ready)
+        self.token = self._named_before()
+        work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
+        summed = run_sums(
+            work,
+            self.world,
+            WithinBudget(self.engine, self.measuring.budget),
+            self,
+            self.settings.rules,
+        )
+        self.token = ""
+        self.prepared = prepare(self.settings, ready.dataset, sent=summed.moments)
+        self.world, self.engine = self.prepared.world, informed(self.engine, self.prepared)
+        self.measuring = replace(self.measuring, prepared=self.prepared)
+        return summed
+
+    def _resume(self, restored: Restored) -> Result:
+        self.journal.cut(restored.journal)
+        events = journals.read_journal(self.journal.path)
+        check_same(self.settings, events[0], self.measuring.about())
+        if self.measuring.dealt_out is not None:
+            restore_split(self.folder, events[0], self.measuring.dealt_out)
+        self.measuring.replay(events)
+        for event in events:
+            self.tracking.take(event)
+        note_versions(self.journal, events, restored.state, self.settings.device)
+        self.engine.memory.index.update(restored.memory)
+        self.engine.memory.prune(self.checkpoints.prune(restored.state))
+        self.before = restored.state
+        return self._rounds(restored.state)
+
+    def close(self) -> None:
+        """Close the journal, and end the engine's threads."""
+        self.journal.close()
+        self.engine.close()
+
+    def _rounds(self, state: State) -> Result:
+        last = self.settings.rounds
+        self.watch.started(self.folder, max(1, state.round))
+        while state.round <= last:
+            self.stages = self.settings.topology(state.round, self.world)
+            began, measured = time.perf_counter(), self.measuring.spent
+            summed = with_masking(
+                with_hostile(self.engine, self.settings), self.settings, self.folder
+            )
+            engine = WithinBudget(summed, self.measuring.budget)
+            state = run_round(
+                self.method, state, self.stages, self.world, engine, self, self.settings.rules
+            )
+            saving, self.saving = self.saving, 0.0
+            training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
+            event = self.measuring.round(
+                state.round - 1, asked := self._predictors(state), training, saving
+            )
+            self.journal.write("round", **event)
+            self._task_end(state.round - 1, asked)
+            self.watch.round(event, last)
+            if self.on_round is not None:
+                self.on_round(dict(event))
+        self.journal.sync()
+        events = journals.read_journal(self.journal.path)
+        rounds, clients, ends = (
+            [e for e in events if e["event"] == kind] for kind in ("round", "client", "task")
+        )
+        summary = summary_of(self.settings, rounds, clients, self.measuring.seconds)
+        summary |= summed_up([e["row"] for e in ends if e["task"]])
+        write_result(self.folder, state, summary)
+        self.tracking.finished(summary)
+        # whoever watches the run shows it
+        if "refusals" in summary and isinstance(self.watch, Quiet):
+            log.warning("%s: %s", self.folder, summary["refusals"])
+        return Result.of(self.folder)
+
+    def stage(
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
+        state: State,
+    ) -> None:
+        """Journal, measure and save a stage that is done (``watch.Watch``)."""
+        began = time.perf_counter()
+        self._append(stage, replies, refused, downs)
+        measured = self.measuring.spent
+        for event in self.measuring.look(self._happened(stage, replies, downs, state)):
+            self.journal.append(event)
+        self.before = state
+        self._save(state)
+        self.saving += time.perf_counter() - began - (self.measuring.spent - measured)
+        self.watch.stage(stage.round, self.settings.rounds, stage.index, len(self.stages))
+        if self.watch.stop():
+            raise Interrupted(str(self.folder))
+
+    def failed(
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
+    ) -> None:
+        """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the
+        last.
+        """
+        if self.token:  # of a stage before the journal's first line
+            self.journal.write("start", seconds_since_1970=time.time(), **self._told())
+        self._append(stage, replies, refused, downs)
+        self.journal.sync()
+
+    def _task_end(self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        if event := self.measuring.tasks.event(round, predictors):
+            self.journal.append(event)
+
+    def _append(
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
+    ) -> None:
+        for event in self.measuring.stage(stage, replies, refused, downs):
+            self.journal.append(event)
+
+    def _told(self) -> dict[str, Any]:
+        seal = {journals.CONFIG_SEAL: self.checkpoints.config}
+        return {**versions(self.settings, self.world), **seal, **self.measuring.about()}
+
+    def _happened(
+        self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State
+    ) -> Happened:
+        ends_round = stage.index + 1 == len(self.stages)
+        ends_run = ends_round and stage.round == self.settings.rounds
+        return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
+
+    def _save(self, state: State) -> None:
+        memory, journal = self.engine.memory, self.journal
+        memory.prune(
+            self.checkpoints.save(state, dict(memory.index), journal.mark(), beside=journal.sync)
+        )
+
+    def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
+        torch.set_num_threads(self.settings.threads[1])
+        where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
+        with part(self.method, "predictors", where):
+            named = evaluated_answers(self.method, state, self.world)
+        return {
+            name: within(self.method, "predictors", where, predict)
+            for name, predict in named.items()
+        }
+
+    def _named_before(self) -> str:
+        """What sites call the run before its journal begins: one name, so that sums with noise are
+        not drawn twice.
+        """
+        path = self.folder / BEFORE
+        if not path.is_file():
+            write_whole(path, secrets.token_hex(8).encode())
+        return path.read_text(encoding="utf-8")
+
+    def _identity(self) -> str:
+        """Which run this is, for its clients: the same after a resume, another for every run."""
+        if self.token:
+            return self.token
+        with self.journal.path.open("rb") as file:
+            return digest(file.readline())[:16]

@@ -1,0 +1,332 @@
+"""What a run will do, computed before it starts: stages, steps, bytes, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedstill.config.named_tables import NAMED
+from fedstill.config.overrides import flat
+from fedstill.config.settings import Settings
+from fedstill.config.tables import (
+    ClientsTable,
+    DataTable,
+    FlowerTable,
+    QueryTable,
+    StreamTable,
+    TopKeys,
+)
+from fedstill.core import docstrings, registry
+from fedstill.core.method import Method
+from fedstill.core.records import SERVER, Payload, Plan, Stage
+from fedstill.core.stream import Stream
+from fedstill.data.inputs import examples_are
+from fedstill.measures.choice import measures
+from fedstill.models import contract
+from fedstill.privacy.noise import Privacy
+from fedstill.querying.raised import with_asks
+from fedstill.running.engine_choice import chosen
+from fedstill.running.preparation import Prepared
+
+# What the clients of a round do: examples, steps of the optimiser, bytes. Nothing is trained to
+# know it.
+
+
+@dataclass(frozen=True)
+class RoundWork:
+    """A round's clients, their examples, those trained on (each epoch counts), their steps, and
+    what is sent.
+    """
+
+    clients: int
+    examples: int
+    trained: int
+    steps: int
+    bytes_down: int
+    bytes_up: int
+
+
+def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
+    """The work of a round, from 1. Rounds differ by who is drawn, and by whom the method addresses
+    at the start.
+    """
+    settings, world = prepared.settings, prepared.world
+    state = settings.method.setup(world)
+    down = up = steps = examples = trained = 0
+    acting: set[int] = set()
+    for stage in settings.topology(number, world):
+        for client in stage.clients:
+            sent = settings.method.down(state, client, stage, world)
+            if sent is None:
+                continue
+            acting.add(client)
+            count = _examples(prepared, client, stage)
+            if client != SERVER:  # what the server computes itself is not sent
+                down, up = (
+                    down + sent.nbytes,
+                    up + with_asks(settings.method.expects, stage, world)(client).nbytes,
+                )
+            own = local_steps(prepared, stage, count)
+            examples, steps, trained = (
+                examples + count,
+                steps + own,
+                trained + _trained(prepared, stage, count, own),
+            )
+    return RoundWork(len(acting - {SERVER}), examples, trained, steps, down, up)
+
+
+def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
+    """How many steps of the optimiser a client of so many examples does in a stage; 0 where nothing
+    is trained.
+    """
+    plan = prepared.world.plans.get(stage.name)
+    if plan is None:
+        return 0
+    return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
+
+
+def _examples(prepared: Prepared, client: int, stage: Stage) -> int:
+    if stage.view == "public" or client == SERVER:
+        return len(prepared.sites.public or Payload())
+    return 0 if prepared.settings.on_sites else len(prepared.sites.view(client, stage).data)
+
+
+def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
+    plan = prepared.world.plans.get(stage.name)
+    return (
+        0
+        if plan is None
+        else plan.epochs * examples
+        if not plan.steps
+        else steps * min(plan.batch, examples)
+    )
+
+
+TABLES = {
+    "data": DataTable,
+    "clients": ClientsTable,
+    "privacy": Privacy,
+    "flower": FlowerTable,
+    "query": QueryTable,
+}
+"""Tables of a config that are records; the other tables name a registered thing."""
+
+
+@dataclass(frozen=True)
+class Arithmetic(RoundWork):
+    """One round's work, and what else a reader can check before hours are spent."""
+
+    stages: tuple[str, ...]
+    parameters: int
+    data_bytes: int
+    rounds: int
+    engine: str
+    answer: str
+    rates: str
+    many: str = "images"
+    at_sites: bool = False
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and values, as a person reads them."""
+        training = [
+            ("examples a round", f"{self.examples:,}"),
+            (f"{self.many} trained on a round", f"{self.trained:,}"),
+            ("optimiser steps a round", f"{self.steps:,}"),
+            (
+                "optimiser steps in all",
+                f"about {self.steps * self.rounds:,} in {self.rounds} rounds",
+            ),
+        ]
+        return [
+            ("stages a round", " → ".join(self.stages)),
+            ("answer", self.answer),
+            ("clients a round", f"{self.clients}"),
+            *([] if self.at_sites else training),
+            ("learning rates", self.rates),
+            ("parameters", f"{self.parameters:,}"),
+            ("sent down a round", human(self.bytes_down)),
+            ("sent up a round", human(self.bytes_up)),
+            (
+                "training data",
+                "known to the sites alone" if self.at_sites else human(self.data_bytes),
+            ),
+            ("engine", self.engine),
+            ("memory for models", f"about {human(4 * self.parameters * (self.clients + 6))}"),
+        ]
+
+
+def arithmetic(prepared: Prepared) -> Arithmetic:
+    """The arithmetic of round 1. The run is ``rounds`` times this, except for sampling."""
+    settings, world = prepared.settings, prepared.world
+    return Arithmetic(
+        **vars(round_work(prepared)),
+        stages=_shown(settings.topology(1, world)),
+        parameters=sum(v.numel() for v in world.initial(SERVER).values()),
+        data_bytes=prepared.sites.train.values.numel() * prepared.sites.train.values.element_size(),
+        rounds=settings.rounds,
+        engine=_engine(prepared),
+        answer=_answer(settings.method),
+        rates=_rates(settings.plans, settings.rounds, world.stream),
+        many=prepared.dataset.about.many_or_examples,
+        at_sites=settings.on_sites,
+    )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a measure costs: in how many rounds it looks, how many examples it runs through a
+    network in each, and these as a share of the run's training, of which each example and epoch
+    counts as three; None where sites know it alone.
+    """
+
+    name: str
+    about: str
+    rounds: int
+    looked: int
+    share: float | None
+
+    @property
+    def row(self) -> tuple[str, str, str, str, str]:
+        """As a person reads it."""
+        share = "–" if self.share is None else f"{100 * self.share:.0f} %"
+        return self.name, self.about, f"{self.rounds}", f"{self.looked:,}", share
+
+
+def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
+    """The cost of each measure of a run."""
+    settings, test = prepared.settings, prepared.sites.common_test
+    rounds = len(settings.measured_in)
+    out = []
+    for path, (name, measure) in zip(
+        settings.measure, measures(settings.measure).items(), strict=True
+    ):
+        times = 1 if measure.only_last else rounds
+        looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
+        looked = looks * measure.examples(
+            len(test) if test else 0, one_round.clients, one_round.examples
+        )
+        share = (
+            None
+            if one_round.at_sites
+            else times * looked / max(1, 3 * one_round.trained * one_round.rounds)
+        )
+        out.append(Cost(name, registry.lookup("measure", path).summary, times, looked, share))
+    return out
+
+
+def _engine(prepared: Prepared) -> str:
+    """Which engine carries the run out, and what the cost model says."""
+    own = prepared.settings.engine
+    if prepared.settings.on_sites:
+        return own
+    kind, why = chosen(prepared.settings, prepared.world, len(prepared.sites.train))
+    return f"{own} ({why})" if own == kind else f"{own} (auto would take {kind}: {why})"
+
+
+def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
+    """(dotted key, value, origin) of every resolved value; the origin is the default, the file or
+    the command line.
+    """
+    return [(k, v, _origin(k, settings.origins)) for k, v in flat(settings.tree).items()]
+
+
+def about_key(settings: Settings, key: str) -> str:
+    """What a dotted key is, as the code says it below the field; empty where nothing is said of
+    it.
+    """
+    table, _, field = key.partition(".")
+    if table == "plan":
+        return docstrings.sentences(Plan).get(field.partition(".")[2], "")
+    if table in NAMED:
+        if key == "topology.clients":  # no topology's own: a partition needs it too
+            return "Clients in all."
+        entry: registry.Entry = getattr(settings.named, table).entry
+        own = entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
+        return own or (
+            docstrings.sentences(StreamTable).get(field, "") if table == "stream" else ""
+        )
+    record = TABLES.get(table, TopKeys)
+    return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
+
+
+def human(count: float) -> str:
+    """A number of bytes as a person reads it.
+
+    >>> human(2_500_000)
+    '2.5 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    whole, table = origins.get(key), key.partition(".")[0]
+    if whole is None and key == f"{table}.{NAMED.get(table, ('name',))[0]}":
+        whole = origins.get(table)
+    if whole is None and key.startswith("plan."):
+        whole = origins.get("plan." + key.rpartition(".")[2])
+    return whole or "default"
+
+
+def _answer(method: Method) -> str:
+    after = " or ".join(sorted(method.personal))
+    return f"each client's own model, after {after}" if after else "the server's"
+
+
+def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
+    """Each stage's learning rate in round 1, in the round where it is highest, and in the last."""
+    said = []
+    for stage, plan in plans.items():
+        rates = [plan.lr_at(stream.within(r)) for r in range(1, rounds + 1)]
+        turns = (
+            dict.fromkeys((0, rates.index(max(rates)), rounds - 1)) if len(set(rates)) > 1 else ()
+        )
+        each = ", ".join(f"{rates[i]:.3g} in round {i + 1}" for i in turns)
+        said.append(f"{stage} {each or f'{rates[0]:.3g}'}")
+    return "; ".join(said)
+
+
+def _shown(stages: list[Stage]) -> tuple[str, ...]:
+    hops = [s.name for s in stages if s.hop]
+    chain = f"{len(hops)} × {hops[0]}, one client after another" if hops else ""
+    who = [
+        f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})"
+        for s in stages
+    ]
+    return tuple(dict.fromkeys(chain if s.hop else own for s, own in zip(stages, who, strict=True)))
+
+
+def told_of_examples(prepared: Prepared) -> list[str]:
+    """What examples are, how many there are and what reading them left out, a sentence each."""
+    data, sites = prepared.dataset, prepared.sites
+    kind = examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)
+    tested = f", {len(sites.common_test):,} to test on" if sites.common_test else ""
+    many = (
+        [] if prepared.settings.on_sites else [f"{len(sites.train):,} examples to train on{tested}"]
+    )
+    return [kind, *many, *prepared.notes]
+
+
+def _pixels(shape: Sequence[int]) -> str:
+    channels, *sides = shape
+    size = "×".join(map(str, sides))
+    return f"examples are images of {size} pixels, {channels} channel{'s' * (channels != 1)}"
+
+
+def models(prepared: Prepared) -> list[tuple[str, int, str]]:
+    """(name, parameters, capabilities) of each architecture in a run."""
+    world = prepared.world
+    specs = dict.fromkeys((world.server_model, *world.client_models))
+    return [
+        (
+            s.label,
+            sum(v.numel() for v in contract.initial(s, 0).values()),
+            ", ".join(sorted(contract.capabilities(s))),
+        )
+        for s in specs
+    ]

@@ -1,0 +1,126 @@
+"""Hostile clients, planted in a simulation, and folds that bear them: who is hostile, what they do,
+what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.config.settings import Settings
+from fedstill.core.aggregation import ROBUST
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
+from fedstill.core.rounds import Engine
+from fedstill.core.work import ClientWork
+
+FACTORS = {"sign_flip": -1.0, "scaled": 10.0}
+"""What an attack multiplies a client's change by."""
+FEWEST = 3
+"""With fewer clients side by side nobody can say which one is unlike the others."""
+
+
+def hostile_clients(settings: Settings) -> frozenset[int]:
+    """The hostile clients of a simulation, drawn by key; at least one where an attack is set, none
+    without.
+    """
+    if settings.of_clients.attack is None:
+        return frozenset()
+    share = settings.of_clients.attackers or 0.1
+    draw = generator(seed_for(settings.seed, 0, 0, SERVER, "hostile"))
+    order: list[int] = torch.randperm(settings.clients, generator=draw).tolist()
+    return frozenset(order[: max(1, round(share * settings.clients))])
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """An engine of whose clients some send something else than they trained.
+
+    What was sent down counts as 0: a model comes back ``factor`` times as far from it, a change
+    ``factor`` times as large, and so does every other real tensor.
+    """
+
+    engine: Engine
+    clients: frozenset[int]
+    factor: float
+
+    def run(
+        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies of all clients, of which the hostile ones have changed theirs."""
+        return [self._sent(reply, downs) for reply in self.engine.run(work, stage, downs, seed)]
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what the clients remember: hostile ones, too, remember what they trained."""
+        self.engine.commit(stage, clients)
+
+    def _sent(self, reply: Reply, downs: Mapping[int, Payload]) -> Reply:
+        if reply.client not in self.clients or reply.failure:
+            return reply
+        down = downs[reply.client]
+        up = Payload({name: self._group(group, down.get(name)) for name, group in reply.up.items()})
+        return Reply(reply.client, up, reply.examples, reply.metrics, reply.round, reply.stage)
+
+    def _group(self, group: Group, start: Group | None) -> Group:
+        if isinstance(group, Mapping):
+            near = start if isinstance(start, Mapping) else {}
+            return {name: self._tensor(value, near.get(name)) for name, value in group.items()}
+        return (
+            self._tensor(group, start if isinstance(start, Tensor) else None)
+            if isinstance(group, Tensor)
+            else group
+        )
+
+    def _tensor(self, value: Tensor, start: Tensor | None) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        return value * self.factor if start is None else start + self.factor * (value - start)
+
+
+def with_hostile(engine: Engine, settings: Settings) -> Engine:
+    """The engine of a run; where the config plants clients that change what they send, with
+    these.
+    """
+    factor = FACTORS.get(settings.of_clients.attack or "")
+    return engine if factor is None else Hostile(engine, hostile_clients(settings), factor)
+
+
+def refuse_hostile(settings: Settings, world: World) -> None:
+    """Raise IncompatibleMethod for a robust mean that is none of the method's; ConfigError for
+    attacks beyond a simulation.
+    """
+    clients = settings.of_clients
+    if clients.attackers is not None and clients.attack is None:
+        raise ConfigError(
+            "clients.attackers needs clients.attack, what they do: sign_flip, scaled or label_flip"
+        )
+    if clients.attack is not None and (settings.deployed or settings.on_sites):
+        raise ConfigError(
+            "clients.attack plants hostile clients in a simulation; leave it out in a federation"
+        )
+    if clients.attack == "label_flip" and settings.stream.tasks > 1:
+        raise ConfigError(
+            "clients.attack = 'label_flip' names classes of other tasks; choose sign_flip or scaled"
+        )
+    how = getattr(settings.method, "aggregation", "")
+    if how not in ROBUST:
+        return
+    name = settings.named.method.label
+    if "robust_fold" not in settings.method.permits:
+        raise IncompatibleMethod(
+            f"method {name} cannot take aggregation = {how!r}: the server does more with replies "
+            "than average them; "
+            "choose 'examples' or 'uniform', or a method whose fold is a mean (fedavg, fedntd)"
+        )
+    side_by_side = max(len(stage.clients) for stage in settings.topology(1, world))
+    if side_by_side < FEWEST:
+        raise IncompatibleMethod(
+            f"aggregation = {how!r} of method {name} needs at least {FEWEST} clients side by side, "
+            "and a stage has "
+            f"{side_by_side}; set topology.kind = 'parallel' and topology.sampled, or aggregation "
+            "= 'examples'"
+        )

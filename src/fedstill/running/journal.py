@@ -1,0 +1,225 @@
+"""The journal of a run: one JSON object a line; times are in fields named ``seconds…`` only."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import CorruptFile, cut_reason
+from fedstill.core.files import as_named, digest, sync_folder
+from fedstill.core.reports import healed, json_value
+
+# The journal of a run: one JSON object a line, in the order of events; times are only in fields
+# named ``seconds…``.
+
+
+log = logging.getLogger("fedstill.journal")
+
+Event = dict[str, Any]
+
+VERSIONS = ("fedstill", "torch", "numpy", "python", "card")
+"""What of the event ``start`` says with what a run was made; the card, where it trained on one."""
+
+CONFIG_SEAL = "config_sha256"
+"""What the event ``start`` calls the SHA-256 of the run's config.toml."""
+
+DIGITS = 19
+"""The most characters of a whole number that a reader can compute with."""
+
+LONG = re.compile(rb"[-:,\[ \t\r]\d{%d}" % DIGITS)
+"""Found in a line that may have a longer one, behind what may stand before a number: all others are
+read at once.
+"""
+
+Mark = tuple[int, str]
+"""A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
+
+START: Mark = (0, digest(b""))
+"""The mark of an empty journal."""
+
+
+class Journal:
+    """An append-only file of events; ``told``: called with each that was appended."""
+
+    def __init__(self, path: Path, told: Callable[[Event], object] | None = None) -> None:
+        self.path, self._told = path, told
+        try:
+            self._file = path.open("ab", buffering=0)
+            sync_folder(path.parent)
+            self._sum = hashlib.sha256(path.read_bytes())
+        except OSError as error:
+            raise as_named(error, path) from error
+
+    def write(self, event: str, /, **values: Any) -> None:
+        """Append an event of this name."""
+        self.append({"event": event, **values})
+
+    def append(self, event: Event) -> None:
+        """Append one event, with its name under ``event``; a number that is not finite is written
+        as null.
+        """
+        written = json_value(event)
+        line = json.dumps(written, separators=(",", ":"), allow_nan=False)
+        data = memoryview(line.encode() + b"\n")
+        self._sum.update(data)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise as_named(error, self.path) from error
+        if self._told is not None:
+            self._told(written)
+
+    def sync(self) -> Mark:
+        """Make all events durable; the journal's mark."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise as_named(error, self.path) from error
+        return self.mark()
+
+    def mark(self) -> Mark:
+        """Where it ends now; what is before need not be durable yet."""
+        return self._file.tell(), self._sum.hexdigest()
+
+    def cut(self, mark: Mark) -> None:
+        """Drop what was written after a mark: events that the checkpoint does not know.
+
+        Raises CorruptFile, and drops nothing, if the journal is shorter than that, or is not the
+        one that was written.
+        """
+        length, sha = mark
+        data = self.path.read_bytes()[:length]
+        if len(data) < length:
+            raise CorruptFile(
+                f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the "
+                "file"
+            )
+        if digest(data) != sha:
+            raise CorruptFile(
+                f"{self.path} is not what was written: its first {length} bytes changed; restore it"
+            )
+        self._file.truncate(length)
+        self._file.seek(0, os.SEEK_END)
+        self._sum = hashlib.sha256(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_journal(path: Path, most: int | None = None) -> list[Event]:
+    """The events in a journal, whole lines only (a run that was killed may have left half a line).
+
+    ``most``: how many, from the start; all if it is left out. What a client reported and no version
+    would write now is left out, and a warning names the line: versions before reports were checked
+    wrote it. The file stays as it is. Raises CorruptFile naming the line that is not an event.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptFile(
+            f"there is no journal at {path}: {error.strerror}; is this a run's directory?"
+        ) from error
+    except OSError as error:
+        raise CorruptFile(f"cannot read {path}: {error.strerror}") from error
+    events: list[Event] = []
+    for number, line in enumerate(lines[:-1][:most], 1):
+        try:
+            event = (
+                json.loads(line)
+                if LONG.search(line) is None
+                else json.loads(line, parse_int=_whole_number)
+            )
+        except (ValueError, RecursionError) as error:
+            raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            raise CorruptFile(f"{path}, line {number}, is not an event")
+        if event["event"] == "client":
+            event, left_out = healed(event, _classes(events))
+            _warn(path, number, str(event.get("client")), tuple(left_out))
+        events.append(event)
+    return events
+
+
+def _whole_number(text: str) -> int | None:
+    """A whole number, or None for one that no reader could compute with."""
+    return int(text) if len(text) <= DIGITS else None
+
+
+def _classes(events: Sequence[Event]) -> int:
+    """How many classes there are, as the first event says; 0 if it does not."""
+    names = events[0].get("classes") if events else None
+    return len(names) if isinstance(names, list) else 0
+
+
+@functools.cache
+def _warn(path: Path, line: int, client: str, left_out: tuple[str, ...]) -> None:
+    """Say, once, what of a client's event is not used."""
+    if left_out:
+        names = cut_reason(", ".join(map(repr, left_out)))
+        log.warning(
+            "%s, line %d: what client %s reported as %s is malformed, and not used",
+            path,
+            line,
+            client,
+            names,
+        )
+
+
+def without_times(value: Any) -> Any:
+    """An event without its times and its config's seal: what has the same bits after a resume, and
+    by every engine.
+    """
+    if isinstance(value, Mapping):
+        return {
+            k: without_times(v)
+            for k, v in value.items()
+            if not str(k).startswith("seconds") and k != CONFIG_SEAL
+        }
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+# Whether the journal of a finished run is still all that its summary was made of.
+
+
+def refuse_cut(folder: Path, events: Sequence[Event]) -> None:
+    """Raise CorruptFile for the journal of a finished run that lacks its end; nothing of one that
+    is not finished.
+
+    events: what it has; an unfinished run may end in half a line, and a finished one in its last
+    round or task.
+    """
+    path, journal = folder / "summary.json", folder / "journal.jsonl"
+    if not path.is_file():
+        return
+    try:
+        summary = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CorruptFile(
+            f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
+        ) from error
+    rounds = [event for event in events if event["event"] == "round"]
+    accuracy = rounds[-1].get("accuracy") if rounds else None
+    last, end = (
+        events[-1]["event"] if events else "nothing",
+        "task" if "final_accuracy" in summary else "round",
+    )
+    why = ""
+    if len(rounds) != summary.get("rounds", len(rounds)):
+        why = f"it has {len(rounds)} rounds, and summary.json {summary['rounds']}"
+    elif accuracy != summary.get("accuracy", accuracy):
+        why = f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
+    elif rounds and last != end:
+        why = f"it ends in the event {last!r}, and not in {end!r}"
+    elif not journal.read_bytes().endswith(b"\n"):
+        why = "it ends in half a line"
+    if why:
+        raise CorruptFile(f"{journal} is not what was written: {why}; restore the file")

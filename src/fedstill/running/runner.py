@@ -1,0 +1,215 @@
+"""The runner: starts or resumes a run in its directory, and has it driven to its end."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstill.config.experiment import Experiment, refuse_no_experiment
+from fedstill.config.resolve import DEFAULT_MODELS, settle
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.files import named_path, sweep, write_whole
+from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.records import SERVER
+from fedstill.core.user_code import of_kind
+from fedstill.data.dataset import Dataset
+from fedstill.flower.messages import require_flower
+from fedstill.flower.remote_runs import elsewhere, refuse_calls, simulate, submit
+from fedstill.running.cautions import say_cautions
+from fedstill.running.data_sums import Moments
+from fedstill.running.directory import (
+    HOLDER,
+    locked,
+    new_directory,
+    refuse_changed,
+    refuse_lost,
+    refuse_used,
+    settings_of,
+)
+from fedstill.running.driver import Driver
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.progress import OnRound, Progress, Quiet
+from fedstill.running.result import Result
+from fedstill.running.split_file import begun_split
+from fedstill.running.trackers import Track
+from fedstill.running.tracking import behind, send_late, wanted
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
+
+
+# An experiment on data in memory: what the data say of model, clients and split, where the
+# experiment says nothing.
+
+
+OWNER = "client"
+"""What the column of owners is called in data that were made of clients' own."""
+
+
+def refuse_other_data(data: object) -> None:
+    """Raise ConfigError for data in memory that are no data set."""
+    if not isinstance(data, Dataset):
+        make = "fedstill.from_tensors(NAME, train=(values, labels), test=(values, labels))"
+        raise ConfigError(f"data is {of_kind(data)}, not a data set: make one with {make}")
+
+
+def with_data(experiment: Experiment, data: Dataset) -> Experiment:
+    """The experiment with the data's name; if unset, a model for their kind, and their owners as
+    clients.
+    """
+    refuse_no_experiment(experiment)
+    refuse_other_data(data)
+    said: dict[str, Any] = {"data.name": data.name}
+    if data.about.kind != "image" and "name" not in experiment.table("model"):
+        said["model.name"] = DEFAULT_MODELS[data.about.kind]
+    if data.about.owners and "kind" not in experiment.table("partition"):
+        said |= {"partition.kind": "column", "partition.column": OWNER}
+        said |= {"partition.own_test": "column"} if data.test.owners is not None else {}
+        if "clients" not in experiment.table("topology"):
+            said["topology.clients"] = len(data.about.owners)
+    return experiment.with_values(said, "Python")
+
+
+# What the sums of real sites came to when a run began, as its journal says.
+
+
+def begun_sums(folder: Path, settings: Settings) -> Moments | None:
+    """The mean and spread by which a run's examples have been standardised; None where sites have
+    sent no sums (yet).
+
+    Raises CorruptFile for a first event that does not have them.
+    """
+    journal = folder / "journal.jsonl"
+    if settings.data.standardise != "summed" or not settings.on_sites or not journal.is_file():
+        return None
+    first = read_journal(journal, 1)
+    try:
+        mean, std = (
+            (tuple(map(float, first[0]["inputs"][key])) for key in ("mean", "std"))
+            if first
+            else ((), ())
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFile(f"{journal}: the start event's inputs are malformed: {error}") from error
+    return Moments(mean, std) if mean else None
+
+
+def run(
+    experiment: Experiment,
+    out: Path | str | None = None,
+    data: Dataset | None = None,
+    watch: Progress | None = None,
+    grid: Grid | None = None,
+    debug: bool = False,
+    overwrite: bool = False,
+    on_round: OnRound | None = None,
+    track: Track = (),
+) -> Result:
+    """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
+
+    ``data``: a data set in memory, instead of the one that the config names. ``grid``: for
+    ``engine = "flower"``, the Flower grid whose nodes are the clients; without one they work in
+    this process. ``debug``: the first client that fails ends the run with ClientFailed, its own
+    exception chained, whatever ``clients.failures`` says. ``overwrite``: what fedstill wrote in
+    ``out`` before is deleted, when everything else has been checked.
+    ``on_round``: called after every round with what the journal says of it; what it raises ends the
+    run, and ``resume`` goes on with that round measured again. ``track``: trackers that are told of
+    every round: ``"tensorboard"``, ``"mlflow"``, ``"wandb"``, or your own
+    (``running.trackers.Tracker``); one that fails is a warning. Raises a ConfigError
+    before anything is trained, RunExists for a directory that holds something, ClientFailed,
+    TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good
+    state.
+    """
+    settings = settle(experiment if data is None else with_data(experiment, data))
+    _refuse_debug(debug, settings)
+    where = elsewhere(settings) if grid is None else ""
+    if data is not None and where == "federation":
+        raise ConfigError(
+            "data in memory stay in this process: name data that the server has, or leave "
+            "federation out"
+        )
+    if settings.engine == "flower":
+        require_flower()  # before there is a directory
+    if where == "federation":
+        refuse_calls(on_round, track)
+    trackers = wanted(track)
+    prepared = prepare(settings, data)
+    say_cautions(prepared)
+    folder = new_directory(settings, named_path(out) if out else None, overwrite)
+    if where == "ray":
+        again = partial(
+            run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track
+        )
+        return simulate(settings, data, folder, lambda ray: again(grid=ray))
+    if where:
+        return submit(settings, folder, False, watch or Quiet())
+    with locked(folder):
+        refuse_used(folder)
+        sweep(folder)
+        write_whole(folder / "config.toml", prepared.settings.toml.encode())
+        driver = Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
+        with closing(driver), drawing_from(seed_for(settings.seed, 0, 0, SERVER, "run")):
+            return driver.go()
+
+
+def resume(
+    directory: Path | str,
+    data: Dataset | None = None,
+    watch: Progress | None = None,
+    grid: Grid | None = None,
+    debug: bool = False,
+    on_round: OnRound | None = None,
+    track: Track = (),
+    **live: Any,
+) -> Result:
+    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its
+    result at once.
+
+    ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run had go on
+    by themselves.
+    ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run
+    was given in Python, where another process began it. Raises CorruptFile if it is another one,
+    and for a run whose checkpoints are gone.
+    """
+    folder = named_path(directory)
+    refuse_changed(folder)
+    settings = settings_of(folder, **live)
+    refuse_lost(folder)
+    if data is not None:
+        refuse_other_data(data)
+    _refuse_debug(debug, settings)
+    if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
+        if elsewhere(settings) == "ray":
+            again = partial(
+                resume, folder, data, watch, debug=debug, on_round=on_round, track=track
+            )
+            return simulate(settings, data, folder, lambda ray: again(grid=ray))
+        refuse_calls(on_round, track)
+        return submit(settings, folder, True, watch or Quiet())
+    trackers = wanted(track)
+    # which one that was killed leaves
+    done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()
+    if done and not behind(folder, settings, trackers):
+        return Result.of(folder)  # nothing is written, so that the folder may be read only
+    with locked(folder):
+        if (folder / "summary.json").is_file():
+            result = Result.of(folder)
+            send_late(folder, settings, trackers, result.summary)
+            return result
+        sweep(folder)
+        prepared = prepare(settings, data, begun_split(folder), begun_sums(folder, settings))
+        with closing(
+            Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
+        ) as driver:
+            return driver.go()
+
+
+def _refuse_debug(debug: bool, settings: Settings) -> None:
+    if debug and settings.engine == "flower":
+        raise ConfigError(
+            "debug: clients on Flower keep their tracebacks; debug a run with engine = 'serial'"
+        )

@@ -1,0 +1,346 @@
+"""Models that a run starts from, and frozen backbones, whose features are computed once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
+from fedstill.core.files import digest
+from fedstill.core.records import Examples, ModelSpec, Tensors
+from fedstill.data.cache import cache_folder
+from fedstill.data.dataset import Dataset, examples_digest
+from fedstill.data.form import About
+from fedstill.data.inputs import Inputs
+from fedstill.engines.passes import ModelPasses
+from fedstill.models import contract
+from fedstill.models.model_file import FINAL, read_final
+from fedstill.models.parameters import is_added
+
+# A model that a run starts from instead of drawn weights: another run's final one, or one in a
+# file.
+
+
+PICKLED = (".pt", ".pth")
+"""How files end that torch.save wrote."""
+
+WRAPPED = ("state_dict", "model_state_dict", "model")
+"""Where training programs put the state dict, in a checkpoint that holds more."""
+
+# which is what we read: tensors, never a pickle of anything else
+TO_DO = "write torch.save(model.state_dict(), PATH)"
+
+PARALLEL = "module."
+"""What torch's DataParallel puts before each name."""
+
+
+def file_of(place: str) -> Path:
+    """The model file that ``start_from`` names: a file, or the final model in a run's directory.
+
+    Raises ConfigError where there is none.
+    """
+    path = Path(place) / FINAL if Path(place).is_dir() else Path(place)
+    if not path.is_file():
+        raise ConfigError(
+            f"start_from = {place!r}: there is no model; name the directory of a finished run, or "
+            "a .safetensors, "
+            ".pt or .pth file"
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: all parameters of its architecture; the names of those that the file
+    has not, and of what is in the file and not in them.
+    """
+
+    params: Tensors
+    new: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        new = (
+            f"{len(self.new)} entries are new ({', '.join(self.new)})"
+            if self.new
+            else "no entry is new"
+        )
+        out = (
+            f"{len(self.left_out)} left out ({', '.join(self.left_out)})"
+            if self.left_out
+            else "none left out"
+        )
+        return (
+            f"{len(self.params) - len(self.new)} of {len(self.params)} entries are the file's; "
+            f"{new}; {out}"
+        )
+
+
+def start_of(
+    place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False
+) -> Start:
+    """The parameters of an architecture that a run starts from.
+
+    ``partial``: entries of the file that fit by name, shape and type are taken, the others are
+    those of ``drawn``. What a method adds to the network may be missing. Raises ConfigError for a
+    model of another architecture, or a file of which nothing fits; CorruptFile for a file that is
+    damaged.
+    """
+    wanted = contract.initial(spec, 0)
+    stored = {**{n: v for n, v in wanted.items() if is_added(spec, n)}, **_stored(file_of(place))}
+    apart = [
+        n for n in sorted({*stored, *wanted}) if _shape(stored.get(n)) != _shape(wanted.get(n))
+    ]
+    if not apart:
+        return Start({name: stored[name] for name in wanted})
+    if not partial:
+        one, other = (_shape(tensors.get(apart[0])) for tensors in (stored, wanted))
+        raise ConfigError(
+            f"start_from = {place!r} is no {spec.label}: its {apart[0]!r} is {one}, not {other}; "
+            "set [model] as it was "
+            "there, or start_from_partial = true to take what fits"
+        )
+    new, left = (tuple(n for n in tensors if n in apart) for tensors in (wanted, stored))
+    if len(new) == len(wanted):
+        some = ", ".join(list(stored)[:3])
+        raise ConfigError(
+            f"start_from = {place!r}: nothing in it fits {spec} by name, shape and type; the file "
+            f"has {some}, "
+            f"the network {', '.join(list(wanted)[:3])}"
+        )
+    own = drawn()
+    return Start({n: own[n] if n in new else stored[n] for n in wanted}, new, left)
+
+
+def seal(place: str) -> str:
+    """The SHA-256 of the model file, by which a resume checks that it is the same file."""
+    return digest(file_of(place).read_bytes())
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    """The tensors in a file: safetensors, or a state dict that torch.save wrote; nothing in either
+    is run.
+    """
+    if path.suffix in PICKLED:
+        return _state_dict(path)
+    try:
+        return safetensors.torch.load(read_final(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            # tensors only, never a pickle's code
+            whole: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a hostile file makes of it
+        if "weights_only" in str(error):
+            raise ConfigError(
+                f"start_from = {str(path)!r} holds more than tensors, and could run code when it "
+                f"is opened; {TO_DO} "
+                "where it comes from, and name that file"
+            ) from error
+        raise CorruptFile(
+            f"{path} is damaged, or no file of torch.save: {on_one_line(error)[:120]}"
+        ) from error
+    tensors = _inside(whole)
+    strange = [k for k, v in tensors.items() if not (isinstance(k, str) and isinstance(v, Tensor))]
+    if strange or not tensors:
+        what = (
+            f"its {strange[0]!r} is no tensor" if strange else f"it holds a {type(whole).__name__}"
+        )
+        raise ConfigError(
+            f"start_from = {str(path)!r} is no state dict, names with tensors: {what}; {TO_DO}"
+        )
+    bare = all(name.startswith(PARALLEL) for name in tensors)
+    return {name.removeprefix(PARALLEL) if bare else name: _own(v) for name, v in tensors.items()}
+
+
+def _inside(whole: Any) -> Mapping[Any, Any]:
+    """The state dict in what a file holds; empty where there is none."""
+    if not isinstance(whole, Mapping):
+        return {}
+    return next((whole[k] for k in WRAPPED if isinstance(whole.get(k), Mapping)), whole)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy that shares memory with no other, of what has values and no holes; others as they are,
+    to be refused.
+    """
+    plain = tensor.detach()
+    return plain.clone(memory_format=torch.contiguous_format) if _dense(plain) else plain
+
+
+def _dense(tensor: Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    )
+
+
+def _shape(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{tuple(tensor.shape)} {kind}{'' if _dense(tensor) else ', not dense'}"
+
+
+# A frozen backbone is a data set: its features are computed once an example and kept, and only a
+# head is trained.
+
+
+log = logging.getLogger("fedstill.backbone")
+
+
+def as_features(settings: Settings, dataset: Dataset) -> Dataset:
+    """The data set as vectors, the features that ``data.features_of`` gives; as it is where that is
+    unset.
+
+    The passes go over the whole set once; what they give is kept on disk, under the SHA-256 of the
+    examples and of the model's file, the network and torch's version. Raises ConfigError for data
+    or a file that have no features.
+    """
+    asked = settings.data.features_of
+    if asked is None:
+        return dataset
+    _refuse(settings, dataset)
+    spec, place = _network(asked, dataset.input_shape, len(dataset.classes), dataset.vocabulary)
+    params = _params(spec, place)
+    passes = ModelPasses(spec, Inputs(dataset.mean, dataset.std, (), dataset.about))
+
+    def seen(examples: Examples) -> Examples:
+        return replace(examples, values=_kept(passes, params, examples, place))
+
+    note = (
+        f"examples are the features of {spec.label} with the weights of {Path(place).name}, "
+        "computed once"
+    )
+    return replace(
+        dataset,
+        train=seen(dataset.train),
+        test=seen(dataset.test),
+        validation=dataset.validation and seen(dataset.validation),
+        mean=(),
+        std=(),
+        about=About("vector", owners=dataset.about.owners, notes=(*dataset.about.notes, note)),
+        before=passes.inputs.stored(dataset.train.values),
+    )
+
+
+def body_of(
+    asked: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int, sha: str
+) -> nn.Module:
+    """The body of ``data.features_of``: inputs (N, *shape) -> features (N, D), in evaluation mode.
+
+    sha: the seal that the run noted of its file. Raises ConfigError where the file is not here,
+    CorruptFile where it holds another model.
+    """
+    spec, place = _network(asked, shape, classes, vocabulary)
+    if not Path(place).exists():
+        raise ConfigError(
+            f"the run's examples are features of {place}, which is not here; put it back"
+        )
+    if seal(place) != sha:
+        raise CorruptFile(
+            f"{place} holds another model than when the run was started, whose features its head "
+            "takes"
+        )
+    return contract.predictor(spec, _params(spec, place)).as_module().get_submodule("body")
+
+
+def _refuse(settings: Settings, dataset: Dataset) -> None:
+    data = settings.data
+    if dataset.about.kind in ("table", "series"):
+        raise ConfigError(
+            f"data.features_of is for images, texts and vectors; {dataset.name} holds "
+            f"{dataset.many}"
+        )
+    if data.augment:
+        raise ConfigError(
+            "data.features_of computes features once, and data.augment would vary examples; leave "
+            "one out"
+        )
+    if data.public_from not in ("train", "noise"):
+        raise ConfigError(
+            "with data.features_of the public set can only come from the training set or from "
+            "noise; "
+            "leave data.public_from out"
+        )
+    if settings.on_sites:
+        raise ConfigError(
+            "data.features_of needs the examples here, and sites keep theirs; give sites features "
+            "as data"
+        )
+
+
+def _network(
+    asked: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int
+) -> tuple[ModelSpec, str]:
+    fields = {key: value for key, value in asked.items() if key not in ("name", "file")}
+    return contract.spec_for(asked["name"], shape, classes, fields, vocabulary), asked["file"]
+
+
+def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
+    """The weights of a file, whose head may be of other classes."""
+    if "features" not in contract.capabilities(spec):
+        raise IncompatibleMethod(
+            f"data.features_of: {spec.label} has no body, whose output features are"
+        )
+    start = start_of(place, spec, lambda: contract.initial(spec, 0), partial=True)
+    if absent := [name for name in start.new if name.startswith("body.")]:
+        raise ConfigError(
+            f"data.features_of: {Path(place).name} has no {absent[0]!r} that fits {spec.label}"
+        )
+    return start.params
+
+
+def _kept(
+    passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples, place: str
+) -> Tensor:
+    """Features (n, D) of examples, from the cache folder or else computed."""
+    told = [
+        examples_digest(replace(examples, owners=None)),
+        seal(place),
+        repr(passes.model),
+        repr(passes.inputs),
+    ]
+    key = hashlib.sha256(json.dumps([*told, str(torch.__version__)]).encode()).hexdigest()[:24]
+    path = cache_folder() / "features" / f"{key}.safetensors"
+    try:
+        stored = safetensors.torch.load_file(path)["features"]
+        if len(stored) == len(examples):
+            return stored
+    except (OSError, SafetensorError, KeyError):
+        pass  # not there yet, or damaged: it is made again
+    log.info("features of %s examples are computed once", f"{len(examples):,}")
+    made = passes.features(params, examples).cpu().contiguous()
+    try:
+        _write(path, made)
+    except OSError as error:
+        log.warning("features cannot be kept in %s: %s", path.parent, error.strerror)
+    return made
+
+
+def _write(path: Path, made: Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(handle)
+    try:
+        safetensors.torch.save_file({"features": made}, aside)
+        Path(aside).replace(path)
+    finally:
+        Path(aside).unlink(missing_ok=True)

@@ -1,0 +1,192 @@
+"""Values of fields chosen by trials: a sampler proposes, each trial is a few runs, on seeds that
+are not reported.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstill.config.experiment import Experiment
+from fedstill.config.overrides import parse_grid
+from fedstill.core.errors import ConfigError
+from fedstill.running.compare import Outcome
+from fedstill.running.variants import Variant, seeded
+
+if TYPE_CHECKING:
+    import optuna
+
+LOWER = ("forgetting", "personal_forgetting")
+"""Goals of which less is better."""
+
+GOALS = (
+    "query_average_accuracy",
+    "personal_accuracy",
+    "mean_accuracy_last_10",
+    "accuracy",
+    "best_accuracy",
+    *LOWER,
+)
+"""What may be tuned for: numbers of a run's summary. Without a goal it is the first of these that
+the runs have.
+"""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A key and the values that it may take: from ``low`` to ``high``, whole or not, evenly or by
+    their logarithm; or one of ``choices``.
+    """
+
+    key: str
+    low: float = 0.0
+    high: float = 0.0
+    whole: bool = False
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    def suggested(self, trial: optuna.Trial) -> Any:
+        """The sampler's proposal; a number that is not whole has three digits, so that people can
+        write it.
+        """
+        if self.choices:
+            return self.choices[trial.suggest_categorical(self.key, list(range(len(self.choices))))]
+        if self.whole:
+            return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
+        return float(f"{trial.suggest_float(self.key, self.low, self.high, log=self.log):.3g}")
+
+
+def parse_space(texts: Sequence[str]) -> list[Dimension]:
+    """``("method.beta=0.1..10:log", "plan.epochs=1..5", "method.head=a,b")`` as dimensions; raises
+    ConfigError.
+
+    >>> parse_space(["plan.epochs=1..5"])[0].whole
+    True
+    """
+    if not texts:
+        raise ConfigError("name what may vary, e.g. --space method.beta=0.1..10:log")
+    space = [_dimension(text) for text in texts]
+    if len({d.key for d in space}) != len(space):
+        raise ConfigError("--space names a key twice; name each once")
+    return space
+
+
+def _dimension(text: str) -> Dimension:
+    key, equals, values = text.partition("=")
+    key, (ends, _, scale) = key.strip(), values.strip().partition(":")
+    low, dots, high = ends.partition("..")
+    if not equals or not key or not values.strip():
+        raise ConfigError(
+            f"--space {text!r} is not of the form KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C"
+        )
+    if not dots:
+        return Dimension(key, choices=tuple(parse_grid((text,))[key]))
+    try:
+        ends_ = float(low), float(high)
+    except ValueError:
+        raise ConfigError(f"--space {text!r}: {low!r} and {high!r} must be numbers") from None
+    if scale not in ("", "log") or not ends_[0] < ends_[1] or (scale and ends_[0] <= 0):
+        why = "the first end must be below the second, and above 0 with :log, the only scale"
+        raise ConfigError(f"--space {text!r}: {why}")
+    whole = all(end.strip().lstrip("+-").isdecimal() for end in (low, high))
+    return Dimension(key, *ends_, whole=whole, log=bool(scale))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One proposal: its values by key, and the goal by seed; none where a run failed, ``problem``
+    says why.
+    """
+
+    number: int
+    values: Mapping[str, Any]
+    scores: Mapping[int, float]
+    problem: str = ""
+
+    @property
+    def mean(self) -> float:
+        """The goal's mean over seeds; NaN where a run failed."""
+        return statistics.fmean(self.scores.values()) if self.scores else float("nan")
+
+
+@dataclass
+class Tuning:
+    """A search, from the beginning or from where it stopped: the sampler is a function of the
+    experiment's seed.
+
+    ``do``: carries runs out, and leaves alone those that are finished. Raises ConfigError for an
+    unknown goal, and if Optuna is not installed.
+    """
+
+    experiment: Experiment
+    space: Sequence[Dimension]
+    seeds: Sequence[int]
+    out: Path
+    do: Callable[[Sequence[Variant]], Sequence[Outcome]]
+    goal: str = ""
+    trials: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.goal and self.goal not in GOALS:
+            raise ConfigError(f"there is no goal {self.goal!r}; choose one of {', '.join(GOALS)}")
+        try:
+            import optuna
+        except ImportError as error:
+            raise ConfigError(
+                f"tune needs Optuna: pip install 'fedstill[tune]' ({error})"
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        sampler = optuna.samplers.TPESampler(seed=self.experiment.seed)
+        self.study = optuna.create_study(
+            sampler=sampler, direction="minimize" if self.goal in LOWER else "maximize"
+        )
+
+    def run(self, trials: int) -> Iterator[Trial]:
+        """The trials in their order, each when its runs are done; it ends early if it is
+        stopped.
+        """
+        from optuna.trial import TrialState
+
+        for number in range(trials):
+            asked = self.study.ask()
+            values = {d.key: d.suggested(asked) for d in self.space}
+            outcomes = self.do(self.runs(number, values))
+            if any(o.state in ("waiting", "stopped", "running") for o in outcomes):
+                return
+            problem = next((o.problem for o in outcomes if o.problem), "")
+            scores = (
+                {} if problem else {o.variant.seed: self._score(o.variant.folder) for o in outcomes}
+            )
+            trial = Trial(number, values, scores, problem)
+            self.study.tell(asked, *([None, TrialState.FAIL] if problem else [trial.mean]))
+            self.trials.append(trial)
+            yield trial
+
+    def runs(self, number: int, values: Mapping[str, Any]) -> list[Variant]:
+        """The runs of a trial, one a seed; raises ConfigError for values that cannot be run."""
+        label = ", ".join(f"{k}={v}" for k, v in values.items())
+        chosen = self.experiment.with_values({"threads": 1, **values}, "tune")
+        return [seeded(label, chosen, seed, self.out / f"trial{number:03d}") for seed in self.seeds]
+
+    def _score(self, folder: Path) -> float:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        there = [g for g in GOALS if summary.get(g) is not None]
+        self.goal = self.goal or next(iter(there), "")
+        if self.goal not in there:
+            raise ConfigError(
+                f"{folder} has no {self.goal or 'accuracy'}; its goals: "
+                f"{', '.join(there) or 'none'}"
+            )
+        return float(summary[self.goal])
+
+    def ranked(self) -> list[Trial]:
+        """The trials, the best first, those that failed last."""
+        better = 1 if self.goal in LOWER else -1
+        return sorted(
+            self.trials,
+            key=lambda t: (not t.scores, better * t.mean if t.scores else 0.0, t.number),
+        )
