@@ -19,7 +19,23 @@ MEMORY, ROOM = Path("/dev/shm"), 2 << 30
 that.
 """
 
-WHOLE_RUNS = ("methods", "experiment", "engines", "docs", "cli", "report", "benchmarks", "deploy")
+WHOLE_RUNS = (
+    "methods",
+    "running",
+    "measures",
+    "attribution",
+    "benchmark",
+    "export",
+    "config",
+    "querying",
+    "engines",
+    "docs",
+    "cli",
+    "report",
+    "benchmarks",
+    "flower",
+    "privacy",
+)
 """Folders of tests that train, after all that check a formula or a file."""
 LONGEST = (
     "test_every_method.py",

@@ -16,7 +16,7 @@ from fedstill.benchmark.terminal import shipped_rows
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 
-RESULTS = Path(__file__).parents[3] / "results" / "rank"
+RESULTS = Path(__file__).parents[2] / "results" / "rank"
 
 EACH = Seconds(step=0.5, example=0.01, rest=0.25)
 

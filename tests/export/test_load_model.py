@@ -61,7 +61,7 @@ class Kept(Method):
         return with_students(state, replies)
 
 
-BEFORE = Path(__file__).parent / "begun_before"
+BEFORE = Path(__file__).parents[1] / "running" / "begun_before"
 FOUR = ["mlp", "logistic", "toy_batchnorm", "qkt_cnn"]
 """Networks that differ, one with running statistics."""
 EXPERIMENTS = {

@@ -1,6 +1,6 @@
 """Over real processes on loopback addresses, with TLS and listed keys: the serial engine's bits.
 
-Slow, and run by hand: ``python -m pytest -m slow tests/deploy -s``. Every number printed is
+Slow, and run by hand: ``python -m pytest -m slow tests/flower -s``. Every number printed is
 measured here.
 """
 

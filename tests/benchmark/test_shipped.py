@@ -13,7 +13,7 @@ from fedstill.benchmark.checking import suite_of
 from fedstill.benchmark.entries import Entered, entries_below, read_entry
 from fedstill.benchmark.replay import drawn_places, reached, replayed
 
-ENTRIES = Path(__file__).parents[3] / "results" / "rank"
+ENTRIES = Path(__file__).parents[2] / "results" / "rank"
 
 
 def shipped(row: str, suite: str) -> Entered:
