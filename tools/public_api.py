@@ -23,6 +23,7 @@ import griffe
 ROOT = Path(__file__).resolve().parents[1]
 SNAPSHOT = ROOT / "tools" / "public_api.json"
 CHANGES = ROOT / "tools" / "public_api_changes.toml"
+MOVES = ROOT / "tools" / "moves.toml"
 
 Surface = dict[str, str]
 """Public names by the path under which a user has them, with their signatures."""
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     snapshot: Surface = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     listed = tomllib.loads(CHANGES.read_text(encoding="utf-8"))
-    before = moved(snapshot, listed.get("modules", {}))
+    moves = tomllib.loads(MOVES.read_text(encoding="utf-8"))
+    before = moved(snapshot, new_homes(moves["modules"]))
     changes = sorted(compared(before, now))
     reasons = {
         (entry["name"], entry["kind"]): entry["reason"] for entry in listed.get("change", [])
@@ -137,6 +139,17 @@ def described_class(item: griffe.Class) -> str:
         elif isinstance(member, griffe.Attribute):
             lines.append(f"{name}: {member.annotation} = {member.value}")
     return "\n".join(lines)
+
+
+def new_homes(moves: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The new dotted name of each module by its old one, from paths below the package."""
+    return {dotted(old): dotted(new) for new, olds in moves.items() for old in olds}
+
+
+def dotted(path: str) -> str:
+    """A module's dotted name from its path below the package."""
+    name = path.removesuffix(".py").removesuffix("/__init__").removesuffix("__init__")
+    return ".".join(["fedstill", *name.split("/")]).rstrip(".")
 
 
 def moved(names: Surface, modules: Mapping[str, str]) -> Surface:
