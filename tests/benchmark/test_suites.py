@@ -17,7 +17,7 @@ from fedstill.benchmark.suites import MOST_TRIES, TIE, Choice, Suite, load_suite
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.preparation import prepare
 from fedstill.running.recording import Measuring
-from fedstill.running.split_file import split_told
+from fedstill.running.split_file import write_split
 
 DRAWN = Path(__file__).parent / "drawn.json"
 """What seeds 0 and 4 of the digits tier draw in each column: a change of it means a new version of
@@ -150,7 +150,7 @@ def test_a_suite_whose_tries_are_not_those_of_the_one_that_chooses_is_refused(
         load_suite("digits-both")
 
 
-def drawn_here() -> dict[str, object]:
+def drawn_here(folder: Path) -> dict[str, object]:
     """The split, the tasks and the clients of three rounds of each column of the digits tier, seeds
     0 and 4.
     """
@@ -167,15 +167,15 @@ def drawn_here() -> dict[str, object]:
                     [list(s.clients) for s in run.settings.topology(r, ready.world)] for r in rounds
                 ]
                 out[f"{name}, {column}, seed {run.seed}"] = {
-                    "split": split_told(measuring.dealt_out)["sha256"],
+                    "split": write_split(folder, measuring.dealt_out)["sha256"],
                     "tasks": [list(own) for own in ready.world.stream.by_task],
                     "clients": stages,
                 }
     return out
 
 
-def test_the_draws_of_the_digits_tier_are_what_they_were() -> None:
-    assert json.loads(json.dumps(drawn_here())) == json.loads(DRAWN.read_text())
+def test_the_draws_of_the_digits_tier_are_what_they_were(tmp_path: Path) -> None:
+    assert json.loads(json.dumps(drawn_here(tmp_path))) == json.loads(DRAWN.read_text())
 
 
 def test_the_best_mean_is_chosen_and_of_those_alike_the_one_that_sends_less() -> None:

@@ -41,8 +41,7 @@ PICKLED = (".pt", ".pth")
 WRAPPED = ("state_dict", "model_state_dict", "model")
 """Where training programs put the state dict, in a checkpoint that holds more."""
 
-# which is what we read: tensors, never a pickle of anything else
-TO_DO = "write torch.save(model.state_dict(), PATH)"
+TO_DO = "write torch.save(model.state_dict(), PATH)"  # tensors, never a pickle of anything else
 
 PARALLEL = "module."
 """What torch's DataParallel puts before each name."""
