@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.engines import cuda_graphs as on_host
-from fedstill.engines import cuda_graphs as recorded
+from fedstill.engines import cuda_graphs
 from fedstill.engines.cuda_graphs import FIRST, PAYS, Recorder, Recording, watched
 from imitated_card import Graph, record_on_cpu
 
@@ -223,7 +222,7 @@ def test_a_recording_that_fails_is_tried_once_in_a_process(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(
-        recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": refuse})
+        cuda_graphs.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": refuse})
     )
     for _ in range(3):
         training, other = Training(), Training()
@@ -240,7 +239,7 @@ def test_ctrl_c_while_a_step_is_recorded_is_ctrl_c(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("the recording was broken off")
 
     monkeypatch.setattr(
-        recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": failing})
+        cuda_graphs.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": failing})
     )
     training = Training()
 
@@ -267,11 +266,12 @@ def test_that_the_host_waited_for_a_card_is_heard_and_other_warnings_are_passed_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modes: list[Any] = [0]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    card = cuda_graphs.torch.cuda  # the imitated card, which has no such modes
+    monkeypatch.setattr(card, "get_sync_debug_mode", lambda: modes[-1], raising=False)
+    monkeypatch.setattr(card, "set_sync_debug_mode", modes.append, raising=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with on_host._waits_said(torch.device("cuda")) as waits:
+        with cuda_graphs._waits_said(torch.device("cuda")) as waits:
             assert modes[-1] == "warn"
             for text in (
                 "called a synchronizing CUDA operation",
@@ -286,7 +286,7 @@ def test_that_the_host_waited_for_a_card_is_heard_and_other_warnings_are_passed_
 
 def test_without_a_card_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not recorded.is_wanted(torch.device("cpu"))
-    assert recorded.is_wanted(torch.device("cuda"))
-    monkeypatch.setenv(recorded.REPLAY, "0")
-    assert not recorded.is_wanted(torch.device("cuda"))
+    assert not cuda_graphs.is_wanted(torch.device("cpu"))
+    assert cuda_graphs.is_wanted(torch.device("cuda"))
+    monkeypatch.setenv(cuda_graphs.REPLAY, "0")
+    assert not cuda_graphs.is_wanted(torch.device("cuda"))
