@@ -94,7 +94,14 @@ def test_digits_are_there_without_anything():
 REAL_DIGITS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
-@pytest.mark.parametrize("name", ["cifar100-small", "pbc_blood28", "ham10000_28"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ham10000_28",
+        pytest.param("cifar100-small", marks=pytest.mark.slow),
+        pytest.param("pbc_blood28", marks=pytest.mark.slow),
+    ],
+)
 def test_shared_folders_match_their_checksums(name):
     real_root(name)
     data = load_dataset(name)
@@ -112,7 +119,7 @@ def test_shared_folders_match_their_checksums(name):
         ("heart_disease", "age", 3),
         ("har", "features", 10),
         ("har_signals", "signals", 5),
-        ("ag_news-small", "text", 7),
+        pytest.param("ag_news-small", "text", 7, marks=pytest.mark.slow),
         ("heart_disease", "label", 1),
     ],
 )
