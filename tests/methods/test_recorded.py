@@ -32,8 +32,8 @@ METHODS = [
     if not n.startswith("toy_") and n not in ("fedseq", "cwc", "metafed")
 ]
 """Those of chains have no other steps than others."""
-LONG = {**stacking.PLAN, "epochs": 8}
-"""Enough whole batches a client that recording pays."""
+LONG = {**stacking.PLAN, "epochs": 4}
+"""Enough whole batches for each of three clients that recording pays."""
 SETTINGS = ("as it is", "augmented", "a part of the examples")
 """In the first, teachers' outputs are computed once for all examples; in the others for each
 batch.
@@ -48,7 +48,10 @@ def changed(setting: str, name: str, **plan: Any) -> dict[str, Any]:
         toys.PUBLIC if "public_data" in registry.lookup("method", name).build().requires() else 0
     )
     data = {"public": public, "augment": ["flip"] if setting == "augmented" else []}
-    return {"plan": {**LONG, **steps, **plan}, "data": data}
+    topology = {"clients": 3}
+    if registry.lookup("method", name).build().topology == "sequential":
+        topology |= {"kind": "parallel"}
+    return {"plan": {**LONG, **steps, **plan}, "data": data, "topology": topology}
 
 
 @pytest.fixture(autouse=True)
