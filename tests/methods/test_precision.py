@@ -83,7 +83,9 @@ def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
     assert_near(params["bf16"], params["fp32"], start)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedntd", "moon", "fedalign"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fedntd", "moon", pytest.param("fedalign", marks=pytest.mark.slow)]
+)
 def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +158,12 @@ assert all(one.fp32_precision != "tf32" for one in said)
     not hasattr(torch.backends, "fp32_precision"), reason="this torch has the older switches only"
 )
 @pytest.mark.parametrize(
-    "user", ["", *(f"torch.backends.{part}fp32_precision = 'tf32'" for part in ("", "cudnn."))]
+    "user",
+    [
+        "torch.backends.cudnn.fp32_precision = 'tf32'",
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("torch.backends.fp32_precision = 'tf32'", marks=pytest.mark.slow),
+    ],
 )
 def test_so_where_torchs_newer_switches_said_something_else(user: str) -> None:
     """In a process of its own: torch refuses to read its older switches once the newer ones
