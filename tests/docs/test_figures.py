@@ -8,7 +8,13 @@ import pytest
 
 from fedstill.cli import call
 
-PEERS = ("model.name=resnet10", "model.norm=group", "topology.clients=4", "query.fewer_than=5")
+PEERS = (
+    "model.name=resnet10",
+    "model.norm=group",
+    "topology.clients=4",
+    "query.fewer_than=5",
+    "data.train_size=120",
+)
 CHAIN = (
     "model.name=digits_cnn",
     "topology.clients=6",
