@@ -38,11 +38,11 @@ WHOLE_RUNS = (
 )
 """Folders of tests that train, after all that check a formula or a file."""
 LONGEST = (
-    "test_every_method.py",
     "test_documents.py",
+    "test_every_method.py",
+    "test_recorded.py",
     "test_every_kind.py",
     "test_vectorised.py",
-    "test_ranking_page.py",
     "test_recipes.py",
     "test_cross.py",
     "test_no_waiting.py",
