@@ -18,6 +18,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,11 @@ def checkout(revision: str) -> Path:
 def fingerprint(quick: bool) -> str:
     """Identifies everything but the revision on which cached results depend."""
     sources = [(ROOT / "tools" / name).read_bytes() for name in PRODUCERS]
-    packages = subprocess.run(
-        [sys.executable, "-c", "import torch, numpy; print(torch.__version__, numpy.__version__)"],
-        check=True,
-        capture_output=True,
-    )
+    packages = " ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
     machine = (
         f"{sys.version} {platform.machine()} {processor()} {os.environ.get('ATEN_CPU_CAPABILITY')}"
     )
-    parts = [*sources, packages.stdout, machine.encode(), str(quick).encode()]
+    parts = [*sources, packages.encode(), machine.encode(), str(quick).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
@@ -131,7 +128,9 @@ def start(source: Path, out: Path, quick: bool) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **threads, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
     if MEMORY.is_dir():
         environment["TMPDIR"] = str(MEMORY)  # runs wait for the disk more than they compute
-    command = [sys.executable, "-m", "tools.golden_cells", str(out), *(["--quick"] * quick)]
+    command = [sys.executable, "-m", "tools.golden_cells", str(out)]
+    if quick:
+        command.append("--quick")
     return subprocess.Popen(command, cwd=ROOT, env=environment)
 
 
@@ -220,9 +219,9 @@ def report(
     """Print the number of cells and what differs; return 1 if something is not as intended."""
     unexpected = [d for d in differences if d.key not in reasons]
     matched = {d.key for d in differences} & reasons.keys()
-    cells = (
-        {cell for cell, _ in reasons} & results.keys() if quick else {cell for cell, _ in reasons}
-    )
+    cells = {cell for cell, _ in reasons}
+    if quick:
+        cells &= results.keys()  # the others were not carried out
     unmatched = sorted(key for key in reasons.keys() - matched if key[0] in cells)
     accepted = [r for r in results.values() if "journal" in r]
     seconds = sum(r.get("seconds", 0.0) for r in results.values())

@@ -86,7 +86,6 @@ class Cell:
     data: str = "images"
     stop_after: int = 2
     quick: bool = False
-    cached: bool = False
 
 
 @dataclass
@@ -413,7 +412,7 @@ def cache_cells() -> Iterator[Cell]:
     for method in ("local_only", "ensemble", "naive_kd", "qkt"):
         for engine in ("serial", "pooled"):
             config = changed(method_config(method, "peer_to_peer"), engine=engine, reuse=True)
-            yield Cell(f"cache {method}/{engine}", config, stop_after=1, quick=True, cached=True)
+            yield Cell(f"cache {method}/{engine}", config, stop_after=1, quick=True)
 
 
 def all_cells() -> list[Cell]:
@@ -537,9 +536,9 @@ def results(cells: list[Cell], outputs: bool) -> Fields:
             folder = root / str(number)
             fields = carried_out(cell, datasets[cell.data], folder)
             shutil.rmtree(folder, ignore_errors=True)
-            if fields["outcome"] != "finished" and "journal" not in fields:
-                first_engine = cell.name.endswith("/serial")
-                refused |= {pair} if first_engine else set()
+            never_started = fields["outcome"] != "finished" and "journal" not in fields
+            if never_started and cell.name.endswith("/serial"):
+                refused.add(pair)  # the other engines would be refused alike
             fields["seconds"] = time.perf_counter() - began
             table[cell.name] = fields
             if (number + 1) % 100 == 0:

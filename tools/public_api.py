@@ -84,16 +84,12 @@ def packages(module: griffe.Module) -> Iterator[griffe.Module]:
 
 def listed_names(module: griffe.Module) -> list[str]:
     """The names that a package offers: its ``__all__``, or what it imports as itself."""
-    aliases = {
-        name: m.target_path for name, m in module.members.items() if isinstance(m, griffe.Alias)
-    }
-    public = {
-        n for n, path in aliases.items() if path.startswith("fedstill.") and path.endswith(f".{n}")
-    }
     exported = {str(name) for name in module.exports or ()}
-    return sorted(
-        (exported & set(module.members)) | public if module.path == "fedstill" else exported
-    )
+    if module.path != "fedstill":
+        return sorted(exported)
+    # The package's own list is made when it is imported; its lazy imports are the same names.
+    aliases = [member for member in module.members.values() if isinstance(member, griffe.Alias)]
+    return sorted(alias.name for alias in aliases if alias.target_path.startswith("fedstill."))
 
 
 def documented(item: griffe.Object | griffe.Alias) -> Surface:
