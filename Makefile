@@ -26,6 +26,7 @@ slow: .venv/ready
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tools/house.py
+	.venv/bin/python tools/public_api.py
 
 # make docs-check: the documentation against its sources; make docs-tables: its generated tables, written anew.
 docs-check docs-tables: export PYTHONUTF8 = 1
