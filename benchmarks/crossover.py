@@ -80,7 +80,7 @@ def stage_seconds(engine: SerialEngine, ready: Prepared) -> float:
     """Seconds that an engine takes for the first round's stage."""
     method, world = ready.settings.method, ready.world
     (stage,) = ready.settings.topology(1, world)
-    state = method.setup(world)
+    state = method.initial_state(world)
     downs = {c: Payload(params=state.params) for c in stage.clients}
     began = time.perf_counter()
     replies = engine.run(method.work(stage), stage, downs, 0)

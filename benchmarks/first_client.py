@@ -56,14 +56,14 @@ def first_client(pixels: str, seed: int, which: Which) -> tuple[Prepared, Stage,
     (run,) = load_recipe("hiper/table1").variants([cell], [seed], changes, Path("unused"))
     ready, client = prepare(run.settings), which.client
     stage = Stage(1, 0, "local", (client,))
-    down = ready.settings.method.down(counted(ready), client, stage, ready.world)
-    assert down is not None
-    return ready, stage, ready.sites.view(client, stage), float(down.number("temperature"))
+    payload = ready.settings.method.payload_for_client(counted(ready), client, stage, ready.world)
+    assert payload is not None
+    return ready, stage, ready.sites.view(client, stage), float(payload.number("temperature"))
 
 
 def counted(ready: Prepared) -> State:
     """The state before round 1, with every client's label counts."""
-    start = ready.settings.method.setup(ready.world)
+    start = ready.settings.method.initial_state(ready.world)
     return run_census(start, ready.world, ready.engine(), Unwatched(), ready.settings.rules)
 
 
@@ -71,7 +71,9 @@ def ours(pixels: str, seed: int, which: Which) -> tuple[float, float, int]:
     """Loss, held-out accuracy, and how many classes are right at all, by fedstill."""
     ready, stage, view, _ = first_client(pixels, seed, which)
     client = which.client
-    down = {client: ready.settings.method.down(counted(ready), client, stage, ready.world)}
+    down = {
+        client: ready.settings.method.payload_for_client(counted(ready), client, stage, ready.world)
+    }
     (reply,) = ready.engine().run(ready.settings.method.work(stage), stage, down, seed)
     counts, right = (reply.metrics["private"][k] for k in ("counts", "after"))
     assert sum(counts) == len(view.validation or ())

@@ -21,7 +21,7 @@ class Ours:
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.engine = ready, ready.engine()
         method, rules = ready.settings.method, ready.settings.rules
-        self.state = method.setup(ready.world)
+        self.state = method.initial_state(ready.world)
         if "label_counts" in method.requires():
             self.state = run_census(self.state, ready.world, self.engine, Unwatched(), rules)
 

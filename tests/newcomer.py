@@ -14,7 +14,7 @@ from fedstill.running import journal as journals
 MINE = '''
 from dataclasses import dataclass
 
-from fedstill import Carry, Payload
+from fedstill import TrainingStart, Payload
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.core.records import NOTHING
@@ -55,19 +55,19 @@ def mine(
 
 
 SHAPES = """
-def terms(self, step, carry):
+def terms(self, step, start):
     loss = step.logits() @ step.logits()  # HERE
     return {"ce": loss}
 """
 """A mistake at clients: what is multiplied does not fit."""
 
 SIGNATURES = {
-    "setup": "world",
-    "open": "state, stages, world",
-    "down": "state, client, stage, world",
+    "initial_state": "world",
+    "begin_round": "state, stages, world",
+    "payload_for_client": "state, client, stage, world",
     "work": "stage",
-    "expects": "client, stage, world",
-    "fold": "state, replies, stage, world",
+    "expected_reply": "client, stage, world",
+    "aggregate": "state, replies, stage, world",
     "predictors": "state, world",
 }
 

@@ -19,15 +19,15 @@ from fedstill.core.method import Method
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
     many,
@@ -189,50 +189,63 @@ class Chain(Method):
     topology: ClassVar[str] = "sequential"
     plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         start = State(params=world.initial(SERVER))
         return start.next(importance=zeros_like(start.params))
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, importance=state.extra.tensors("importance"))
 
     def work(self, stage: Stage) -> ClientWork:
         return ChainWork()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=world.initial(client), importance=world.initial(client), visits=0)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         (reply,) = replies
-        return state.next(params=reply.up.params, importance=reply.up.tensors("importance"))
+        return state.next(
+            params=reply.content.params, importance=reply.content.tensors("importance")
+        )
 
 
 class ChainWork(ClientWork):
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        visits = int(memory.number("visits")) if memory else 0
-        return Carry(
-            down.params,
-            trace=down.tensors("importance"),
-            constants={"anchor": down.params, "visits": visits},
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        visits = int(client_state.number("visits")) if client_state else 0
+        return TrainingStart(
+            payload.params,
+            trace=payload.tensors("importance"),
+            constants={"anchor": payload.params, "visits": visits},
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         pull = sum(
-            (carry.trace[k] * (step.params[k] - carry["anchor"][k]) ** 2).sum() for k in carry.trace
+            (start.trace[k] * (step.params[k] - start["anchor"][k]) ** 2).sum() for k in start.trace
         )
         return {"ce": cross_entropy(step.logits(), step.y), "pull": 0.1 * torch.as_tensor(pull)}
 
-    def settle(
-        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    def after_step(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
         moved = sub(after, before)
         return after, {k: trace[k] + (grads[k] * moved[k]).abs() for k in trace}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        visits = carry["visits"] + 1
-        return Payload(params=params, importance=ran.trace, visits=visits), Payload(visits=visits)
+        visits = start["visits"] + 1
+        return Payload(params=params, importance=result.trace, visits=visits), Payload(
+            visits=visits
+        )
 
 
 @method("toy_logits")
@@ -247,10 +260,10 @@ class Logits(Method):
     needs: ClassVar[frozenset[str]] = frozenset({"public_data", "label_counts"})
     plans: ClassVar[dict[str, Plan]] = {"local": SHORT, "teach_server": SHORT, "distil": SHORT}
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         return State(params=world.initial(SERVER))
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == "local":
             return Payload()
         mean = state.extra.tensor("mean")
@@ -259,17 +272,23 @@ class Logits(Method):
     def work(self, stage: Stage) -> ClientWork:
         return LogitsWork(stage.name)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == "local":
             return Payload(
                 logits=torch.zeros(PUBLIC, world.classes, dtype=dtype_of(world.initial(client)))
             )
         return Payload(params=world.initial(SERVER)) if client == SERVER else Payload()
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == "local":
-            return state.next(mean=torch.stack([r.up.tensor("logits") for r in replies]).mean(0))
-        return state.next(params=replies[0].up.params) if stage.name == "teach_server" else state
+            return state.next(
+                mean=torch.stack([r.content.tensor("logits") for r in replies]).mean(0)
+            )
+        return (
+            state.next(params=replies[0].content.params) if stage.name == "teach_server" else state
+        )
 
 
 PUBLIC = 50
@@ -279,18 +298,25 @@ PUBLIC = 50
 class LogitsWork(ClientWork):
     stage: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        own = memory.params if "params" in memory else world.initial(view.client)
-        start = down.params if view.client == SERVER else own
-        return Carry(start, constants={"mean": down.get("mean")})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        own = client_state.params if "params" in client_state else world.initial(view.client)
+        start = payload.params if view.client == SERVER else own
+        return TrainingStart(start, constants={"mean": payload.get("mean")})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if self.stage == "local":
-            return super().terms(step, carry)
-        return {"kd": kd(step.logits(), carry["mean"][step.index])}
+            return super().terms(step, start)
+        return {"kd": kd(step.logits(), start["mean"][step.index])}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         if self.stage == "teach_server":
             return Payload(params=params), NOTHING
@@ -308,7 +334,9 @@ class Peers(Method):
     needs: ClassVar[frozenset[str]] = frozenset({"head"})
     plans: ClassVar[dict[str, Plan]] = {"fit": SHORT, "transfer": SHORT, "refine": SHORT}
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name == "fit":
             return Payload(params=world.initial(client))
         models = state.extra.many("model")
@@ -320,8 +348,10 @@ class Peers(Method):
     def work(self, stage: Stage) -> ClientWork:
         return PeersWork(stage.name)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state.next(**many("model", {r.client: r.up.params for r in replies}))
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        return state.next(**many("model", {r.client: r.content.params for r in replies}))
 
     def predictors(self, state: State, world: World) -> dict[str, object]:  # type: ignore[override]
         models = state.extra.many("model") or {0: world.initial(0)}
@@ -333,13 +363,15 @@ class Peers(Method):
 class PeersWork(ClientWork):
     stage: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        peers = {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
-        return Carry(down.params, teachers=peers)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        peers = {str(c): (world.model(c), p) for c, p in payload.many("peer").items()}
+        return TrainingStart(payload.params, teachers=peers)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        terms = super().terms(step, carry)
-        for name in carry.teachers:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        terms = super().terms(step, start)
+        for name in start.teachers:
             terms[f"peer {name}"] = 0.1 * kd(step.logits(), step.teacher(name))
         return terms
 
@@ -356,15 +388,17 @@ class Failing(Method):
     who: int = 0
     how: str = "raise"
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if self.how == "absent" and client == self.who and stage.round > 1:
             return None
-        return super().down(state, client, stage, world)
+        return super().payload_for_client(state, client, stage, world)
 
     def work(self, stage: Stage) -> ClientWork:
         return FailingWork(self.who if stage.round > 1 else -9, self.how)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=world.initial(client), seen=0)
 
 
@@ -373,13 +407,23 @@ class FailingWork(ClientWork):
     who: int
     how: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(down.params, constants={"seen": int(memory.number("seen")) if memory else 0})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(
+            payload.params,
+            constants={"seen": int(client_state.number("seen")) if client_state else 0},
+        )
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        seen = carry["seen"] + 1
+        seen = start["seen"] + 1
         up = Payload(params=params, seen=seen)
         if view.client == self.who:
             up = self.spoil(up)
@@ -432,7 +476,12 @@ class TroubledWork(ClientWork):
     gate: str
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         match self.round, view.client:
             case 1, 1:

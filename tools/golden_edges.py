@@ -68,7 +68,7 @@ def content_of(reply: Any) -> Any:
 
 def training_start(*args: Any, **fields: Any) -> Any:
     """A record of the class that ``ClientWork.begin`` returns."""
-    record: Any = getattr(fedstill, "TrainingStart", None) or fedstill.Carry
+    record: Any = getattr(fedstill, "TrainingStart", None) or getattr(fedstill, "Carry")  # noqa: B009
     return record(*args, **fields)
 
 

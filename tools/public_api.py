@@ -2,14 +2,16 @@
 
 Public is what the ``__init__`` of a package lists and what docs/reference.md describes. ``python
 tools/public_api.py`` fails on a change that ``tools/public_api_changes.toml`` does not list with a
-reason, and on an entry of that file that matches nothing. ``--write`` makes a new snapshot. The
-source is read, not imported (griffe).
+reason, and on an entry of that file that matches nothing. A name may have wildcards. Renames that
+concern many signatures are listed once, as patterns that are applied to the snapshot. ``--write``
+makes a new snapshot. The source is read, not imported (griffe).
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import fnmatch
 import json
 import re
 import sys
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     listed = tomllib.loads(CHANGES.read_text(encoding="utf-8"))
     moves = tomllib.loads(MOVES.read_text(encoding="utf-8"))
     before = moved(snapshot, new_homes(moves["modules"]))
+    for rename in listed.get("rename", []):
+        before = renamed(before, re.compile(rename["pattern"], re.MULTILINE), rename["new"])
     changes = sorted(compared(before, now))
     reasons = {
         (entry["name"], entry["kind"]): entry["reason"] for entry in listed.get("change", [])
@@ -157,6 +161,11 @@ def moved(names: Surface, modules: Mapping[str, str]) -> Surface:
     return result
 
 
+def renamed(names: Surface, pattern: re.Pattern[str], new: str) -> Surface:
+    """Names and signatures with a replacement for each match of a pattern."""
+    return {pattern.sub(new, path): pattern.sub(new, text) for path, text in names.items()}
+
+
 def compared(before: Surface, now: Surface) -> Iterator[Change]:
     """Names that are gone, new, or have another signature."""
     for name in before.keys() | now.keys():
@@ -174,10 +183,22 @@ def difference(before: str, now: str) -> str:
     return "".join(f"\n    {line}" for line in lines if line.startswith(("-", "+")))
 
 
+def matching(change: Change, reasons: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
+    """The listed entries, by name and kind, that cover a change."""
+    return [
+        (name, kind)
+        for name, kind in reasons
+        if kind == change.kind and fnmatch.fnmatchcase(change.name, name)
+    ]
+
+
 def report(changes: Sequence[Change], reasons: Mapping[tuple[str, str], str], count: int) -> int:
     """Print what is not listed, and entries without effect; return 1 if there is either."""
-    unlisted = [c for c in changes if (c.name, c.kind) not in reasons]
-    unmatched = sorted(reasons.keys() - {(c.name, c.kind) for c in changes})
+    matched = {change: matching(change, reasons) for change in changes}
+    unlisted = [change for change in changes if not matched[change]]
+    unmatched = sorted(
+        reasons.keys() - {entry for entries in matched.values() for entry in entries}
+    )
     for change in unlisted:
         print(f"{change.kind}: {change.name}{change.detail}")
     for name, kind in unmatched:

@@ -75,7 +75,7 @@ class Collected:
             raise ValueError(f"{stage}: {refused[0].reason}")
         for reply in replies[:1]:
             if reply.client != SERVER:
-                self.sent.setdefault(stage.name, reply.up)
+                self.sent.setdefault(stage.name, reply.content)
 
     def failed(self, *_: object) -> None:
         """Nothing: the error that comes next says it."""
@@ -105,7 +105,7 @@ def collected(method: str, flip: bool) -> dict[str, Payload]:
 def _through(ready: Prepared) -> Iterator[tuple[str, Payload]]:
     settings, world, watch = ready.settings, ready.world, Collected()
     engine, rules = replace(ready.engine(), kept=None, stops=True), settings.rules
-    state = settings.method.setup(world)
+    state = settings.method.initial_state(world)
     if "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, watch, rules)
     for round in range(1, settings.rounds + 1):

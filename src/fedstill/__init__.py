@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from fedstill.config.experiment import load as load
     from fedstill.core.errors import FedstillError as FedstillError
     from fedstill.core.method import Method as Method
-    from fedstill.core.records import Carry as Carry
     from fedstill.core.records import Payload as Payload
     from fedstill.core.records import Plan as Plan
+    from fedstill.core.records import TrainingStart as TrainingStart
     from fedstill.core.registry import register as register
     from fedstill.core.work import ClientWork as ClientWork
     from fedstill.data.dataset import Dataset as Dataset
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fedstill.running.trackers import Tracker as Tracker
 
 _HOMES = {
-    "Carry": "fedstill.core.records",
+    "TrainingStart": "fedstill.core.records",
     "ClientWork": "fedstill.core.work",
     "Comparison": "fedstill.report.comparison",
     "Dataset": "fedstill.data.dataset",

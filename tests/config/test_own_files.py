@@ -37,8 +37,8 @@ class Halfway(Method):
     copy: int = 1
     model_size: int = 2
 
-    def fold(self, state, replies, stage, world):
-        mean = super().fold(state, replies, stage, world).params
+    def aggregate(self, state, replies, stage, world):
+        mean = super().aggregate(state, replies, stage, world).params
         return state.next(params={k: v + self.share * (mean[k] - v) for k, v in state.params.items()})
 
 def helper():
@@ -220,7 +220,7 @@ BAD_METHODS = {
 def test_a_method_whose_fields_make_no_sense_is_named(how: str, folder: Path) -> None:
     body, words = BAD_METHODS[how]
     lines = (
-        METHOD.split("    def fold")[0]
+        METHOD.split("    def aggregate")[0]
         .replace("halfway", how)
         .replace("from typing", "import numpy as np\nfrom typing")
     )

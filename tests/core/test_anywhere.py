@@ -13,7 +13,15 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.census import run_census
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.records import Carry, Payload, Ran, Stage, Tensors, View, World
+from fedstill.core.records import (
+    Payload,
+    Stage,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
 from fedstill.core.rounds import Unwatched, run_round
 from fedstill.core.stages import Fit
 from fedstill.running.preparation import Prepared, prepare
@@ -41,7 +49,7 @@ def test_what_clients_remember_outlives_a_fit() -> None:
         def stage(self, stage: Stage, *rest: Any) -> None:
             seen.append((stage.name, ["control" in engine.memory.load(c) for c in range(4)]))
 
-    state = run.settings.method.setup(run.world)
+    state = run.settings.method.initial_state(run.world)
     stages = run.settings.topology(1, run.world)
     run_round(run.settings.method, state, stages, run.world, engine, Looking(), run.settings.rules)
     engine.close()
@@ -56,14 +64,23 @@ def test_among_peers_a_client_goes_on_from_the_model_it_ended_the_last_task_with
     begin, end = Fit.begin, Fit.end
     now = [0]
 
-    def beginning(self: Fit, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry = begin(self, down, memory, view, world)
+    def beginning(
+        self: Fit, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry = begin(self, payload, client_state, view, world)
         began[now[0], view.client] = carry.params
         return carry
 
-    def ending(self: Fit, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> Any:
+    def ending(
+        self: Fit,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> Any:
         ended[now[0], view.client] = params
-        return end(self, params, carry, ran, view, world)
+        return end(self, params, start, result, view, world)
 
     monkeypatch.setattr(Fit, "begin", beginning)
     monkeypatch.setattr(Fit, "end", ending)
@@ -78,7 +95,11 @@ def test_among_peers_a_client_goes_on_from_the_model_it_ended_the_last_task_with
     )
     engine = run.engine()
     state = run_census(
-        run.settings.method.setup(run.world), run.world, engine, Unwatched(), run.settings.rules
+        run.settings.method.initial_state(run.world),
+        run.world,
+        engine,
+        Unwatched(),
+        run.settings.rules,
     )
     while state.round <= 3:
         now[0] = state.round

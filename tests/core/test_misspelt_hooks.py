@@ -13,37 +13,37 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import Method
-from fedstill.core.user_code import resembled
+from fedstill.core.user_code import FORMER_NAMES, resembled
 from fedstill.core.work import ClientWork
 from fedstill.measures.base import Measure
 from fedstill.measures.choice import measures
 from fedstill.running.preparation import prepare
 from newcomer import mine
 
-FOLD = "def {}(self, state, replies, stage, world):\n    return state  # HERE"
-TERMS = "def {}(self, step, carry):\n    return {{'ce': cross_entropy(step.logits(), step.y)}}"
+AGGREGATE = "def {}(self, state, replies, stage, world):\n    return state  # HERE"
+TERMS = "def {}(self, step, start):\n    return {{'ce': cross_entropy(step.logits(), step.y)}}"
 
 MISSPELT = {
-    "fould": ({"server": FOLD.format("fould")}, "fold"),
+    "agregate": ({"server": AGGREGATE.format("agregate")}, "aggregate"),
     "need": ({"server": "need = frozenset({'queries'})"}, "needs"),
     "predictor": (
         {"server": "@staticmethod\ndef predictor(state, world):\n    return {}"},
         "predictors",
     ),
     "term": ({"client": TERMS.format("term")}, "terms"),
-    "look_ahead": (
-        {"client": "def look_ahead(self, params, grads, carry):\n    return params"},
-        "lookahead",
+    "pertrub": (
+        {"client": "def pertrub(self, params, grads, start):\n    return params"},
+        "perturb",
     ),
     "Begin": ({"client": "@classmethod\ndef Begin(cls):\n    return None"}, "begin"),
     "trainables": ({"client": "@property\ndef trainables(self):\n    return True"}, "trainable"),
     "terms": ({"server": TERMS.format("terms")}, "ClientWork"),
-    "fold": ({"client": FOLD.format("fold")}, "Method"),
+    "aggregate": ({"client": AGGREGATE.format("aggregate")}, "Method"),
 }
 
 HELPERS = {
     "of another name": "def compute_loss(self, out, y):\n    return cross_entropy(out, y)",
-    "called": "def halve(self, x):\n    return x / 2\n\ndef terms(self, step, carry):\n"
+    "called": "def halve(self, x):\n    return x / 2\n\ndef terms(self, step, start):\n"
     "    return {'ce': cross_entropy(self.halve(step.logits()), step.y)}",
     "private": "def _term(self, step):\n    return step.y",
     "a field": "term: int = 3",
@@ -66,9 +66,9 @@ def test_a_misspelt_hook_is_an_error(name: str, tmp_path: Path) -> None:
 
 
 def test_it_names_the_file_and_the_line(tmp_path: Path) -> None:
-    experiment, line = mine(tmp_path, server=FOLD.format("fould"))
+    experiment, line = mine(tmp_path, server=AGGREGATE.format("agregate"))
     with pytest.raises(
-        ConfigError, match=rf"mine.py: Mine.fould \(mine.py, line {line - 1}, in fould\)"
+        ConfigError, match=rf"mine.py: Mine.agregate \(mine.py, line {line - 1}, in agregate\)"
     ):
         settle(experiment)
 
@@ -80,10 +80,23 @@ def test_a_helper_is_no_error(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("base", [Method, ClientWork, Measure])
 def test_a_class_defined_in_python_is_checked_as_well(base: type[object]) -> None:
-    hooks: dict[type[object], str] = {Method: "set_up", ClientWork: "ajust", Measure: "lok"}
+    hooks: dict[type[object], str] = {
+        Method: "initial_stat",
+        ClientWork: "adjust_gradient",
+        Measure: "lok",
+    }
     with pytest.raises(ConfigError, match=hooks[base]):
         type("Mine", (base,), {hooks[base]: lambda self: None})
     type("Mine", (base,), {f"_{hooks[base]}": lambda self: None})
+
+
+@pytest.mark.parametrize("base", [Method, ClientWork])
+def test_a_former_name_of_a_hook_is_rejected_with_its_successor(base: type[object]) -> None:
+    renamed = {old: new for old, new in FORMER_NAMES.items() if hasattr(base, new)}
+    assert renamed
+    for old, new in renamed.items():
+        with pytest.raises(ConfigError, match=rf"\b{new}\b"):
+            type("Mine", (base,), {old: lambda self: None})
 
 
 def test_a_helper_of_a_base_class_may_be_overridden() -> None:
@@ -105,21 +118,21 @@ def test_a_helper_of_a_base_class_may_be_overridden() -> None:
 @pytest.mark.parametrize(
     ("name", "hook"),
     [
-        ("fold", "fold"),
-        ("folds", "fold"),
-        ("flod", "fold"),
-        ("fol", "fold"),
-        ("FOLD", "fold"),
+        ("aggregate", "aggregate"),
+        ("aggregates", "aggregate"),
+        ("agregate", "aggregate"),
+        ("aggregtae", "aggregate"),
+        ("AGGREGATE", "aggregate"),
         ("at_clients", "at_client"),
-        ("hold", ""),
+        ("congregate", ""),
         ("blend", ""),
-        ("aggregate", ""),
+        ("combine", ""),
         ("train", ""),
         ("teacher_logits", ""),
     ],
 )
 def test_what_resembles_a_hook(name: str, hook: str) -> None:
-    assert resembled(name, ["open", "fold", "end", "at_client", "trainable"]) == hook
+    assert resembled(name, ["begin_round", "aggregate", "end", "at_client", "trainable"]) == hook
 
 
 MEASURE = """

@@ -236,7 +236,7 @@ def test_reports_are_screened_whatever_the_engine(metrics: dict[str, object], wh
     accepted, refused = screened(replace(reply(BAD), metrics=metrics), reply(0))
     assert [r.client for r in accepted] == [0]
     assert why in refused[0].reason
-    assert refused[0].up is GOOD, "what it brought is known, for who counts it"
+    assert refused[0].content is GOOD, "what it brought is known, for who counts it"
 
 
 def test_what_cannot_be_checked_is_refused_and_reasons_end_at_300_characters() -> None:
@@ -294,4 +294,4 @@ def test_the_screen_changes_nothing_it_is_given() -> None:
     before = {k: v.clone() for k, v in PARAMS.items()}
     (got,), _ = screened(reply(0))
     assert all(torch.equal(PARAMS[k], before[k]) for k in before)
-    assert got.up is GOOD
+    assert got.content is GOOD

@@ -67,7 +67,7 @@ def test_by_default_ten_or_all() -> None:
 
 def test_parallel_is_one_stage_in_the_order_of_ids() -> None:
     (stage,) = Parallel(sampled=6)(2, Small())
-    assert (stage.name, stage.index, stage.hop) == ("train", 0, False)
+    assert (stage.name, stage.index, stage.sequential) == ("train", 0, False)
     assert list(stage.clients) == sorted(stage.clients)
 
 
@@ -108,7 +108,7 @@ def test_the_closing_stage_is_the_servers_and_the_very_last() -> None:
 def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     stages = Sequential(sampled=5)(4, Small())
     assert [s.index for s in stages] == list(range(5))
-    assert all(s.hop and len(s.clients) == 1 for s in stages)
+    assert all(s.sequential and len(s.clients) == 1 for s in stages)
     assert [s.clients[0] for s in stages] == sample(Small(), 4, 5)
 
 
@@ -122,13 +122,17 @@ def test_a_chain_in_fixed_order_is_of_all_clients_by_id() -> None:
 def test_a_chain_takes_stages_before_and_after() -> None:
     schedule = Sequential(sampled=2, first="warm", last="alone")
     first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
-    assert [(s.name, s.index, s.hop) for s in first] == [
+    assert [(s.name, s.index, s.sequential) for s in first] == [
         ("warm", 0, False),
         ("train", 1, True),
         ("train", 2, True),
     ]
     assert [s.name for s in middle] == ["train", "train"]
-    assert [(s.name, s.hop) for s in last] == [("train", True), ("train", True), ("alone", False)]
+    assert [(s.name, s.sequential) for s in last] == [
+        ("train", True),
+        ("train", True),
+        ("alone", False),
+    ]
     assert first[0].clients == last[2].clients == tuple(range(20))
 
 

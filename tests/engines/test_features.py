@@ -19,13 +19,13 @@ from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.method import Method
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -56,33 +56,44 @@ class MeanFeatures(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_features", "public_data"})
 
-    def setup(self, world: World) -> State:
-        return super().setup(world).next(mean=blank(world, SERVER))
+    def initial_state(self, world: World) -> State:
+        return super().initial_state(world).next(mean=blank(world, SERVER))
 
     def work(self, stage: Stage) -> ClientWork:
         return SendFeatures()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=world.initial(client), mean=blank(world, client))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        mean = torch.stack([r.up.tensor("mean") for r in replies]).mean(0)
-        return super().fold(state, replies, stage, world).next(mean=mean)
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        mean = torch.stack([r.content.tensor("mean") for r in replies]).mean(0)
+        return super().aggregate(state, replies, stage, world).next(mean=mean)
 
 
 class SendFeatures(ClientWork):
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        first = view.features(down.params, only=torch.tensor([1]))
-        torch.testing.assert_close(first, view.features(down.params)[1:2], rtol=1e-4, atol=1e-4)
-        return Carry(down.params)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        first = view.features(payload.params, only=torch.tensor([1]))
+        torch.testing.assert_close(first, view.features(payload.params)[1:2], rtol=1e-4, atol=1e-4)
+        return TrainingStart(payload.params)
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         means = torch.stack([view.features(params, of).mean(0) for of in ("data", "public")])
         return Payload(params=params, mean=means), Payload()
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         z = view.features(params)
         logits = contract.head(contract.module(view.model).eval(), params, z)
         return {

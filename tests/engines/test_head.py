@@ -11,7 +11,7 @@ import torch
 
 import toys
 from fedstill import losses
-from fedstill.core.records import Carry
+from fedstill.core.records import TrainingStart
 from fedstill.core.stream import OFF
 from fedstill.engines.step import Networks, Seen
 from fedstill.models.contract import initial, module, spec_for
@@ -30,7 +30,15 @@ def step(head: torch.Tensor | None) -> Seen:
     networks = Networks(SPEC, module(SPEC), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(len(Y))
     return Seen(
-        networks, Carry(params, {"old": OTHER}, head=head), params, X, Y, index, index, None, 0
+        networks,
+        TrainingStart(params, {"old": OTHER}, head=head),
+        params,
+        X,
+        Y,
+        index,
+        index,
+        None,
+        0,
     )
 
 

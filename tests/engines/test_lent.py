@@ -12,7 +12,17 @@ from torch import Tensor
 
 import toys
 from fedstill.core.errors import ChangedInPlace
-from fedstill.core.records import NOTHING, Carry, Payload, Ran, Stage, Step, Tensors, View, World
+from fedstill.core.records import (
+    NOTHING,
+    Payload,
+    Stage,
+    Step,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
 from fedstill.core.registry import register
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import AtClient
@@ -27,18 +37,25 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 class Written(ClientWork):
     where: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        self.write("begin", down.params)
-        return Carry(down.params, constants={"anchor": down.params})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        self.write("begin", payload.params)
+        return TrainingStart(payload.params, constants={"anchor": payload.params})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        self.write("terms", carry["anchor"])
-        return super().terms(step, carry)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        self.write("terms", start["anchor"])
+        return super().terms(step, start)
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        self.write("end", carry["anchor"])
+        self.write("end", start["anchor"])
         return Payload(params=params), NOTHING
 
     def write(self, where: str, tensors: Tensors) -> None:

@@ -15,7 +15,7 @@ from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core.errors import FedstillError
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Carry, Plan, Stage
+from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.core.work import ClientWork
 from fedstill.engines.loop import train, train_stack
@@ -33,14 +33,14 @@ def prepared() -> Prepared:
 
 
 def trained(ready: Prepared, work: ClientWork, plan: Plan = PLAN, client: int = 0):
-    carry, view = Carry(ready.world.initial(client)), ready.sites.view(client, STAGE)
+    carry, view = TrainingStart(ready.world.initial(client)), ready.sites.view(client, STAGE)
     return train(work, carry, plan, STAGE, view, ready.sites.inputs, seed=7)
 
 
 class Here(ClientWork):
     """Looks at where training is, without a first pass."""
 
-    def lookahead(self, params, grads, carry):  # type: ignore[no-untyped-def]
+    def perturb(self, params, grads, start):  # type: ignore[no-untyped-def]
         assert all(bool((g == 0).all()) for g in grads.values())
         return params
 
@@ -48,10 +48,10 @@ class Here(ClientWork):
 class HereTwice(ClientWork):
     """Looks at where training is, after a first pass."""
 
-    def ascend(self, step, carry):  # type: ignore[no-untyped-def]
+    def ascent_terms(self, step, start):  # type: ignore[no-untyped-def]
         return {"size": step.logits().square().sum(1)}
 
-    def lookahead(self, params, grads, carry):  # type: ignore[no-untyped-def]
+    def perturb(self, params, grads, start):  # type: ignore[no-untyped-def]
         return params
 
 
@@ -72,10 +72,10 @@ class Against(ClientWork):
 
     rho: float
 
-    def ascend(self, step, carry):  # type: ignore[no-untyped-def]
+    def ascent_terms(self, step, start):  # type: ignore[no-untyped-def]
         return {"largest": step.logits().logsumexp(1), "pull": 0.1 * step.params["head.bias"].sum()}
 
-    def lookahead(self, params, grads, carry):  # type: ignore[no-untyped-def]
+    def perturb(self, params, grads, start):  # type: ignore[no-untyped-def]
         return {
             k: w + self.rho * grads[k].sign() * grads[k].abs().sqrt() for k, w in params.items()
         }
@@ -127,7 +127,7 @@ def test_two_passes_are_the_loop_written_out(prepared: Prepared) -> None:
 
 def test_in_a_stack_each_client_looks_from_where_it_is(prepared: Prepared) -> None:
     views = [prepared.sites.view(c, STAGE) for c in STAGE.clients]
-    carries = [Carry(prepared.world.initial(c)) for c in STAGE.clients]
+    carries = [TrainingStart(prepared.world.initial(c)) for c in STAGE.clients]
     how = How(PLAN, STAGE, prepared.sites.inputs, 7)
     for client, result in zip(
         STAGE.clients, train_stack(Against(0.3), carries, views, how), strict=True
@@ -153,17 +153,17 @@ def test_statistics_of_normalisation_take_up_a_batch_once() -> None:
 
 
 class Far(HereTwice):
-    def lookahead(self, params, grads, carry):  # type: ignore[no-untyped-def]
+    def perturb(self, params, grads, start):  # type: ignore[no-untyped-def]
         return {k: 2 * w + 1 for k, w in params.items()}
 
 
 class Forgetful(Here):
     """Its first pass has no objective."""
 
-    def ascend(self, step, carry):  # type: ignore[no-untyped-def]
+    def ascent_terms(self, step, start):  # type: ignore[no-untyped-def]
         return {}
 
 
 def test_a_first_pass_without_terms_names_the_function(prepared: Prepared) -> None:
-    with pytest.raises(FedstillError, match=r"ascend .*gives no terms"):
+    with pytest.raises(FedstillError, match=r"ascent_terms .*gives no terms"):
         trained(prepared, Forgetful())

@@ -15,7 +15,7 @@ import toys
 from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Carry, Examples, Plan, Stage, Step, View
+from fedstill.core.records import Examples, Plan, Stage, Step, TrainingStart, View
 from fedstill.core.work import ClientWork
 from fedstill.engines.loop import train
 from fedstill.models import contract
@@ -31,7 +31,7 @@ def prepared() -> Prepared:
 
 def trained(prepared: Prepared, plan: Plan, work: ClientWork | None = None, **carry: object):
     view = prepared.sites.view(0, STAGE)
-    start = Carry(prepared.world.initial(0), **carry)  # type: ignore[arg-type]
+    start = TrainingStart(prepared.world.initial(0), **carry)  # type: ignore[arg-type]
     return train(work or ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7)
 
 
@@ -93,7 +93,7 @@ def test_losses_are_means_over_the_examples_of_the_last_epoch(prepared: Prepared
 
 
 def test_each_epochs_parameters_are_those_of_a_shorter_training(prepared: Prepared) -> None:
-    view, start = prepared.sites.view(0, STAGE), Carry(prepared.world.initial(0))
+    view, start = prepared.sites.view(0, STAGE), TrainingStart(prepared.world.initial(0))
     plan = Plan(epochs=3, batch=7, lr=0.05, momentum=0.9)
     result = train(
         ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7, by_epoch=True
@@ -117,7 +117,7 @@ def test_no_epochs_train_nothing(prepared: Prepared) -> None:
 def test_a_client_without_examples_trains_nothing(prepared: Prepared) -> None:
     view = prepared.sites.view(0, STAGE)
     empty = replace(view, data=Examples(view.data.values[:0], view.data.labels[:0]))
-    start = Carry(prepared.world.initial(0))
+    start = TrainingStart(prepared.world.initial(0))
     result = train(ClientWork(), start, Plan(epochs=3), STAGE, empty, prepared.sites.inputs, seed=7)
     assert result.ran.steps == 0
 
@@ -139,7 +139,7 @@ def test_frozen_parameters_keep_their_bits(prepared: Prepared, optimiser: str) -
 class Halted(ClientWork):
     """Settles every step back to where it began."""
 
-    def settle(self, before, grads, after, trace, carry):  # type: ignore[no-untyped-def]
+    def after_step(self, before, grads, after, trace, start):  # type: ignore[no-untyped-def]
         return before, {"steps": trace["steps"] + 1}
 
 
@@ -153,7 +153,7 @@ def test_settle_has_the_last_word_on_every_step(prepared: Prepared) -> None:
 
 @dataclass(frozen=True)
 class Doubled(ClientWork):
-    def adjust(self, grads, carry):  # type: ignore[no-untyped-def]
+    def adjust_gradients(self, grads, start):  # type: ignore[no-untyped-def]
         return {k: 2 * g for k, g in grads.items()}
 
 
@@ -166,14 +166,14 @@ def test_adjusted_gradients_reach_the_optimiser(prepared: Prepared) -> None:
 
 @dataclass(frozen=True)
 class FromTeacher(ClientWork):
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         x = step.x
-        module = contract.module(carry["spec"], "frozen").eval()
+        module = contract.module(start["spec"], "frozen").eval()
         with torch.no_grad():
-            expected = functional_call(module, dict(carry.teachers["t"]), (x,))  # type: ignore[call-overload]
+            expected = functional_call(module, dict(start.teachers["t"]), (x,))  # type: ignore[call-overload]
         torch.testing.assert_close(step.teacher("t"), expected, rtol=NEAR, atol=NEAR)
         return {
-            "ce": super().terms(step, carry)["ce"],
+            "ce": super().terms(step, start)["ce"],
             "far": (step.logits() - step.teacher("t")).square().sum(1),
         }
 
@@ -184,7 +184,7 @@ def test_a_teacher_gives_the_same_looked_up_or_run(
 ) -> None:
     view: View = prepared.sites.view(0, STAGE)
     start = prepared.world.initial(0)
-    carry = Carry(start, teachers={"t": start}, constants={"spec": view.model})
+    carry = TrainingStart(start, teachers={"t": start}, constants={"spec": view.model})
     inputs = replace(prepared.sites.inputs, steps=augment)
     result = train(FromTeacher(), carry, Plan(epochs=2, lr=0.01), STAGE, view, inputs, seed=7)
     assert set(result.losses) == {"ce", "far"}
@@ -198,23 +198,25 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
     assert len(view.validation) + len(view.data) == int(view.counts.sum())
     work, plans = ClientWork(), ready.world.plans["train"]
     result = train(
-        work, Carry(ready.world.initial(0)), plans, STAGE, view, ready.sites.inputs, seed=7
+        work, TrainingStart(ready.world.initial(0)), plans, STAGE, view, ready.sites.inputs, seed=7
     )
     assert result.epochs < 40
     each = [replace(plans, epochs=e + 1, patience=0, keep="last") for e in range(result.epochs)]
     runs = [
-        train(work, Carry(ready.world.initial(0)), p, STAGE, view, ready.sites.inputs, seed=7)
+        train(
+            work, TrainingStart(ready.world.initial(0)), p, STAGE, view, ready.sites.inputs, seed=7
+        )
         for p in each
     ]
-    best = max(work.score(r.params, view) for r in runs)
-    assert work.score(result.params, view) == best
+    best = max(work.validation_score(r.params, view) for r in runs)
+    assert work.validation_score(result.params, view) == best
 
 
 def test_dropout_draws_by_key() -> None:
     experiment = toys.toy(model="simple_cnn")
     ready = prepare(settle(experiment), toys.blobs_of(8))
     view = ready.sites.view(0, STAGE)
-    start, plan = Carry(ready.world.initial(0)), Plan(epochs=1, lr=0.1)
+    start, plan = TrainingStart(ready.world.initial(0)), Plan(epochs=1, lr=0.1)
     first = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=7).params
     torch.manual_seed(99)
     second = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=7).params
@@ -229,9 +231,9 @@ class InParts(ClientWork):
 
     whole: bool
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if self.whole:
-            return super().terms(step, carry)
+            return super().terms(step, start)
         through = step.through("t", step.levels()[-1])
         torch.testing.assert_close(through, step.teacher("t"), rtol=NEAR, atol=NEAR)
         z = step.head(step.part("body"))

@@ -18,7 +18,7 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.records import Carry, Payload, Stage, View, World
+from fedstill.core.records import Payload, Stage, TrainingStart, View, World
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.cores import cores, lone_threads, workers
@@ -52,13 +52,15 @@ class Meeting(ClientWork):
 
     barrier: threading.Barrier
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         self.barrier.wait(timeout=30)
         if view.client == 2:
             raise RuntimeError("the disk of this site is gone")
         if torch.get_num_threads() != 1:
             raise RuntimeError(f"{torch.get_num_threads()} torch threads")
-        return super().begin(down, memory, view, world)
+        return super().begin(payload, client_state, view, world)
 
 
 def test_clients_act_side_by_side_and_one_that_fails_is_a_reply(ready: Prepared) -> None:
@@ -90,9 +92,11 @@ class Named(ClientWork):
 
     seen: list[str]
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         self.seen.append(threading.current_thread().name)
-        return super().begin(down, memory, view, world)
+        return super().begin(payload, client_state, view, world)
 
 
 @pytest.mark.parametrize("why", ["dropout", "one client", "small"])
@@ -101,7 +105,7 @@ def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(
 ) -> None:
     if why == "dropout":
         ready = prepare(settle(toys.toy(model="simple_cnn")), toys.blobs_of(8))
-    stage = Stage(1, 0, "train", (3,), hop=True) if why == "one client" else STAGE
+    stage = Stage(1, 0, "train", (3,), sequential=True) if why == "one client" else STAGE
     work = Named([])
     engine = pooled(ready, 3)
     engine.light = LIGHT if why == "small" else 0.0

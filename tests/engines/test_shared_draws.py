@@ -20,15 +20,15 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     ModelSpec,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -104,14 +104,16 @@ class Shaken(ClientWork):
 
     where: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(
-            {k: v + 0.1 * torch.randn_like(v) for k, v in down.params.items()}
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(
+            {k: v + 0.1 * torch.randn_like(v) for k, v in payload.params.items()}
             if self.where == "begin"
-            else down.params
+            else payload.params
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         logits = step.logits()
         return {
             "ce": cross_entropy(
@@ -120,7 +122,12 @@ class Shaken(ClientWork):
         }
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         if self.where == "end":
             params = {k: v + 0.1 * torch.randn_like(v) for k, v in params.items()}
@@ -140,12 +147,14 @@ class Shaking(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return Shaken(self.where)
 
-    def setup(self, world: World) -> State:
-        state = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        state = super().initial_state(world)
         return self._shaken(state) if self.where == "setup" else state
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        state = super().fold(state, replies, stage, world)
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        state = super().aggregate(state, replies, stage, world)
         return self._shaken(state) if self.where == "fold" else state
 
     def _shaken(self, state: State) -> State:
@@ -236,17 +245,24 @@ def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path:
 
     @dataclass(frozen=True)
     class Watched(Shaken):
-        def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        def begin(
+            self, payload: Payload, client_state: Payload, view: View, world: World
+        ) -> TrainingStart:
             if threading.current_thread() is threading.main_thread():
                 most.append(len(acting))
             acting.add(view.client)
-            return super().begin(down, memory, view, world)
+            return super().begin(payload, client_state, view, world)
 
         def end(
-            self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+            self,
+            params: Tensors,
+            start: TrainingStart,
+            result: TrainingResult,
+            view: View,
+            world: World,
         ) -> tuple[Payload, Payload]:
             acting.discard(view.client)
-            return super().end(params, carry, ran, view, world)
+            return super().end(params, start, result, view, world)
 
     ready = prepare(settle(toys.toy()), toys.blobs())
     engine = pooled.PooledEngine(ready.world, ready.sites)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core import trees
-from fedstill.core.records import Carry, Examples, Plan, Stage, Step, Tensors, View
+from fedstill.core.records import Examples, Plan, Stage, Step, Tensors, TrainingStart, View
 from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
 from fedstill.engines import frozen_teachers
@@ -73,13 +73,15 @@ START = doubles(contract.initial(STUDENT, 0))
 TEACHER = doubles(contract.initial(STUDENT, 1))
 
 
-def carries(how: str) -> list[Carry]:
+def carries(how: str) -> list[TrainingStart]:
     """What clients start with: ``shared``: all the same objects; ``own``: everything of one's
     own.
     """
     if how == "shared":
         constants = {"weight": 0.5, "anchor": START}
-        return [Carry(START, {"t": TEACHER}, trees.zeros_like(START), constants) for _ in SIZES]
+        return [
+            TrainingStart(START, {"t": TEACHER}, trees.zeros_like(START), constants) for _ in SIZES
+        ]
     each = []
     for client in range(len(SIZES)):
         own = doubles(contract.initial(STUDENT, 10 + client))
@@ -89,7 +91,9 @@ def carries(how: str) -> list[Carry]:
             "all": TEACHER,
         }
         each.append(
-            Carry(own, teachers, trees.zeros_like(own), {"weight": 0.1 * client, "anchor": own})
+            TrainingStart(
+                own, teachers, trees.zeros_like(own), {"weight": 0.1 * client, "anchor": own}
+            )
         )
     return each
 
@@ -103,28 +107,28 @@ def other(client: int) -> tuple[Any, Tensors]:
 class Everything(ClientWork):
     """Each part of a carry has a say: teachers, trace, constants; so have gradients and steps."""
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = {"ce": cross_entropy(step.logits(), step.y)}
-        for name in carry.teachers:
-            terms[name] = carry["weight"] * kd(step.logits(), step.teacher(name), 2.0)
-        far = sum((step.params[k] - v).square().sum() for k, v in carry["anchor"].items())
+        for name in start.teachers:
+            terms[name] = start["weight"] * kd(step.logits(), step.teacher(name), 2.0)
+        far = sum((step.params[k] - v).square().sum() for k, v in start["anchor"].items())
         return {
             **terms,
             "far": 0.01 * far,
             "late": (step.epoch > 0) * cross_entropy(step.logits(), step.y),
         }
 
-    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
-        return {k: g + 0.01 * carry["weight"] * carry["anchor"][k] for k, g in grads.items()}
+    def adjust_gradients(self, grads: Tensors, start: TrainingStart) -> Tensors:
+        return {k: g + 0.01 * start["weight"] * start["anchor"][k] for k, g in grads.items()}
 
-    def settle(
-        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    def after_step(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
         return after, {k: trace[k] + (grads[k] * (after[k] - before[k])).abs() for k in trace}
 
 
 def check(
-    starts: Sequence[Carry], views: Sequence[View], how: How, work: ClientWork | None = None
+    starts: Sequence[TrainingStart], views: Sequence[View], how: How, work: ClientWork | None = None
 ) -> list[Trained]:
     """That a stack is each client alone; what it gave."""
     work = work or Everything()
@@ -182,8 +186,12 @@ def test_clipping_is_by_each_clients_own_norm() -> None:
     """A client with gradients far above the bound does not shrink those of one below it."""
     work, plan = ClientWork(), Plan(epochs=1, batch=50, lr=1.0, clip_norm=10.0)
     wild = {k: 30 * v for k, v in START.items()}
-    calm, clipped = check([Carry(START), Carry(wild)], VIEWS[:2], How(plan, STAGE, STILL, 7), work)
-    free = train(work, Carry(START), replace(plan, clip_norm=0.0), STAGE, VIEWS[0], STILL, 7)
+    calm, clipped = check(
+        [TrainingStart(START), TrainingStart(wild)], VIEWS[:2], How(plan, STAGE, STILL, 7), work
+    )
+    free = train(
+        work, TrainingStart(START), replace(plan, clip_norm=0.0), STAGE, VIEWS[0], STILL, 7
+    )
     moved = trees.norm(trees.sub(clipped.params, wild))
     assert moved == pytest.approx(10.0, rel=1e-6), "one step of length lr × clip_norm"
     assert trees.norm(trees.sub(calm.params, START)) < 10
@@ -195,7 +203,7 @@ def test_a_scalar_that_is_trained_is_clipped_with_the_rest() -> None:
     spec = contract.spec_for("etf", (1, 8, 8), 5, {"of": "mlp", "arguments": {"hidden": (6,)}})
     plan, start = (
         Plan(epochs=2, batch=6, lr=0.1, clip_norm=0.1),
-        Carry(doubles(contract.initial(spec, 0))),
+        TrainingStart(doubles(contract.initial(spec, 0))),
     )
     trained = check(
         [start] * len(VIEWS),
@@ -329,8 +337,8 @@ def test_clients_whose_tensors_do_not_fit_on_each_other_have_other_structures(
 ) -> None:
     structures = Structures()
     first, second = (
-        structures.of(Carry(**{"params": START, **c}), VIEWS[0]) for c in (one, another)
+        structures.of(TrainingStart(**{"params": START, **c}), VIEWS[0]) for c in (one, another)
     )
     assert first != second
     like = {"params": {k: v + 1 for k, v in START.items()}, **one}
-    assert structures.of(Carry(**like), VIEWS[1]) == first, "values do not matter"
+    assert structures.of(TrainingStart(**like), VIEWS[1]) == first, "values do not matter"

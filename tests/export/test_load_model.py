@@ -57,7 +57,9 @@ class Kept(Method):
 
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         return with_students(state, replies)
 
 

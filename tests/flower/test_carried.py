@@ -15,15 +15,15 @@ from fedstill.config.resolve import settle
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Examples,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -47,11 +47,18 @@ POINTS = Examples(
 class FitsALine(ClientWork):
     """Linear regression to classes, of its own network on its own points, whatever the site has."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(contract.initial(LINE, 0), model=LINE, examples=POINTS)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(contract.initial(LINE, 0), model=LINE, examples=POINTS)
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         assert view.model != LINE, "what the site has is as it was"
         return Payload(line=params), Payload()
@@ -95,7 +102,7 @@ def test_the_server_trains_something_small_without_public_data() -> None:
     stage = Stage(1, 0, "train", (SERVER,), "public")
     (reply,) = replies(stage)
     assert not reply.failure
-    torch.testing.assert_close(dict(reply.up.tensors("line")), fitted(stage, SERVER))
+    torch.testing.assert_close(dict(reply.content.tensors("line")), fitted(stage, SERVER))
     assert reply.metrics["steps"] == 9
     assert not {"correct_by_class", "site_accuracy"} & reply.metrics.keys(), (
         "it is no model of the site"
@@ -107,15 +114,15 @@ def test_clients_do_under_every_engine_each_in_its_own_order(engine: str) -> Non
     stage = Stage(1, 0, "train", (0, 1, 2))
     for reply in replies(stage, engine, clients=toys.TOLERANT):
         assert not reply.failure
-        torch.testing.assert_close(dict(reply.up.tensors("line")), fitted(stage, reply.client))
+        torch.testing.assert_close(dict(reply.content.tensors("line")), fitted(stage, reply.client))
 
 
 def test_the_sites_own_network_and_data_said_aloud_change_no_bit() -> None:
     made = ready()
     stage = Stage(1, 0, "train", (0,))
     view, start = made.sites.view(0, stage), made.world.initial(0)
-    silent = train(ClientWork(), Carry(start), PLAN, stage, view, made.sites.inputs, 7)
-    aloud = Carry(start, model=view.model, examples=view.data)
+    silent = train(ClientWork(), TrainingStart(start), PLAN, stage, view, made.sites.inputs, 7)
+    aloud = TrainingStart(start, model=view.model, examples=view.data)
     assert same_bits(
         silent.params, train(ClientWork(), aloud, PLAN, stage, view, made.sites.inputs, 7).params
     )
@@ -128,10 +135,16 @@ def test_given_examples_are_taken_as_they_are() -> None:
     plain = Inputs(made.sites.inputs.mean, made.sites.inputs.std)
     assert made.sites.inputs.steps
     given = train(
-        ClientWork(), Carry(start, examples=view.data), PLAN, stage, view, made.sites.inputs, 7
+        ClientWork(),
+        TrainingStart(start, examples=view.data),
+        PLAN,
+        stage,
+        view,
+        made.sites.inputs,
+        7,
     )
     assert same_bits(
-        given.params, train(ClientWork(), Carry(start), PLAN, stage, view, plain, 7).params
+        given.params, train(ClientWork(), TrainingStart(start), PLAN, stage, view, plain, 7).params
     )
 
 
@@ -139,8 +152,8 @@ def test_only_says_which_of_the_given_examples() -> None:
     made = ready()
     stage, some = Stage(1, 0, "train", (0,)), torch.tensor([3, 1, 2])
     view, start = made.sites.view(0, stage), contract.initial(LINE, 0)
-    few = Carry(start, model=LINE, examples=POINTS, only=some)
-    same = Carry(start, model=LINE, examples=POINTS.take(some))
+    few = TrainingStart(start, model=LINE, examples=POINTS, only=some)
+    same = TrainingStart(start, model=LINE, examples=POINTS.take(some))
     trained = [
         train(ClientWork(), carry, PLAN, stage, view, made.sites.inputs, 7).params
         for carry in (few, same)

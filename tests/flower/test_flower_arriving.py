@@ -169,7 +169,7 @@ def good(client: int, size: int = 0) -> Callable[[Any], tuple[str, dict[str, byt
             "train.stage",
         )
         message: Message = make_message(
-            metadata=told, content=content(SiteReply(client, 1, 0, up=up))
+            metadata=told, content=content(SiteReply(client, 1, 0, content=up))
         )
         return message.object_id, {
             id: one.deflate() for id, one in get_all_nested_objects(message).items()

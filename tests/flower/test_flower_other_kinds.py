@@ -406,8 +406,8 @@ def test_sums_that_no_numbers_have_are_refused(
 ) -> None:
     whole = SumUp.end
 
-    def end(self: SumUp, params: Any, carry: Any, ran: Any, view: Any, world: Any) -> Any:
-        up, memory = whole(self, params, carry, ran, view, world)
+    def end(self: SumUp, params: Any, start: Any, result: Any, view: Any, world: Any) -> Any:
+        up, memory = whole(self, params, start, result, view, world)
         wrong = {1: {"squares": up.tensor("squares") / 2}, 2: {"count": up.tensor("count") * 2}}
         return Payload(up, **wrong.get(view.client, {})), memory
 

@@ -44,7 +44,7 @@ def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
     down = Payload(params=ready.world.initial(client))
     stage = Stage(1, 0, "train", tuple(range(CLIENTS)))
     made = Request(
-        fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down
+        fedstill.__version__, config, digest(config.encode()), "run1", client, stage, payload=down
     )
     return replace(made, **changes)
 
@@ -63,7 +63,9 @@ def test_a_request_is_answered_and_the_same_one_again_from_the_kept_reply(tmp_pa
     again = clerk(tmp_path)(request)
     assert kept.stat().st_mtime_ns == before
     assert again.header() == first.header(), "seconds and all: it is the kept one"
-    assert all(torch.equal(again.up.params[k], first.up.params[k]) for k in first.up.params)
+    assert all(
+        torch.equal(again.content.params[k], first.content.params[k]) for k in first.content.params
+    )
 
 
 def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_path: Path) -> None:
@@ -78,12 +80,12 @@ def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_pa
     world, config = prepare(settings).world, settings.toml
     stage, down = Stage(1, 0, "train", (0,)), Payload(params=world.initial(0))
     request = Request(
-        fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, down=down
+        fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, payload=down
     )
     answer = Clerk(Site(0, tmp_path / "memory"))(request)
     assert "has this site read" in answer.failure
     assert "patients.csv" in answer.failure
-    assert not answer.up
+    assert not answer.content
     assert Clerk(Site(0, tmp_path / "memory", files=(str(private),)))(request).failure == ""
 
 
@@ -96,7 +98,7 @@ def test_fifty_thousand_columns_fit_a_request_and_the_server_names_what_does_not
         "std": [1.0] * 50_000,
     }
     request = replace(request_of(settings_of()), facts=facts)
-    assert Request.of(request.header(), request.down).facts == facts
+    assert Request.of(request.header(), request.payload).facts == facts
     with pytest.raises(ConfigError, match=r"over the limit of 16,777,216; give it fewer columns"):
         replace(request, facts={"columns": names * 30}).header()
 
@@ -137,9 +139,11 @@ def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(
 ) -> None:
     request = request_of(settings_of())
     first = clerk(tmp_path)(request)
-    moved = Payload(params={k: v + 1 for k, v in request.down.params.items()})
-    second = clerk(tmp_path)(replace(request, down=moved))
-    assert not all(torch.equal(second.up.params[k], first.up.params[k]) for k in first.up.params)
+    moved = Payload(params={k: v + 1 for k, v in request.payload.params.items()})
+    second = clerk(tmp_path)(replace(request, payload=moved))
+    assert not all(
+        torch.equal(second.content.params[k], first.content.params[k]) for k in first.content.params
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -197,7 +201,7 @@ def test_it_refuses_with_one_line(what: str, tmp_path: Path) -> None:
     changes, site, line = REFUSED[what]
     answer = clerk(tmp_path, **site)(request_of(settings_of(), **changes))
     assert answer.examples == 0
-    assert not answer.up
+    assert not answer.content
     with pytest.raises(AssertionError, match=line):
         raise AssertionError(answer.failure)
 
@@ -205,9 +209,9 @@ def test_it_refuses_with_one_line(what: str, tmp_path: Path) -> None:
 def test_a_census_is_answered_where_the_method_needs_it(tmp_path: Path) -> None:
     settings = settings_of("toy_logits", data={"public": toys.PUBLIC}, rounds=2)
     ready = prepare(settings, toys.blobs())
-    request = request_of(settings, stage=census_stage(ready.world), down=Payload())
+    request = request_of(settings, stage=census_stage(ready.world), payload=Payload())
     answer = clerk(tmp_path)(request)
-    assert answer.up.tensor("labels").tolist() == ready.sites.counts(0).tolist()
+    assert answer.content.tensor("labels").tolist() == ready.sites.counts(0).tolist()
 
 
 def test_a_site_takes_no_part_in_a_run_with_a_measure_that_it_refuses(tmp_path: Path) -> None:
@@ -299,7 +303,8 @@ def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_l
     assert answer.failure == ""
     assert answer.examples == simulated.examples
     assert all(
-        torch.equal(answer.up.params[k], simulated.up.params[k]) for k in simulated.up.params
+        torch.equal(answer.content.params[k], simulated.content.params[k])
+        for k in simulated.content.params
     )
     assert 0 <= answer.metrics["site_accuracy"] <= 1
     assert "label_counts" not in answer.metrics
@@ -329,8 +334,8 @@ def test_at_a_site_a_left_over_example_joins_the_batch_before_it(tmp_path: Path)
     assert answer.failure == ""
     assert answer.metrics["steps"] == size // 33
     simulated = clerk(tmp_path / "simulated", imports=(model,))(request_of(ready.settings))
-    for name, value in simulated.up.params.items():
-        assert torch.equal(answer.up.params[name], value), name
+    for name, value in simulated.content.params.items():
+        assert torch.equal(answer.content.params[name], value), name
     assert "correct_by_class" not in answer.metrics
 
 
@@ -358,7 +363,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     settings = on_sites("toy_logits", data={"public": toys.PUBLIC}, rounds=2)
     facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
     stage = Stage(1, 0, "local", (0, 1, 2))
-    request = request_of(settings, facts=facts, stage=stage, down=Payload())
+    request = request_of(settings, facts=facts, stage=stage, payload=Payload())
     site = Site(0, tmp_path / "memory", data=str(folder))
     assert "set public, your copy of it" in Clerk(site)(request).failure
     assert "is not the server's" in Clerk(replace(site, public=str(folder)))(request).failure
@@ -406,7 +411,7 @@ def test_requests_and_answers_survive_the_wire() -> None:
     )
     back = Request.of(*header_and_payload(content(request), 1 << 30))
     assert back.digest() == request.digest()
-    assert list(back.down.params) == list(request.down.params)
+    assert list(back.payload.params) == list(request.payload.params)
     answer = SiteReply(
         0,
         1,
@@ -463,7 +468,7 @@ def test_a_malformed_header_is_refused(header: str) -> None:
 def test_the_run_of_a_request_cannot_be_a_path() -> None:
     request = request_of(settings_of(), run="../x")
     with pytest.raises(BadPayload, match="letters and digits"):
-        Request.of(request.header(), request.down)
+        Request.of(request.header(), request.payload)
 
 
 def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> None:
@@ -527,4 +532,4 @@ def test_a_site_sees_for_itself_that_private_training_is_private(
     asked = replace(asked, config=config, sha=digest(config.encode()))
     answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(asked)
     assert line in answer.failure
-    assert not answer.up
+    assert not answer.content

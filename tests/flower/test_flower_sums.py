@@ -383,34 +383,41 @@ class Asked:
         self.clerks = {c: Clerk(Site(c, folder / str(c)), toys.blobs()) for c in STAGE.clients}
         self.model = Payload(params=self.world.initial(0))
 
-    def ask(self, client: int, down: Payload, stage: Stage = STAGE) -> SiteReply:
+    def ask(self, client: int, payload: Payload, stage: Stage = STAGE) -> SiteReply:
         config = self.settings.toml
         sent = Request(
-            fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down
+            fedstill.__version__,
+            config,
+            digest(config.encode()),
+            "run1",
+            client,
+            stage,
+            payload=payload,
         )
         return self.clerks[client](sent)
 
-    def up(self, client: int, down: Payload) -> Payload:
-        answer = self.ask(client, down)
+    def up(self, client: int, payload: Payload) -> Payload:
+        answer = self.ask(client, payload)
         assert answer.failure == ""
-        return answer.up
+        return answer.content
 
     def until_masked(
         self, word: str = "abc"
     ) -> tuple[dict[int, bytes], dict[int, dict[int, bytes]], dict[int, Any]]:
         keys = {
-            c: bytes(self.up(c, question("keys", word)).tensor("sum.keys").tolist())
+            c: bytes(self.content(c, question("keys", word)).tensor("sum.keys").tolist())
             for c in self.clerks
         }
         told = byte_tensors(keys)
         shares = {
             c: as_bytes(
-                self.up(c, question("shares", word, keys=told)).tensors("sum.shares"), SEALED
+                self.content(c, question("shares", word, keys=told)).tensors("sum.shares"), SEALED
             )
             for c in self.clerks
         }
         masked = {
-            c: self.up(c, self.vector(c, shares, word)).tensor("sum.vector") for c in self.clerks
+            c: self.content(c, self.vector(c, shares, word)).tensor("sum.vector")
+            for c in self.clerks
         }
         return keys, shares, masked
 
@@ -437,7 +444,7 @@ def test_a_site_answers_no_plain_request_for_its_model(tmp_path: Path) -> None:
         assert (
             "summed in secret: this site answers only the steps of the secure sum" in answer.failure
         )
-        assert not answer.up
+        assert not answer.content
 
 
 def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
@@ -447,14 +454,14 @@ def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
         {**server.vector(0, shares), "params": {k: v + 1 for k, v in server.model.params.items()}}
     )
     assert "one mask hides one model only" in server.ask(0, other).failure
-    assert torch.equal(server.up(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]), (
-        "asked again, the same"
-    )
+    assert torch.equal(
+        server.content(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]
+    ), "asked again, the same"
     revealed = {
-        c: as_bytes(server.reveal(c).up.tensors("sum.revealed"), KEY) for c in STAGE.clients
+        c: as_bytes(server.reveal(c).content.tensors("sum.revealed"), KEY) for c in STAGE.clients
     }
     assert "two sums would show a single model" in server.reveal(0, (0, 1)).failure
-    assert as_bytes(server.reveal(0).up.tensors("sum.revealed"), KEY) == revealed[0]
+    assert as_bytes(server.reveal(0).content.tensors("sum.revealed"), KEY) == revealed[0]
     made = Masking.of(server.settings.privacy, server.settings.method)
     assert made is not None
     of, numbers = (
@@ -485,7 +492,7 @@ def test_a_step_with_too_few_clients_or_without_the_first_is_refused(tmp_path: P
     keys, _, _ = server.until_masked()
     assert "1 of 3 clients sent masked vectors" in server.reveal(0, (0,)).failure
     few = question("shares", "new", keys=byte_tensors({0: keys[0]}))
-    server.up(0, question("keys", "new"))
+    server.content(0, question("keys", "new"))
     assert "1 of 3 clients sent keys" in server.ask(0, few).failure
     alone = server.ask(0, question("keys", "abc"), replace(STAGE, clients=(0,)))
     assert "is not in the schedule of round 1" in alone.failure

@@ -78,7 +78,7 @@ def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
         0,
         stage,
         facts=facts,
-        down=sent,
+        payload=sent,
     )
 
 
@@ -89,7 +89,7 @@ def at(site: Site, memory: Path) -> Clerk:
 
 def logits(answer: SiteReply) -> torch.Tensor:
     assert answer.failure == ""
-    return answer.up.tensor("logits").double()
+    return answer.content.tensor("logits").double()
 
 
 def keyed(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_in_a_simulation_it_can_be_subtracted_as_the_document_says() -> None:
     work, down = ready.settings.method.work(FIRST), Payload(temperature=1.0)
     plain = replace(ready.engine(), privacy=Privacy())
     noised, clean = (
-        engine.run(work, FIRST, {0: down}, experiment.seed)[0].up.tensor("logits").double()
+        engine.run(work, FIRST, {0: down}, experiment.seed)[0].content.tensor("logits").double()
         for engine in (ready.engine(), plain)
     )
     spread = PRIVACY["clip"] * PRIVACY["noise"]
@@ -155,7 +155,7 @@ def test_another_request_for_a_stage_that_has_noise_is_refused(
         "answered round 1, stage 'local' with noise, and answers no other request for it"
         in second.failure
     )
-    assert not second.up
+    assert not second.content
     assert torch.equal(logits(at(there[0], tmp_path)(request)), first), (
         "the first one is still answered"
     )
@@ -166,7 +166,7 @@ def test_without_noise_another_request_is_worked_out_anew(
 ) -> None:
     request = asked(setting())
     assert at(there[0], tmp_path)(request).failure == ""
-    assert at(there[0], tmp_path)(replace(request, down=Payload(temperature=2.0))).failure == ""
+    assert at(there[0], tmp_path)(replace(request, payload=Payload(temperature=2.0))).failure == ""
 
 
 def test_a_stage_stays_answered_when_its_reply_is_gone(there: list[Site], tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_more_rows_than_the_run_accounts_for_are_refused(there: list[Site], tmp_
     images = torch.zeros(toys.PUBLIC + 1, dtype=torch.int64)
     answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images))
     assert answer.failure == "the request asks for 51 rows of logits, where the run has 50"
-    assert not answer.up
+    assert not answer.content
     assert (
         logits(at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images[1:]))).shape[0]
         == toys.PUBLIC
@@ -222,7 +222,7 @@ def test_a_site_refuses_what_is_beyond_the_budget_whatever_the_server_says(
         later.failure
         == "50 more rows of logits would cost this site more than privacy.epsilon allows it"
     )
-    assert not later.up
+    assert not later.content
 
 
 def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(
@@ -346,7 +346,7 @@ def trains_privately(**privacy: float) -> Experiment:
 def trained(site: Clerk, experiment: Experiment, stage: Stage = TRAIN) -> SiteReply:
     request = asked(experiment, stage)
     ready = prepare(settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
-    return site(replace(request, down=Payload(params=ready.world.initial(0))))
+    return site(replace(request, payload=Payload(params=ready.world.initial(0))))
 
 
 def test_private_training_at_a_site_draws_what_no_seed_repeats_answers_once_and_keeps_its_budget(
@@ -356,16 +356,16 @@ def test_private_training_at_a_site_draws_what_no_seed_repeats_answers_once_and_
     experiment, sites = trains_privately(), [at(there[0], tmp_path / n) for n in ("one", "two")]
     first, other = (trained(site, experiment) for site in sites)
     assert (first.failure, other.failure) == ("", "")
-    assert not any(torch.equal(v, other.up.params[k]) for k, v in first.up.params.items()), (
-        "not the run's seed"
-    )
+    assert not any(
+        torch.equal(v, other.content.params[k]) for k, v in first.content.params.items()
+    ), "not the run's seed"
     again = trained(at(there[0], tmp_path / "one"), experiment)
-    assert all(torch.equal(v, again.up.params[k]) for k, v in first.up.params.items()), (
+    assert all(torch.equal(v, again.content.params[k]) for k, v in first.content.params.items()), (
         "the kept answer"
     )
     changed = replace(
         asked(experiment, TRAIN),
-        down=Payload(params={k: v + 1 for k, v in first.up.params.items()}),
+        payload=Payload(params={k: v + 1 for k, v in first.content.params.items()}),
     )
     assert "answers no other request for it" in at(there[0], tmp_path / "one")(changed).failure
     (noted,) = (tmp_path / "one").rglob("noised")
@@ -376,7 +376,7 @@ def test_private_training_at_a_site_draws_what_no_seed_repeats_answers_once_and_
     assert refused.failure.endswith(
         "more steps would cost this site more than privacy.epsilon allows it"
     )
-    assert not refused.up
+    assert not refused.content
 
 
 def test_a_kept_answer_costs_what_it_had_even_if_the_site_has_more_data_by_then(

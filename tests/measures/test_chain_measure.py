@@ -58,9 +58,9 @@ def test_its_numbers_are_those_of_plain_evaluations(
 ) -> None:
     train, hops = serial.train, []
 
-    def kept(work, carry, plan, stage, view, *rest):  # type: ignore[no-untyped-def]
-        done = train(work, carry, plan, stage, view, *rest)
-        hops.append((view.client, dict(carry.params), dict(done.params)))
+    def kept(work, start, plan, stage, view, *rest):  # type: ignore[no-untyped-def]
+        done = train(work, start, plan, stage, view, *rest)
+        hops.append((view.client, dict(start.params), dict(done.params)))
         return done
 
     monkeypatch.setattr(serial, "train", kept)
@@ -110,10 +110,10 @@ def test_over_tasks_it_looks_at_what_the_previous_client_had_in_its_own_task(
     before, crossed = events[1], events[2]
     assert crossed["previous"] == before["client"]
     own = ready.sites.view(
-        before["client"], Stage(1, 1, "train", (before["client"],), hop=True)
+        before["client"], Stage(1, 1, "train", (before["client"],), sequential=True)
     ).data
     later = ready.sites.view(
-        before["client"], Stage(2, 0, "train", (before["client"],), hop=True)
+        before["client"], Stage(2, 0, "train", (before["client"],), sequential=True)
     ).data
     assert not set(own.labels.tolist()) & set(later.labels.tolist())
     assert crossed["handed_over"] > 0.5, "the model that it left knows the classes that it has seen"
@@ -172,10 +172,10 @@ def test_after_a_failed_link_the_previous_client_is_the_last_that_trained(
 ) -> None:
     train = serial.train
 
-    def failing(work, carry, plan, stage, *rest):  # type: ignore[no-untyped-def]
+    def failing(work, start, plan, stage, *rest):  # type: ignore[no-untyped-def]
         if stage.index == 1:
             raise RuntimeError("gone")
-        return train(work, carry, plan, stage, *rest)
+        return train(work, start, plan, stage, *rest)
 
     monkeypatch.setattr(serial, "train", failing)
     run(toy(rounds=1, clients=toys.TOLERANT), tmp_path / "run", data=toys.blobs())

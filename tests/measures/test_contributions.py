@@ -111,7 +111,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, Room]:
 
 
 def with_replies(seen: Happened, room: Room, replies: list[Reply]) -> Happened:
-    after = room.method.fold(seen.before, replies, seen.stage, room.world)
+    after = room.method.aggregate(seen.before, replies, seen.stage, room.world)
     return replace(seen, replies=replies, after=after)
 
 
@@ -120,7 +120,7 @@ def test_a_client_that_changed_nothing_has_contributed_nothing(
 ) -> None:
     seen, room = looked
     first, *rest = seen.replies
-    null = replace(first, up=Payload(params=seen.downs[first.client].params))
+    null = replace(first, content=Payload(params=seen.downs[first.client].params))
     told = Contributions(classes=range(5)).look(with_replies(seen, room, [null, *rest]), room)
     assert told is not None
     assert told["rule"] == "path"
@@ -132,7 +132,7 @@ def test_equal_replies_have_equal_shares_and_order_does_not_count(
 ) -> None:
     seen, room = looked
     first, second, *rest = seen.replies
-    twin = replace(second, up=first.up, examples=first.examples)
+    twin = replace(second, content=first.content, examples=first.examples)
     told = Contributions(classes=range(5)).look(
         with_replies(seen, room, [first, twin, *rest]), room
     )
@@ -183,10 +183,10 @@ def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(
     sizes = [r.examples for r in seen.replies]
     one = idle.state((0,)).params
     for name, value in trees.floats(seen.before.params).items():
-        own = value + sizes[0] / sum(sizes) * (seen.replies[0].up.params[name] - value)
+        own = value + sizes[0] / sum(sizes) * (seen.replies[0].content.params[name] - value)
         assert torch.allclose(one[name], own, atol=1e-6)
         assert torch.allclose(
-            absent.state((0,)).params[name], seen.replies[0].up.params[name], atol=1e-6
+            absent.state((0,)).params[name], seen.replies[0].content.params[name], atol=1e-6
         )
 
 
@@ -194,8 +194,8 @@ def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(
 class MedianOfModels(fedstill.Method):
     """The median of each entry: no sum of what clients change."""
 
-    def fold(self, state: State, replies: Any, stage: Stage, world: World) -> State:
-        each = [r.up.params for r in replies]
+    def aggregate(self, state: State, replies: Any, stage: Stage, world: World) -> State:
+        each = [r.content.params for r in replies]
         return state.next(
             params={k: torch.stack([p[k] for p in each]).median(0).values for k in state.params}
         )
@@ -205,7 +205,7 @@ class MedianOfModels(fedstill.Method):
 class Secretive(fedstill.Method):
     """FedAvg that cannot say what an idle client would send."""
 
-    def idle(self, reply: Reply, down: Payload) -> None:
+    def idle_reply(self, reply: Reply, payload: Payload) -> None:
         return None
 
 

@@ -276,7 +276,7 @@ class Says(toys.Logits):
 class Prototypes(Method):
     """Clients send a mean feature of each class, and no model."""
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(prototypes=torch.zeros(world.classes, 8))
 
 
@@ -284,7 +284,7 @@ class Prototypes(Method):
 class Silent(Method):
     """Clients send nothing at all."""
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload()
 
 

@@ -264,7 +264,7 @@ def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
     assert {k: found["diversity"][k] for k in again} == again, (
         "what is looked at in float64 below is what is journaled"
     )
-    replies = [replace(r, up=Payload(params=widened(r.up.params))) for r in last.replies]
+    replies = [replace(r, content=Payload(params=widened(r.content.params))) for r in last.replies]
     start = widened(last.before.params)
     wide = replace(last, before=replace(last.before, params=start), replies=replies)
     exact = measures(["diversity"])["diversity"].look(
@@ -416,7 +416,7 @@ def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> 
 
 def one_by_one(setting: MeasuredRun) -> MeasuredRun:
     """The same with its clients in a chain."""
-    return replace(setting, schedule=[replace(s, hop=True) for s in setting.schedule])
+    return replace(setting, schedule=[replace(s, sequential=True) for s in setting.schedule])
 
 
 def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:

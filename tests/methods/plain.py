@@ -196,7 +196,7 @@ def drive(ready: Prepared) -> tuple[list[State], Memory]:
     """
     settings, world, engine = ready.settings, ready.world, ready.engine()
     watch = Unwatched()
-    state = settings.method.setup(world)
+    state = settings.method.initial_state(world)
     if "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, watch, settings.rules)
     states = [state]

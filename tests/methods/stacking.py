@@ -72,7 +72,7 @@ def rounds(ready: Prepared, count: int = 2) -> Rounds:
 
     watch = Watching()
     with closing(ready.engine()) as engine:
-        state = method.setup(world)
+        state = method.initial_state(world)
         if "label_counts" in method.requires():
             state = run_census(state, world, engine, watch, rules)
         for r in range(1, min(count, ready.settings.rounds) + 1):

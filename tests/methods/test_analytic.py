@@ -33,7 +33,7 @@ def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
     """A run of three tasks in float64: the state after each round."""
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "topology": {"clients": 6}, **more}
     ready = in_double(prepare(settle(toys.toy(method, engine="serial", **values)), toys.blobs()))
-    engine, state, after = ready.engine(), ready.settings.method.setup(ready.world), []
+    engine, state, after = ready.engine(), ready.settings.method.initial_state(ready.world), []
     while state.round <= ready.world.rounds:
         stages = ready.settings.topology(state.round, ready.world)
         state = run_round(

@@ -38,7 +38,7 @@ def sent(
     ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
     settings, world, engine = ready.settings, ready.world, ready.engine()
     kind, all_of = type(settings.method), list[Sent]()
-    original = kind.down
+    original = kind.payload_for_client
 
     def down(self: Any, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         given = original(self, state, client, stage, world)
@@ -46,8 +46,10 @@ def sent(
             all_of.append((stage, client, given, state))
         return given
 
-    monkeypatch.setattr(kind, "down", down)
-    state = run_census(settings.method.setup(world), world, engine, Unwatched(), settings.rules)
+    monkeypatch.setattr(kind, "payload_for_client", down)
+    state = run_census(
+        settings.method.initial_state(world), world, engine, Unwatched(), settings.rules
+    )
     while state.round <= world.rounds:
         stages = settings.topology(state.round, world)
         state = run_round(
@@ -69,7 +71,10 @@ def test_fedadkd_shares_phi_out_among_the_links_by_the_tasks_own_counts(
     seen = set()
     for stage, client, given, state in each:
         cohort = [
-            c for s in ready.settings.topology(stage.round, world) if s.hop for c in s.clients
+            c
+            for s in ready.settings.topology(stage.round, world)
+            if s.sequential
+            for c in s.clients
         ]
         gini: Tensor = gini_index(proportions(state.extra.tensor("labels")[cohort]))
         expected = float(method.phi(gini)[cohort.index(client)])

@@ -48,10 +48,10 @@ def trained(prepared: Prepared) -> dict[str, Tensor]:
 @pytest.mark.parametrize("method", NOT_TRUE_ALONE, ids=str)
 def test_it_is_fedavg_and_says_so(method: object) -> None:
     one, plain = ready(method, two_classes()), ready("fedavg", two_classes())
-    assert "fedavg" in one.settings.method.caution(one.world)
+    assert "fedavg" in one.settings.method.setting_warnings(one.world)
     got, expected = trained(one), trained(plain)
     assert all(torch.equal(got[k], v) for k, v in expected.items())
-    assert not ready(method, toys.blobs()).settings.method.caution(
+    assert not ready(method, toys.blobs()).settings.method.setting_warnings(
         ready(method, toys.blobs()).world
     )
 
@@ -59,26 +59,26 @@ def test_it_is_fedavg_and_says_so(method: object) -> None:
 @pytest.mark.parametrize("method", ["fedewc", "fedlwf", "fot", "replay"])
 def test_over_one_task_it_is_fedavg_and_says_so(method: str) -> None:
     one, plain = ready(method, toys.blobs()), ready("fedavg", toys.blobs())
-    assert "[stream]" in one.settings.method.caution(one.world)
+    assert "[stream]" in one.settings.method.setting_warnings(one.world)
     got, expected = trained(one), trained(plain)
     assert all(torch.equal(got[k], v) for k, v in expected.items())
     two = ready(method, toys.blobs(), stream={"kind": "classes", "tasks": 2}, rounds=4)
-    assert two.settings.method.caution(two.world) == ""
+    assert two.settings.method.setting_warnings(two.world) == ""
 
 
 def test_over_one_task_the_clients_of_glfc_have_a_loss_of_their_own_and_say_which() -> None:
     one, plain = ready("glfc_local", toys.blobs()), ready("fedavg", toys.blobs())
-    assert "[stream]" in one.settings.method.caution(one.world)
+    assert "[stream]" in one.settings.method.setting_warnings(one.world)
     got, expected = trained(one), trained(plain)
     assert any(not torch.equal(got[k], v) for k, v in expected.items())
     two = ready("glfc_local", toys.blobs(), stream={"kind": "classes", "tasks": 2}, rounds=4)
-    assert two.settings.method.caution(two.world) == ""
+    assert two.settings.method.setting_warnings(two.world) == ""
 
 
 @pytest.mark.parametrize("method", MORE, ids=str)
 def test_what_does_more_says_nothing(method: object) -> None:
     one, plain = ready(method, two_classes()), ready("fedavg", two_classes())
-    assert one.settings.method.caution(one.world) == ""
+    assert one.settings.method.setting_warnings(one.world) == ""
     got, expected = trained(one), trained(plain)
     assert any(not torch.equal(got[k], v) for k, v in expected.items())
 
@@ -102,7 +102,7 @@ def test_in_tasks_of_two_classes_the_head_decides(head: str, past: str, said: bo
         classes=["a", "b", "c", "d"],
     )
     one = ready("fedntd", data, stream=stream, rounds=4)
-    caution = one.settings.method.caution(one.world)
+    caution = one.settings.method.setting_warnings(one.world)
     assert bool(caution) == said
     assert not said or "stream.head" in caution
 

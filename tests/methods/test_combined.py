@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedstill
 import toys
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedlc import Calibrated, FedLC
 from fedstill.methods.sfedkd import Discrepant, SFedKD
@@ -57,17 +57,19 @@ class CalibratedByTeachers(Discrepant):
 
     method: Both
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry = super().begin(down, memory, view, world)
-        shift = self._calibrated().begin(down, memory, view, world)["shift"]
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry = super().begin(payload, client_state, view, world)
+        shift = self._calibrated().begin(payload, client_state, view, world)["shift"]
         return replace(carry, constants={**carry.constants, "shift": shift})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        taught = super().terms(step, carry)
-        plain = ClientWork().terms(step, carry)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        taught = super().terms(step, start)
+        plain = ClientWork().terms(step, start)
         return {
             **{k: v for k, v in taught.items() if k not in plain},
-            **self._calibrated().terms(step, carry),
+            **self._calibrated().terms(step, start),
         }
 
     def _calibrated(self) -> Calibrated:

@@ -66,7 +66,7 @@ def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
     }
     ready = prepare(settle(replace(base, **both)), toys.blobs())
     settings, world, engine = ready.settings, ready.world, ready.engine()
-    state = settings.method.setup(world)
+    state = settings.method.initial_state(world)
     in_state, in_memory = set(state.extra), set()
 
     class Groups(Unwatched):

@@ -17,7 +17,7 @@ from torch import Tensor
 import toys
 from double import in_double
 from fedstill.config.resolve import settle
-from fedstill.core.records import Carry, Payload, Stage, State, Step, View, World
+from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.rounds import Unwatched, run_round
 from fedstill.core.work import ClientWork
@@ -42,18 +42,22 @@ class Published(FedEWC):
 
 
 class AtTheReceived(Anchored):
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry = super().begin(down, memory, view, world)
-        return Carry(carry.params, constants={**carry.constants, "received": dict(down.params)})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry = super().begin(payload, client_state, view, world)
+        return TrainingStart(
+            carry.params, constants={**carry.constants, "received": dict(payload.params)}
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        ce = ClientWork.terms(self, step, carry)
-        if "fisher" not in carry.constants:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        ce = ClientWork.terms(self, step, start)
+        if "fisher" not in start.constants:
             return ce
         return {
             **ce,
             "pull": quadratic(
-                carry["received"], carry["anchor"], carry["fisher"], self.method.weight
+                start["received"], start["anchor"], start["fisher"], self.method.weight
             ),
         }
 
@@ -77,7 +81,7 @@ def states(method: Any, **more: Any) -> tuple[Any, list[State]]:
         **more,
     }
     ready = in_double(prepare(settle(toys.toy(method, **values)), toys.blobs()))
-    engine, state, after = ready.engine(), ready.settings.method.setup(ready.world), []
+    engine, state, after = ready.engine(), ready.settings.method.initial_state(ready.world), []
     while state.round <= ready.world.rounds:
         stages = ready.settings.topology(state.round, ready.world)
         state = run_round(

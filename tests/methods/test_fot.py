@@ -38,7 +38,7 @@ def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
     """A run of three tasks in float64: the state after each round."""
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "topology": {"clients": 6}, **more}
     ready = in_double(prepare(settle(toys.toy(method, engine="serial", **values)), toys.blobs()))
-    engine, state, after = ready.engine(), ready.settings.method.setup(ready.world), []
+    engine, state, after = ready.engine(), ready.settings.method.initial_state(ready.world), []
     while state.round <= ready.world.rounds:
         stages = ready.settings.topology(state.round, ready.world)
         state = run_round(
@@ -178,9 +178,9 @@ def test_what_of_the_body_is_not_protected_is_said() -> None:
             f"only linear layers and convolutions are protected, and {free} of model "
             f"{model['name']}"
         )
-        assert ready.settings.method.caution(ready.world).startswith(said)
+        assert ready.settings.method.setting_warnings(ready.world).startswith(said)
     images = prepare(settle(toys.toy("fot", stream=STREAM)), toys.blobs())
-    assert images.settings.method.caution(images.world) == ""
+    assert images.settings.method.setting_warnings(images.world) == ""
 
 
 def test_a_share_of_nothing_keeps_no_direction_however_sums_are_rounded() -> None:

@@ -14,7 +14,7 @@ from scipy.special import expit
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.records import Carry
+from fedstill.core.records import TrainingStart
 from fedstill.engines.step import Networks, Seen
 from fedstill.methods.glfc_local import GLFCLocal, OfGLFC
 from fedstill.models.contract import initial, module, spec_for
@@ -35,7 +35,7 @@ def test_the_loss_by_hand(first: bool) -> None:
     new, before = initial(spec, 1), initial(spec, 2)
     old = torch.tensor([not first, False, False, False, False])
     on = torch.tensor([True, False, True, True, False])
-    carry = Carry(new, {} if first else {"old": before}, constants={"old": old, "on": on})
+    carry = TrainingStart(new, {} if first else {"old": before}, constants={"old": old, "on": on})
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
     terms = OfGLFC(GLFCLocal(), 2).terms(

@@ -69,7 +69,7 @@ class Lies:
             g: {k: v * 1e6 if v.is_floating_point() else v for k, v in t.items()}
             if g in WHOLE
             else t
-            for g, t in came[-1].up.items()
+            for g, t in came[-1].content.items()
         }
         return [
             *came[:-1],
@@ -89,7 +89,7 @@ def test_one_liar_does_not_carry_any_such_method_away(name: str) -> None:
     for how in ("median", "uniform"):
         run = ready(name, aggregation=how)
         method, world, lies = run.settings.method, run.world, Lies(run.engine())
-        state, stages = method.setup(world), run.settings.topology(1, world)
+        state, stages = method.initial_state(world), run.settings.topology(1, world)
         if "label_counts" in method.requires():
             state = run_census(state, world, lies.engine, Unwatched(), Rules())
         with suppress(Diverged):
@@ -141,7 +141,7 @@ def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: flo
         settle(toys.toy("fedavg", rounds=1, topology={"clients": 5}, measure=())), toys.blobs()
     )
     stages = alone.settings.topology(1, alone.world)
-    start = alone.settings.method.setup(alone.world)
+    start = alone.settings.method.initial_state(alone.world)
     downs = {c: Payload(params=start.params) for c in stages[0].clients}
     honest = alone.engine().run(
         alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed
@@ -152,8 +152,10 @@ def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: flo
     came = engine.run(alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed)
     for one, other in zip(honest, came, strict=True):
         for k, start_k in start.params.items():
-            want = start_k + (factor if one.client == liar else 1.0) * (one.up.params[k] - start_k)
-            torch.testing.assert_close(other.up.params[k], want, rtol=1e-5, atol=1e-6)
+            want = start_k + (factor if one.client == liar else 1.0) * (
+                one.content.params[k] - start_k
+            )
+            torch.testing.assert_close(other.content.params[k], want, rtol=1e-5, atol=1e-6)
 
 
 def test_flipped_labels_are_seen_by_the_hostile_client_alone() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import toys
 from double import NEAR
 from fedstill.core import registry
-from fedstill.core.records import Carry, Payload, Stage
+from fedstill.core.records import Payload, Stage, TrainingStart
 from fedstill.methods.fedadkd import FedADKD
 from fedstill.methods.fedcurv import Curved, FedCurv
 from fedstill.running.explain import arithmetic
@@ -113,7 +113,7 @@ def test_fedcurvs_pull_has_the_gradient_of_its_quadratics() -> None:
         params={"w": w}, y=torch.zeros(1, dtype=torch.int64), logits=lambda: torch.zeros(1, 2)
     )
     terms = Curved(FedCurv(weight=0.3), Stage(1, 0, "train", (0,))).terms(
-        step, Carry({}, constants={"others": others})
+        step, TrainingStart({}, constants={"others": others})
     )  # type: ignore[arg-type]
     (slope,) = torch.autograd.grad(terms["pull"], w)
     expected = sum(2 * 0.3 * u["w"] * (w - v["w"]) for u, v in zip(us, ws, strict=True))
@@ -123,8 +123,8 @@ def test_fedcurvs_pull_has_the_gradient_of_its_quadratics() -> None:
 def test_moons_contrast_is_log_two_while_global_and_previous_model_coincide() -> None:
     ready = ready_for({"name": "moon", "mu": 1.0})
     method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
-    state = method.setup(ready.world)
-    downs = {c: method.down(state, c, stage, ready.world) for c in stage.clients}
+    state = method.initial_state(ready.world)
+    downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
     for reply in ready.engine().run(method.work(stage), stage, downs, 7):  # type: ignore[arg-type]
         assert reply.metrics["loss"]["contrast"] == pytest.approx(math.log(2), abs=NEAR)
 
@@ -222,7 +222,11 @@ def test_a_round_can_be_explained_before_the_census(method: dict[str, str]) -> N
 
 def _sent_later(ready) -> set[str]:
     stages = ready.settings.topology(1, ready.world)
-    return {g for s in stages for g in ready.settings.method.expects(s.clients[0], s, ready.world)}
+    return {
+        g
+        for s in stages
+        for g in ready.settings.method.expected_reply(s.clients[0], s, ready.world)
+    }
 
 
 @pytest.mark.parametrize("name", [n for n in registry.names("method") if not n.startswith("toy_")])
@@ -232,7 +236,7 @@ def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(
     )
     ready = ready_for(name, **{"model": model, **toys.suited(name)})
     method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
-    sends = set(method.expects(stage.clients[0], stage, ready.world))
+    sends = set(method.expected_reply(stage.clients[0], stage, ready.world))
     assert not method.permits & {"linear_fold", "central_noise"} or sends == set(Payload(params={}))
     assert "noisy_logits" not in method.permits or "logits" in sends | _sent_later(ready)
 
@@ -240,10 +244,12 @@ def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(
 def test_a_lie_about_the_gini_index_cannot_leave_its_range() -> None:
     ready = ready_for("fedadkd")
     method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
-    state: Tensor = method.setup(ready.world)  # type: ignore[assignment]
+    state: Tensor = method.initial_state(ready.world)  # type: ignore[assignment]
     replies = [
-        SimpleNamespace(client=c, examples=5, up=Payload(params=ready.world.initial(c), gini=g))
+        SimpleNamespace(
+            client=c, examples=5, content=Payload(params=ready.world.initial(c), gini=g)
+        )
         for c, g in zip(stage.clients, (-7.0, 1e9, 0.4), strict=False)
     ]
-    gini = method.fold(state, replies, stage, ready.world).extra.tensor("gini")  # type: ignore[arg-type]
+    gini = method.aggregate(state, replies, stage, ready.world).extra.tensor("gini")  # type: ignore[arg-type]
     assert gini[list(stage.clients[:3])].tolist() == [0.0, 1.0, 0.4]

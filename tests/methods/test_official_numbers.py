@@ -29,13 +29,13 @@ from fedstill.core import registry
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Examples,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
+    TrainingResult,
+    TrainingStart,
     many,
 )
 from fedstill.core.trees import sub
@@ -120,13 +120,13 @@ def pairs(ready: Prepared) -> Given:
         k: Payload(means=drawn(f"means {k}", CLASSES, WIDTH), counts=torch.tensor(n))
         for k, n in has.items()
     }
-    state = method.fold(
-        method.setup(world),
+    state = method.aggregate(
+        method.initial_state(world),
         [Reply(k, u, 1) for k, u in up.items()],
         Stage(2, 0, "train", (0, 1)),
         world,
     )
-    return method.down(
+    return method.payload_for_client(
         state, SERVER, Stage(2, 1, "prototypes", (SERVER,)), world
     ) or NOTHING, NOTHING
 
@@ -137,13 +137,13 @@ def heads(ready: Prepared) -> Given:
         for k in (0, 1)
     }
     named = many("head", {k: {"head.weight": w, "head.bias": b} for k, (w, b) in layers.items()})
-    made = ready.settings.method.setup(ready.world).extra["generator"]
+    made = ready.settings.method.initial_state(ready.world).extra["generator"]
     counts = torch.tensor([[3, 1, 4, 2, 2, 6], [1, 3, 4, 6, 2, 2]])
     return Payload({"generator": made, "counts": counts, **named}), NOTHING
 
 
 def generated(ready: Prepared) -> Given:
-    made = ready.settings.method.setup(ready.world).extra["generator"]
+    made = ready.settings.method.initial_state(ready.world).extra["generator"]
     return Payload(params=network("global"), generator=made, counts=torch.ones(CLASSES)), NOTHING
 
 
@@ -177,21 +177,21 @@ def received(entry: Mapping[str, Any], ready: Prepared) -> Given:
     return Payload(params=network("global", shapes_of(ready.world.initial(0)))), NOTHING
 
 
-def with_given(entry: Mapping[str, Any], carry: Carry, y: Tensor) -> Carry:
+def with_given(entry: Mapping[str, Any], start: TrainingStart, y: Tensor) -> TrainingStart:
     """What a method would draw by itself is what its authors' code was given."""
     if entry.get("stage") == "generate":
         labels = torch.arange(BATCH) % CLASSES
         noise = (drawn("noise", BATCH, 3) + 1) / 2
         # the code's: the batch's mean for all
-        omega = carry["omega"].mean(1, keepdim=True).expand_as(carry["omega"])
+        omega = start["omega"].mean(1, keepdim=True).expand_as(start["omega"])
         points = Examples(torch.cat([noise, torch.eye(CLASSES)[labels]], 1), labels)
-        return replace(carry, examples=points, constants={**carry.constants, "omega": omega})
+        return replace(start, examples=points, constants={**start.constants, "omega": omega})
     if entry["method"] == "fedgen":
         same = torch.zeros(CLASSES, POOL, WIDTH, dtype=torch.float64)
         same[y, torch.arange(BATCH)] = drawn("features of the label", BATCH, WIDTH)
         other, labels = drawn("features of any label", BATCH, WIDTH), torch.arange(BATCH) % CLASSES
-        return replace(carry, constants={"same": same, "any": other, "labels": labels})
-    return carry
+        return replace(start, constants={"same": same, "any": other, "labels": labels})
+    return start
 
 
 def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[str, Tensor]]:
@@ -232,12 +232,19 @@ def solved_head(entry: Mapping[str, Any]) -> dict[str, Tensor]:
         view = replace(ready.sites.view(client, stage), data=Examples(x[part], y[part]))
         work: ClientWork = method.work(stage)
         carry = work.begin(
-            method.down(method.setup(world), client, stage, world) or NOTHING, NOTHING, view, world
+            method.payload_for_client(method.initial_state(world), client, stage, world) or NOTHING,
+            NOTHING,
+            view,
+            world,
         )
         replies.append(
-            Reply(client, work.end({}, carry, Ran(0, 0.0, {}), view, world)[0], len(view.data))
+            Reply(
+                client,
+                work.end({}, carry, TrainingResult(0, 0.0, {}), view, world)[0],
+                len(view.data),
+            )
         )
-    return dict(method.fold(method.setup(world), replies, stage, world).params)
+    return dict(method.aggregate(method.initial_state(world), replies, stage, world).params)
 
 
 @pytest.mark.parametrize(

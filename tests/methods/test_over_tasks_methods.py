@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 
 import toys
 from fedstill.config.resolve import settle
-from fedstill.core.records import Carry, Payload, Stage
+from fedstill.core.records import Payload, Stage, TrainingStart
 from fedstill.engines.step import Networks, Seen
 from fedstill.methods.fedlwf import FedLwF, Remembered
 from fedstill.models.contract import initial, module, spec_for
@@ -51,7 +51,7 @@ def test_the_terms_of_fedlwf_by_hand() -> None:
     x, y = torch.randn(6, 1, 4, 4, generator=draw), torch.tensor([3, 4, 3, 3, 4, 4])
     new, old = initial(spec, 1), initial(spec, 2)
     head, before = torch.tensor([False, False, False, True, True]), torch.tensor([0, 2])
-    carry = Carry(new, {"old": old}, constants={"before": before}, head=head)
+    carry = TrainingStart(new, {"old": old}, constants={"before": before}, head=head)
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
     work = Remembered(FedLwF(weight=0.5, temperature=tau), 4)
@@ -80,13 +80,13 @@ def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(method: str, k
     what = toys.toy(method, partition={"kind": "iid"}, stream={**STREAM, "stay": 0.5})
     ready = prepare(settle(what), toys.blobs())
     method_, world = ready.settings.method, ready.world
-    start, came = method_.setup(world), set()
+    start, came = method_.initial_state(world), set()
     for round in (2, 3):
         stage = Stage(round, 0, "train", tuple(range(6)))
         state = start.next(old=start.params)
         for client in range(6):
             task = world.stream.task(round, client)
-            down = method_.down(state, client, stage, world)
+            down = method_.payload_for_client(state, client, stage, world)
             assert down is not None
             carry = method_.work(stage).begin(
                 down, Payload(), ready.sites.view(client, stage), world

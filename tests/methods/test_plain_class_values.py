@@ -16,7 +16,7 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.records import Carry, Payload, Reply, State
+from fedstill.core.records import Payload, Reply, State, TrainingStart
 from fedstill.core.registry import lookup
 from fedstill.data.sources import from_clients
 from fedstill.running.journal import read_journal
@@ -152,12 +152,14 @@ def test_two_clients_get_exactly_each_others_logits_and_one_alone_gets_none() ->
         for s, n in zip(said, has, strict=True)
     ]
     both = [Reply(k, Payload(means=said[k], counts=torch.tensor(has[k])), 6) for k in range(2)]
-    state = method.fold(method.setup(world), both, None, world)
+    state = method.aggregate(method.initial_state(world), both, None, world)
     for k in range(2):
-        down = method.down(state, k, None, world)
-        assert down.tensor("seen").tolist() == [float(n > 0) for n in has[1 - k]]
-        assert torch.equal(down.tensor("values"), said[1 - k])
-    alone = method.down(method.fold(state, both[:1], None, world), 0, None, world)
+        payload = method.payload_for_client(state, k, None, world)
+        assert payload.tensor("seen").tolist() == [float(n > 0) for n in has[1 - k]]
+        assert torch.equal(payload.tensor("values"), said[1 - k])
+    alone = method.payload_for_client(
+        method.aggregate(state, both[:1], None, world), 0, None, world
+    )
     assert not alone.tensor("seen").any()
 
 
@@ -171,7 +173,7 @@ def test_a_prototype_is_the_mean_of_those_that_have_the_class_in_whatever_order_
         reply(1, [[3, 6], [0, 0], [0, 0]], [1, 0, 0]),
     ]
     for came in (replies, replies[::-1]):
-        after = method.fold(state, came, None, None).extra
+        after = method.aggregate(state, came, None, None).extra
         assert after.tensor("values").tolist() == [[2.0, 4.0], [3.0, 4.0], [9.0, 9.0]]
         assert after.tensor("seen").tolist() == [1.0, 1.0, 1.0]
 
@@ -217,7 +219,7 @@ def test_where_a_client_has_its_own_test_the_nearest_prototype_answers_too() -> 
         min(means, key=lambda c: float(((a - means[c]) ** 2).sum())) == int(b)
         for a, b in zip(h, y, strict=True)
     )
-    carry = Carry(fed.start, constants={"values": values, "seen": seen})
+    carry = TrainingStart(fed.start, constants={"values": values, "seen": seen})
     told = work.report(fed.start, carry, replace(view, test=view.data), ready.world)
     assert told == {"nearest_prototype": right / len(y)}
     assert work.report(fed.start, carry, replace(view, test=None), ready.world) == {}

@@ -198,16 +198,16 @@ def test_a_fold_averages_buffers_and_moves_them_no_further(name: str) -> None:
     ready = ready_for(name, model="toy_batchnorm")
     method, world = ready.settings.method, ready.world
     stage = ready.settings.topology(1, world)[0]
-    state, key = method.setup(world), "body.1.running_var"
+    state, key = method.initial_state(world), "body.1.running_var"
     replies = []
     for client, examples, value in ((stage.clients[0], 1, 0.1), (stage.clients[1], 3, 0.4)):
-        expected = method.expects(client, stage, world)
+        expected = method.expected_reply(client, stage, world)
         params = {**expected.params, key: torch.full((4,), value).double()}
         up = Payload(
             {**expected, "params": params, **({"steps": 1.0} if name == "fednova" else {})}
         )
         replies.append(Reply(client, up, examples))
     for _ in range(3):
-        state = method.fold(state, replies, stage, world)
+        state = method.aggregate(state, replies, stage, world)
     mean = 0.25 if name == "feddyn" else 0.325
     torch.testing.assert_close(state.params[key], torch.full((4,), mean).double())

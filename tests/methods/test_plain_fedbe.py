@@ -137,25 +137,25 @@ def after_training(method: dict[str, object]):
     ready = ready_for(method, **PUBLIC)
     made, world, engine = ready.settings.method, ready.world, ready.engine()
     train, teach = ready.settings.topology(1, world)
-    state = made.setup(world)
-    downs = {c: made.down(state, c, train, world) for c in train.clients}
+    state = made.initial_state(world)
+    downs = {c: made.payload_for_client(state, c, train, world) for c in train.clients}
     replies = engine.run(made.work(train), train, downs, world.seed)
-    return made, made.fold(state, replies, train, world), teach, world
+    return made, made.aggregate(state, replies, train, world), teach, world
 
 
 def test_the_ensemble_is_the_clients_the_average_and_what_was_drawn() -> None:
     made, state, teach, world = after_training({"name": "fedbe", "samples": 5})
-    models = made.down(state, SERVER, teach, world).many("model")
+    models = made.payload_for_client(state, SERVER, teach, world).many("model")
     assert len(models) == 4 + 1 + 5
     assert models[world.clients] == state.params
     assert len({float(m["head.weight"].sum()) for m in models.values()}) == 10, (
         "no two are the same"
     )
-    again = made.down(state, SERVER, teach, world).many("model")
+    again = made.payload_for_client(state, SERVER, teach, world).many("model")
     assert all(torch.equal(models[i][k], again[i][k]) for i in models for k in models[i])
-    other = made.down(state, SERVER, Stage(2, 1, teach.name, (SERVER,), "public"), world).many(
-        "model"
-    )
+    other = made.payload_for_client(
+        state, SERVER, Stage(2, 1, teach.name, (SERVER,), "public"), world
+    ).many("model")
     assert not torch.equal(
         other[world.clients + 1]["head.weight"], again[world.clients + 1]["head.weight"]
     )
@@ -228,13 +228,13 @@ def test_drawn_models_have_the_buffers_of_the_average() -> None:
     names = [k for k in states[-1].params if "running" in k]
     assert names
     train, teach = ready.settings.topology(1, world)
-    state = made.setup(world)
+    state = made.initial_state(world)
     replies = ready.engine().run(
         made.work(train),
         train,
-        {c: made.down(state, c, train, world) for c in train.clients},
+        {c: made.payload_for_client(state, c, train, world) for c in train.clients},
         world.seed,
     )
-    state = made.fold(state, replies, train, world)
+    state = made.aggregate(state, replies, train, world)
     for model in made.drawn(state, teach, world):
         assert all(torch.equal(model[k], state.params[k]) for k in names)

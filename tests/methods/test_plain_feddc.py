@@ -68,10 +68,10 @@ def test_three_rounds_are_those_of_a_plain_implementation(aggregation: str) -> N
 class WithoutGradients(FedDC):
     """FedDC that never learns a direction: g and all g_k stay 0."""
 
-    def fold(self, state: State, replies: list, stage: object, world: World) -> State:  # type: ignore[override]
+    def aggregate(self, state: State, replies: list, stage: object, world: World) -> State:  # type: ignore[override]
         return (
             super()
-            .fold(state, replies, stage, world)
+            .aggregate(state, replies, stage, world)
             .next(gradient=state.extra.tensors("gradient"))
         )  # type: ignore[arg-type]
 
@@ -83,9 +83,9 @@ def forgetful(work: object) -> object:
     """The same work, of which the client forgets its gradient."""
 
     class Forgetful(type(work)):  # type: ignore[misc]
-        def end(self, params, carry, ran, view, world):  # type: ignore[no-untyped-def]
-            up, memory = super().end(params, carry, ran, view, world)
-            return up, Payload(memory, gradient=carry["own"])
+        def end(self, params, start, result, view, world):  # type: ignore[no-untyped-def]
+            up, memory = super().end(params, start, result, view, world)
+            return up, Payload(memory, gradient=start["own"])
 
     return Forgetful(work.method)  # type: ignore[attr-defined]
 

@@ -159,20 +159,20 @@ def test_the_generator_learns_and_leaves_heads_and_absent_classes_alone() -> Non
     ready = ready_for({**SMALL, "samples": 200})
     stage = Stage(1, 1, "generate", (SERVER,), "public")
     work, view = TrainGenerator(ready.settings.method, 1), ready.sites.view(SERVER, stage)
-    made = ready.settings.method.setup(ready.world).extra["generator"]
+    made = ready.settings.method.initial_state(ready.world).extra["generator"]
     head = {k: v for k, v in ready.world.initial(0).items() if k.startswith("head.")}
     counts = torch.tensor([[3, 0, 1, 4, 2]])
-    carry = work.begin(
+    start = work.begin(
         Payload({"generator": made, "head.0": head, "counts": counts}), Payload(), view, ready.world
     )
-    assert set(carry.examples.labels.tolist()) == {0, 2, 3, 4}
+    assert set(start.examples.labels.tolist()) == {0, 2, 3, 4}
     torch.testing.assert_close(
-        carry["omega"].sum(0), torch.tensor([1.0, 0, 1, 1, 1], dtype=torch.float64)
+        start["omega"].sum(0), torch.tensor([1.0, 0, 1, 1, 1], dtype=torch.float64)
     )
     losses = [
         train(
             work,
-            carry,
+            start,
             Plan(epochs=e, batch=32, optimiser="adam", lr=0.01),
             stage,
             view,
@@ -182,7 +182,7 @@ def test_the_generator_learns_and_leaves_heads_and_absent_classes_alone() -> Non
         for e in (1, 5, 20)
     ]
     assert losses[0]["known"] > losses[1]["known"] > losses[2]["known"]
-    assert all(torch.equal(carry["weight"][0], head["head.weight"]) for _ in losses)
+    assert all(torch.equal(start["weight"][0], head["head.weight"]) for _ in losses)
 
 
 def test_the_servers_stage_changes_no_parameter_of_the_model() -> None:

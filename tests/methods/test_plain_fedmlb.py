@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from double import NEAR
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.records import Carry, Plan, Stage
+from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.engines.loop import train
 from fedstill.methods.fedmlb import Branched, FedMLB
@@ -65,9 +65,9 @@ def test_without_branches_it_is_federated_averaging_to_the_bit() -> None:
 class Looked(Branched):
     """Looks at the first step of a client, where it is still the global model."""
 
-    def terms(self, step, carry):  # type: ignore[no-untyped-def]
+    def terms(self, step, start):  # type: ignore[no-untyped-def]
         received = {
-            k: v.requires_grad_(v.is_floating_point()) for k, v in carry.teachers["global"].items()
+            k: v.requires_grad_(v.is_floating_point()) for k, v in start.teachers["global"].items()
         }
         hybrids = [step.through("global", level) for level in step.levels()]
         first = next(k for k in step.params if k.endswith("weight"))
@@ -75,7 +75,7 @@ class Looked(Branched):
             torch.testing.assert_close(h, step.logits(), rtol=NEAR, atol=NEAR)
             (up,) = torch.autograd.grad(h.square().sum(), [step.params[first]], retain_graph=True)
             assert float(up.abs().sum()) > 0, "the gradient of every branch reaches the first layer"
-        terms = super().terms(step, carry)
+        terms = super().terms(step, start)
         assert float(terms["agree"].detach().abs().max()) < NEAR
         torch.testing.assert_close(terms["branches"], terms["ce"], rtol=NEAR, atol=NEAR)
         sum(v.mean() for v in terms.values()).backward(retain_graph=True)
@@ -92,7 +92,7 @@ def test_at_the_global_model_every_branch_says_what_it_says(model: object) -> No
     plan = Plan(steps=1, epochs=0, batch=8, norm="frozen")
     train(
         Looked(FedMLB()),
-        Carry(start, teachers={"global": teacher}),
+        TrainingStart(start, teachers={"global": teacher}),
         plan,
         stage,
         view,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Carry, Stage
+from fedstill.core.records import Stage, TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.methods.fedsam import FedSAM
 from fedstill.methods.fedsol import FedSOL
@@ -137,7 +137,9 @@ def test_the_first_step_of_a_client_is_fedavgs(scale: str) -> None:
 
 
 def far(method: FedSAM | FedSOL, grads: Params, start: Params, now: Params) -> float:
-    there = method.work(STAGE).lookahead(now, grads, Carry(start, constants={"received": start}))
+    there = method.work(STAGE).perturb(
+        now, grads, TrainingStart(start, constants={"received": start})
+    )
     return float(sum(((there[k] - now[k]) ** 2).sum() for k in now) ** 0.5)
 
 

@@ -147,20 +147,20 @@ def test_without_a_margin_and_with_one_pair_a_class_the_loss_falls_in_every_epoc
     down, table = one_pair_a_class()
     stage = Stage(1, 1, "prototypes", (SERVER,), "public")
     view = ready.sites.view(SERVER, stage)
-    carry = Apart().begin(down, Payload(), view, ready.world)
-    assert carry.examples.labels.tolist() == [0, 1, 3, 4], "a class without examples never enters"
+    start = Apart().begin(down, Payload(), view, ready.world)
+    assert start.examples.labels.tolist() == [0, 1, 3, 4], "a class without examples never enters"
     losses = []
     for epochs in range(1, 6):
         plan = Plan(epochs=epochs, batch=10, lr=0.01)
         losses.append(
-            train(Apart(), carry, plan, stage, view, ready.sites.inputs, 7).losses["apart"]
+            train(Apart(), start, plan, stage, view, ready.sites.inputs, 7).losses["apart"]
         )
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]
     distances = torch.cdist(
-        carry.examples.values.double(), all_prototypes(carry["spec"], table).double()
+        start.examples.values.double(), all_prototypes(start["spec"], table).double()
     )
-    first = nn.functional.cross_entropy(-distances, carry.examples.labels)
+    first = nn.functional.cross_entropy(-distances, start.examples.labels)
     assert losses[0] == pytest.approx(float(first), rel=1e-5)
 
 
@@ -169,14 +169,14 @@ def test_the_margin_is_the_widest_gap_to_the_next_class_up_to_its_bound() -> Non
     method, stage = lookup("method", "fedtgp").build(), Stage(1, 0, "train", (0, 1))
     means = torch.zeros(CLASSES, WIDTH, dtype=torch.float64)
     means[:3, 0] = torch.tensor([0.0, 3.0, 10.0])
-    state, counts = method.setup(ready.world), torch.tensor([1, 1, 1, 0, 0])
-    sent = method.fold(
+    state, counts = method.initial_state(ready.world), torch.tensor([1, 1, 1, 0, 0])
+    sent = method.aggregate(
         state, [Reply(0, Payload(means=means, counts=counts), 3)], stage, ready.world
     )
     assert method.margin(sent) == pytest.approx(7.0)
     assert lookup("method", "fedtgp").build(largest_margin=5.0).margin(sent) == 5.0
     single = [Reply(0, Payload(means=means, counts=torch.tensor([1, 0, 0, 0, 0])), 3)]
-    assert method.margin(method.fold(state, single, stage, ready.world)) == 0.0
+    assert method.margin(method.aggregate(state, single, stage, ready.world)) == 0.0
 
 
 def test_without_its_servers_stage_it_is_refused() -> None:

@@ -13,7 +13,7 @@ import fedstill
 import toys
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Carry
+from fedstill.core.records import TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.methods.fml import FML, Mutual
 from fedstill.models import contract
@@ -128,13 +128,13 @@ def test_neither_distillation_reaches_the_other_and_equal_networks_have_none() -
     )
     y = torch.arange(6) % 5
     work = Mutual(FML(), "train", 0.5, 0.5)
-    terms = work.terms(Same(own, shared, y), Carry({}))  # type: ignore[arg-type]
+    terms = work.terms(Same(own, shared, y), TrainingStart({}))  # type: ignore[arg-type]
     for name, other in (("own", shared), ("own_kd", shared), ("shared", own), ("shared_kd", own)):
         (grad,) = torch.autograd.grad(
             terms[name].sum(), [other], allow_unused=True, retain_graph=True
         )
         assert grad is None
-    equal = work.terms(Same(own, own, y), Carry({}))  # type: ignore[arg-type]
+    equal = work.terms(Same(own, own, y), TrainingStart({}))  # type: ignore[arg-type]
     assert float(equal["own_kd"].detach().abs().max()) < 1e-12
     assert float(equal["shared_kd"].detach().abs().max()) < 1e-12
 

@@ -309,8 +309,8 @@ def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(
     }
     prepared, told, report = ready(given), {}, PartlyRefined.report
 
-    def noted(self, params, carry, view, world):
-        told[view.client] = report(self, params, carry, view, world)
+    def noted(self, params, start, view, world):
+        told[view.client] = report(self, params, start, view, world)
         return told[view.client]
 
     monkeypatch.setattr(PartlyRefined, "report", noted)

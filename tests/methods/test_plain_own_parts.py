@@ -17,7 +17,7 @@ import fedstill
 import toys
 from double import NEAR
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Carry, Stage
+from fedstill.core.records import Stage, TrainingStart
 from fedstill.core.registry import method
 from fedstill.core.trees import only, same_bits
 from fedstill.losses import cross_entropy
@@ -108,14 +108,14 @@ class Balanced(FedAvg):
 
 
 class OnlyBalanced(Calibrated):
-    def begin(self, down, memory, view, world):  # type: ignore[no-untyped-def]
+    def begin(self, payload, client_state, view, world):  # type: ignore[no-untyped-def]
         shift = view.counts.clamp(min=1).double().log()
-        return Carry(
-            down.params, constants={"shift": shift.to(next(iter(down.params.values())).dtype)}
+        return TrainingStart(
+            payload.params, constants={"shift": shift.to(next(iter(payload.params.values())).dtype)}
         )
 
-    def terms(self, step, carry):  # type: ignore[no-untyped-def]
-        return {"balanced": cross_entropy(step.logits() + carry["shift"], step.y)}
+    def terms(self, step, start):  # type: ignore[no-untyped-def]
+        return {"balanced": cross_entropy(step.logits() + start["shift"], step.y)}
 
 
 def test_fedrods_global_model_is_balanced_fedavgs_to_the_bit_whatever_the_own_heads_do() -> None:
@@ -245,8 +245,8 @@ def test_a_consensus_mean_costs_nothing_and_a_shift_of_features_is_one_of_the_bi
         logits=lambda: contract.predictor(spec, shifted)(x),
         **{"params": shifted, "mask": torch.ones(len(y)), "y": y},
     )
-    carry = Carry(shifted, constants={"consensus": features(shifted, x).mean(0)})
-    assert float(Shifted(ready.settings.method, "train", 50.0).terms(step, carry)["mean"]) < NEAR  # type: ignore[arg-type]
+    start = TrainingStart(shifted, constants={"consensus": features(shifted, x).mean(0)})
+    assert float(Shifted(ready.settings.method, "train", 50.0).terms(step, start)["mean"]) < NEAR  # type: ignore[arg-type]
     bias = shifted["head.bias"] + shifted["head.weight"] @ shifted["body.shift"]
     plain = features(shifted, x) @ shifted["head.weight"].T + bias
     torch.testing.assert_close(step.logits(), plain, rtol=NEAR, atol=NEAR)

@@ -124,7 +124,7 @@ def test_a_fine_tuning_of_no_epochs_leaves_each_client_the_global_model() -> Non
 def test_statistics_of_normalisation_travel_with_their_layer(method: str) -> None:
     ready = ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})
     sent = set(
-        ready.settings.method.expects(
+        ready.settings.method.expected_reply(
             0, ready.settings.topology(1, ready.world)[0], ready.world
         ).tensors("shared")
     )
@@ -137,12 +137,12 @@ def test_statistics_of_normalisation_travel_with_their_layer(method: str) -> Non
 def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -> None:
     ready = ready_for(name)
     method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
-    state = method.setup(ready.world)
-    downs = {c: method.down(state, c, stage, ready.world) for c in stage.clients}
+    state = method.initial_state(ready.world)
+    downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
     big = {k: 1000 * v + 1000 for k, v in downs[stage.clients[0]].tensors("shared").items()}
     reply = Reply(stage.clients[0], Payload(shared=big), 5, {}, stage.round, stage.index)
     _, (refusal,) = screen(
-        lambda c: method.expects(c, stage, ready.world), stage, downs, [reply], Rules()
+        lambda c: method.expected_reply(c, stage, ready.world), stage, downs, [reply], Rules()
     )  # type: ignore[arg-type]
     assert "its shared parameters' norm" in refusal.reason
     assert refusal.diverged

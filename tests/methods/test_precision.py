@@ -19,7 +19,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core import trees
 from fedstill.core.errors import ConfigError
-from fedstill.core.records import Carry, Plan, Stage, Step, Tensors
+from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
 from fedstill.core.work import ClientWork
 from fedstill.engines import precision
 from fedstill.engines.loop import train
@@ -55,11 +55,11 @@ class Watched(ClientWork):
 
     seen: list[tuple[bool, ...]]
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         given = (step.features(), step.logits(), step.teacher("t"), step.teacher_features("t"))
         self.seen.append(tuple(rounded(v) for v in given))
         assert all(v.dtype == torch.float32 for v in (*given, *step.params.values()))
-        return super().terms(step, carry)
+        return super().terms(step, start)
 
 
 @pytest.mark.parametrize("augment", [(), ("flip",)])
@@ -71,7 +71,7 @@ def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
     params = {}
     for kind in ("fp32", "bf16"):
         seen: list[tuple[bool, ...]] = []
-        carry = Carry(start, teachers={"t": start})
+        carry = TrainingStart(start, teachers={"t": start})
         params[kind] = train(
             Watched(seen), carry, Plan(epochs=2, lr=0.1), stage, view, inputs, 7, kind
         ).params

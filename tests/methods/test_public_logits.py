@@ -102,8 +102,11 @@ def test_a_client_without_examples_has_nothing_to_say() -> None:
         ready, sites=replace(ready.sites, parts=[*ready.sites.parts[:3], ready.sites.parts[3][:0]])
     )
     stage = empty.settings.topology(1, empty.world)[0]
-    state = empty.settings.method.setup(empty.world)
-    downs = {c: empty.settings.method.down(state, c, stage, empty.world) for c in stage.clients}
+    state = empty.settings.method.initial_state(empty.world)
+    downs = {
+        c: empty.settings.method.payload_for_client(state, c, stage, empty.world)
+        for c in stage.clients
+    }
     replies = empty.engine().run(empty.settings.method.work(stage), stage, downs, 7)
     assert [bool(r.failure) for r in replies] == [False, False, False, True]
     assert "client 3 has no examples of any class" in replies[3].failure
@@ -160,14 +163,22 @@ class FailingWork(ClientWork):
         self.work, self.who = work, who
 
     def __getattribute__(self, name: str):
-        if name in ("begin", "terms", "report", "adjust", "settle", "score", "trainable"):
+        if name in (
+            "begin",
+            "terms",
+            "report",
+            "adjust_gradients",
+            "after_step",
+            "validation_score",
+            "trainable",
+        ):
             return getattr(self.work, name)
         return super().__getattribute__(name)
 
-    def end(self, params, carry, ran, view, world):
+    def end(self, params, start, result, view, world):
         if view.client in self.who:
             raise RuntimeError("this site is gone")
-        return self.work.end(params, carry, ran, view, world)
+        return self.work.end(params, start, result, view, world)
 
 
 @pytest.mark.parametrize("where", ["local", "distil"])
@@ -200,11 +211,11 @@ def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tm
 def test_the_mean_is_of_those_who_answered() -> None:
     ready = federation({"name": "hiper_baseline"})
     method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
-    state = method.setup(ready.world)
-    downs = {c: method.down(state, c, stage, ready.world) for c in stage.clients}
+    state = method.initial_state(ready.world)
+    downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
     replies = ready.engine().run(method.work(stage), stage, downs, 7)[1:]
-    target = method.fold(state, replies, stage, ready.world).extra.tensor("target")
-    torch.testing.assert_close(target, sum(r.up.tensor("logits") for r in replies) / 3)
+    target = method.aggregate(state, replies, stage, ready.world).extra.tensor("target")
+    torch.testing.assert_close(target, sum(r.content.tensor("logits") for r in replies) / 3)
 
 
 def test_a_stage_that_most_fail_ends_the_run_by_name(tmp_path) -> None:
@@ -231,9 +242,9 @@ def test_a_round_sends_public_logits_and_no_weights() -> None:
     sent = toys.PUBLIC * toys.CLASSES * 8  # tests train in float64
     states, _ = drive(ready)
     method, (local, _, distil) = ready.settings.method, ready.settings.topology(1, ready.world)
-    assert method.expects(0, local, ready.world).nbytes == sent
-    assert method.down(states[1], 0, distil, ready.world).nbytes == sent
-    assert method.down(states[1], 0, local, ready.world).nbytes == 8, "a temperature"
+    assert method.expected_reply(0, local, ready.world).nbytes == sent
+    assert method.payload_for_client(states[1], 0, distil, ready.world).nbytes == sent
+    assert method.payload_for_client(states[1], 0, local, ready.world).nbytes == 8, "a temperature"
     sums = arithmetic(ready)
     assert (sums.bytes_up, sums.bytes_down) == (4 * sent, 4 * (sent + 8)), (
         "the server's own work is not sent"

@@ -18,7 +18,7 @@ from torch import Tensor
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
-from fedstill.core.records import Carry, Payload, Stage, Step
+from fedstill.core.records import Payload, Stage, Step, TrainingStart
 from fedstill.core.work import ClientWork
 from fedstill.engines import cuda_graphs
 from fedstill.methods.fedavg import FedAvg
@@ -160,8 +160,8 @@ class Odd(ClientWork):
     what: str
     seen: list[float]
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        own = super().terms(step, carry)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        own = super().terms(step, start)
         if self.what == "looks":
             self.seen.append(step.x.mean().item())
         if self.what == "draws":

@@ -17,7 +17,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Carry, Examples, Payload, State
+from fedstill.core.records import Examples, Payload, State, TrainingStart
 from fedstill.core.rounds import Unwatched, run_round
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.step import Networks, Seen
@@ -45,7 +45,7 @@ def gone_through(method: Any, until: int = 3, **more: Any) -> tuple[Prepared, St
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "engine": "serial", **more}
     ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
     engine = ready.engine()
-    state = ready.settings.method.setup(ready.world)
+    state = ready.settings.method.initial_state(ready.world)
     while state.round <= min(until, ready.world.rounds):
         stages = ready.settings.topology(state.round, ready.world)
         state = run_round(
@@ -167,7 +167,9 @@ def test_the_objective_by_hand(alpha: float) -> None:
         "logits": stored,
         "columns": seen,
     }
-    carry = Carry(params, constants=known, head=torch.tensor([False, False, False, True, True]))
+    carry = TrainingStart(
+        params, constants=known, head=torch.tensor([False, False, False, True, True])
+    )
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(9)
     work = Rehearse(Replay(alpha=alpha, beta=0.7), 2)

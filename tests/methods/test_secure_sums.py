@@ -112,7 +112,7 @@ def near(folder: Path, most: float = 1e-3) -> None:
 def began(asked, engine: str = "serial"):
     ready = prepare(settle(replace(asked, engine=engine)), toys.blobs())
     method, world = ready.settings.method, ready.world
-    return ready, method, method.setup(world), ready.settings.topology(1, world), world
+    return ready, method, method.initial_state(world), ready.settings.topology(1, world), world
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
@@ -152,7 +152,7 @@ def test_a_model_with_counters_and_running_statistics_is_summed_too() -> None:
     hidden = run_round(
         method, state, stages, world, with_masking(inner, ready.settings), Unwatched(), Rules()
     )
-    counts = [int(r.up.params["body.1.num_batches_tracked"]) for r in replies]
+    counts = [int(r.content.params["body.1.num_batches_tracked"]) for r in replies]
     weights = [r.examples for r in replies]
     mean = sum(n * w for n, w in zip(counts, weights, strict=True)) / sum(weights)
     assert len(set(counts)) > 1
@@ -177,7 +177,7 @@ def test_the_server_is_told_nothing_of_a_single_client() -> None:
     )
     for reply in (first, *others):
         assert reply.examples == 0
-        assert trees.same_bits(reply.up.params, first.up.params)
+        assert trees.same_bits(reply.content.params, first.content.params)
         assert set(reply.metrics) == {"seconds", "seconds_training", "report"}
 
 
@@ -197,10 +197,13 @@ class Drops:
 
     def spoilt(self, reply: Reply) -> Reply:
         if reply.client in self.fails:
-            return replace(reply, up=Payload(), failure="it is gone")
+            return replace(reply, content=Payload(), failure="it is gone")
         if reply.client in self.wild:
             return replace(
-                reply, up=Payload(params={k: v * float("nan") for k, v in reply.up.params.items()})
+                reply,
+                content=Payload(
+                    params={k: v * float("nan") for k, v in reply.content.params.items()}
+                ),
             )
         return reply
 
@@ -243,7 +246,9 @@ def test_below_the_threshold_the_round_ends_by_name_and_the_state_stays() -> Non
         )
     assert trees.same_bits(before, state.params)
     assert len(watch.refused) == 10
-    assert all(not refusal.up for refusal in watch.refused), "nothing of a single client is left"
+    assert all(not refusal.content for refusal in watch.refused), (
+        "nothing of a single client is left"
+    )
 
 
 def test_the_journal_counts_the_bytes_of_masked_models_and_no_examples(tmp_path: Path) -> None:
@@ -354,9 +359,9 @@ def test_every_other_method_is_refused_at_the_start(name: str) -> None:
 class Squares(FedAvg):
     """It says that its fold is linear, and it is not."""
 
-    def fold(self, state: State, replies, stage, world) -> State:
+    def aggregate(self, state: State, replies, stage, world) -> State:
         mean = self.averaged(replies, state.params)
-        spread = sum(float(trees.norm(trees.sub(r.up.params, mean))) for r in replies)
+        spread = sum(float(trees.norm(trees.sub(r.content.params, mean))) for r in replies)
         return state.next(params=mean, spread=spread)
 
 

@@ -14,7 +14,7 @@ import toys
 from fedstill import losses
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.labels import discrepancy_weights, proportions
-from fedstill.core.records import NOTHING, Carry, Payload, Reply, Stage, many
+from fedstill.core.records import NOTHING, Payload, Reply, Stage, TrainingStart, many
 from fedstill.methods.cwc import CWC
 from fedstill.methods.sfedkd import SFedKD
 from fedstill.running.explain import arithmetic
@@ -98,10 +98,10 @@ def test_a_client_whose_teachers_all_have_its_own_labels_weighs_them_equally(met
         teacher_labels=torch.stack([counts, 3 * counts, 10 * counts]),
     )
     view = SimpleNamespace(proportions=proportions(counts), client=0)
-    carry = (
+    start = (
         SFedKD(distance=metric).work(Stage(2, 0, "train", (0,))).begin(down, NOTHING, view, world)
     )  # type: ignore[arg-type]
-    for weights in (carry["g"], carry["h"]):
+    for weights in (start["g"], start["h"]):
         torch.testing.assert_close(weights, torch.full((3, 1), 1 / 3, dtype=torch.float64))
 
 
@@ -129,12 +129,12 @@ def test_cwcs_importance_is_zero_for_the_first_client_and_halves_over_a_round() 
         ready.world,
         ready.settings.topology(1, ready.world),
     )
-    state = method.open(method.setup(world), stages, world)
-    first = method.down(state, stages[0].clients[0], stages[0], world)
+    state = method.begin_round(method.initial_state(world), stages, world)
+    first = method.payload_for_client(state, stages[0].clients[0], stages[0], world)
     assert first is not None
     assert all(float(v.abs().sum()) == 0 for v in first.tensors("importance").values())
     end = drive(ready_for("cwc", rounds=1, plan={"lr": 0.02}))[0][-1]
-    kept = method.open(end, stages, world).extra.tensors("importance")
+    kept = method.begin_round(end, stages, world).extra.tensors("importance")
     for name, value in end.extra.tensors("importance").items():
         assert float(value.abs().max()) > 0
         assert torch.equal(kept[name], value / 2)
@@ -155,14 +155,14 @@ def test_a_sliding_memory_holds_the_last_cycle() -> None:
     method = CWC(memory="sliding")
     ready = ready_for(method)
     world, stages = ready.world, ready.settings.topology(1, ready.world)
-    state = method.open(method.setup(world), stages, world)
+    state = method.begin_round(method.initial_state(world), stages, world)
     zeros = state.extra.tensors("importance")
     for i in range(1, 8):
         up = Payload(
             params=world.initial(0),
             importance={k: torch.full_like(v, float(i)) for k, v in zeros.items()},
         )
-        state = method.fold(state, [Reply(0, up, 5)], stages[0], world)
+        state = method.aggregate(state, [Reply(0, up, 5)], stages[0], world)
     assert len(state.extra.many("omega")) == len(stages) == 4
     assert all(bool((v == 4 + 5 + 6 + 7).all()) for v in state.extra.tensors("importance").values())
 
@@ -191,11 +191,11 @@ def test_a_failing_client_is_skipped_and_named_and_the_chain_goes_on(
 
     train, seen = serial.train, {}
 
-    def failing(work, carry: Carry, plan, stage: Stage, *more):  # type: ignore[no-untyped-def]
-        seen[stage.round, stage.index] = {k: v.clone() for k, v in carry.params.items()}
+    def failing(work, start: TrainingStart, plan, stage: Stage, *more):  # type: ignore[no-untyped-def]
+        seen[stage.round, stage.index] = {k: v.clone() for k, v in start.params.items()}
         if stage.index == 1 and stage.round == 1:
             raise Broken("the disk of this site is gone")
-        return train(work, carry, plan, stage, *more)
+        return train(work, start, plan, stage, *more)
 
     monkeypatch.setattr(serial, "train", failing)
     plan = {"epochs": 1, "batch": 10, "lr": 0.02}
@@ -243,10 +243,10 @@ def test_a_round_sends_as_much_as_the_method_says(name: str, k: int, down: int, 
     )
     method, world = ready.settings.method, ready.world
     stages = ready.settings.topology(2, world)
-    state = method.open(
+    state = method.begin_round(
         drive(ready_for({"name": name, **({"k": k} if k else {})}, rounds=1))[0][-1], stages, world
     )
-    sent = method.down(state, stages[0].clients[0], stages[0], world)
+    sent = method.payload_for_client(state, stages[0].clients[0], stages[0], world)
     assert sent is not None
     assert sent.nbytes == down * size + (8 * k * world.classes if name == "sfedkd" else 0)
 
@@ -277,7 +277,7 @@ def test_a_client_that_missed_the_census_does_not_teach() -> None:
     labels = state.extra.tensor("labels").clone()
     (gone, *_) = state.extra.tensor("trained").tolist()
     labels[gone] = 0
-    opened = method.open(state.next(labels=labels), stages, world)
+    opened = method.begin_round(state.next(labels=labels), stages, world)
     assert gone not in opened.extra.many("teacher")
     assert len(opened.extra.many("teacher")) == 3
 

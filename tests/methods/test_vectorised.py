@@ -18,7 +18,7 @@ from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.work import ClientWork
 from fedstill.data.sources import from_tensors
 from fedstill.engines.vectorised import VectorisedEngine
@@ -142,8 +142,8 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     expected = in_double(stacking.ready("fedntd", "serial")).engine().run(work, stage, downs, 7)
     for a, b in zip(got, expected, strict=True):
         assert a.client == b.client
-        for k in b.up.params:
-            torch.testing.assert_close(a.up.params[k], b.up.params[k], rtol=0, atol=NEAR)
+        for k in b.content.params:
+            torch.testing.assert_close(a.content.params[k], b.content.params[k], rtol=0, atol=NEAR)
     engine.close()
 
 
@@ -164,15 +164,17 @@ class Choosy(ClientWork):
 
     when: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         if self.when == "begin" and view.client == 2:
             raise RuntimeError("the disk of this site is gone")
-        return super().begin(down, memory, view, world)
+        return super().begin(payload, client_state, view, world)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if self.when == "terms" and bool(step.logits().sum() > 0):
             raise RuntimeError("a branch on values")
-        return super().terms(step, carry)
+        return super().terms(step, start)
 
 
 @pytest.mark.parametrize("when", ["begin", "terms"])
@@ -190,7 +192,7 @@ def test_a_client_that_fails_is_a_reply(when: str) -> None:
 class Interrupted(ClientWork):
     """Training in which Ctrl-C comes, and torch fails while it clears up."""
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         try:
             raise KeyboardInterrupt
         finally:

@@ -72,7 +72,7 @@ def test_a_step_is_that_of_the_algorithm_written_out() -> None:
     ready = prepare(settle(asked), toys.blobs())
     settings, world = ready.settings, ready.world
     stage = settings.topology(1, world)[0]
-    start = settings.method.setup(world).params
+    start = settings.method.initial_state(world).params
     (got, *_) = ready.engine().run(
         settings.method.work(stage), stage, {0: Payload(params=start)}, world.seed
     )
@@ -101,7 +101,7 @@ def test_a_step_is_that_of_the_algorithm_written_out() -> None:
             drawn = torch.randn(p.shape, generator=noise, dtype=torch.float64)
             p.grad = ((s + 0.5 * drawn) / 10).float()
         moving.step()
-    for p, value in zip(net.parameters(), got.up.params.values(), strict=True):
+    for p, value in zip(net.parameters(), got.content.params.values(), strict=True):
         torch.testing.assert_close(value, p.data, rtol=1e-4, atol=1e-5)
 
 
@@ -113,12 +113,12 @@ def test_without_noise_and_with_a_wide_clip_a_full_batch_is_plain_training() -> 
             settle(private(privacy=privacy, rounds=1, plan={"batch": 1000})), toys.blobs()
         )
         stage = ready.settings.topology(1, ready.world)[0]
-        start = ready.settings.method.setup(ready.world).params
+        start = ready.settings.method.initial_state(ready.world).params
         work = ready.settings.method.work(stage)
         each.append(
             ready.engine()
             .run(work, stage, {0: Payload(params=start)}, ready.world.seed)[0]
-            .up.params
+            .content.params
         )
     for k, value in each[1].items():
         torch.testing.assert_close(each[0][k], value, rtol=1e-4, atol=1e-6)
@@ -379,11 +379,11 @@ def test_every_method_that_permits_it_trains_and_reads_nothing_else(
         engine.sites.__class__, "view", lambda _, client, stage: closed(client, stage)
     )
     stage = next(s for s in ready.settings.topology(1, world) if len(s.clients) > 1)
-    state = method.open(method.setup(world), ready.settings.topology(1, world), world)
-    downs = {c: method.down(state, c, stage, world) for c in stage.clients}
+    state = method.begin_round(method.initial_state(world), ready.settings.topology(1, world), world)
+    downs = {c: method.payload_for_client(state, c, stage, world) for c in stage.clients}
     replies = engine.run(method.work(stage), stage, downs, world.seed)
     assert [r.failure for r in replies] == [""] * len(replies)
-    assert set(replies[0].up) <= {"params"}
+    assert set(replies[0].content) <= {"params"}
 
 
 @pytest.mark.parametrize(

@@ -173,11 +173,11 @@ def test_a_client_that_does_not_ask_again_goes_on_from_what_it_trained_alone(
         {}, Payload({"model.0": ones, "student.0": twos, "model.1": ones, "size.0": 3, "size.1": 3})
     )
     fit = Stage(2, 0, "fit", (0, 1, 2))
-    sent = [method.down(state, c, fit, world) for c in (0, 1, 2)]
+    sent = [method.payload_for_client(state, c, fit, world) for c in (0, 1, 2)]
     assert [next(iter(s.params.values())).flatten()[0].item() for s in sent[:2] if s] == [2.0, 1.0]
     assert sent[2] is not None
     assert all(torch.equal(sent[2].params[k], v) for k, v in world.initial(2).items())
-    folded = method.fold(state, [Reply(0, Payload(params=ones), 5)], fit, world)
+    folded = method.aggregate(state, [Reply(0, Payload(params=ones), 5)], fit, world)
     assert "student.0" not in folded.extra, "the answer to the query before"
 
 
@@ -280,7 +280,7 @@ def test_what_cannot_raise_a_query_is_refused_before_round_1(
 def test_what_a_client_says_is_checked_and_what_it_is_sent_too() -> None:
     prepared = ready(by_accuracy())
     world, fit, later = prepared.world, Stage(1, 0, "fit", (0,)), Stage(1, 1, "transfer", (0,))
-    expects = prepared.settings.method.expects
+    expects = prepared.settings.method.expected_reply
     assert set(with_asks(expects, fit, world)(0)) == {"params", ASKS}
     assert set(with_asks(expects, later, world)(0)) == {"params"}
     loud = Reply(0, Payload({ASKS: torch.full((toys.CLASSES,), -3, dtype=torch.int8)}), 1)

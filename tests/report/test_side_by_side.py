@@ -91,10 +91,10 @@ from fedstill.core.registry import method
 @dataclass(frozen=True)
 class Sometimes(FedAvg):
     bad: tuple[int, ...] = (2,)
-    def fold(self, state, replies, stage, world):
+    def aggregate(self, state, replies, stage, world):
         if world.seed in self.bad:
             raise ValueError("not with this seed")
-        return super().fold(state, replies, stage, world)
+        return super().aggregate(state, replies, stage, world)
 """
 
 

@@ -103,10 +103,10 @@ def test_a_simulation_stops_and_a_federation_tolerates_unless_the_config_says_ot
 def test_a_failure_in_the_census_stops_the_run_and_is_in_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(self: Census, params: Any, carry: Any, ran: Any, view: Any, world: Any) -> Any:
+    def end(self: Census, params: Any, start: Any, result: Any, view: Any, world: Any) -> Any:
         if view.client == 2:
             raise OSError("no labels here")
-        return whole(self, params, carry, ran, view, world)
+        return whole(self, params, start, result, view, world)
 
     whole = Census.end
     monkeypatch.setattr(Census, "end", end)
@@ -166,7 +166,10 @@ epochs = 1
 
 @pytest.mark.parametrize(
     ("client", "server", "text"),
-    [(SHAPES, "", "in terms"), ("", at_the_server("fold", "return state.extra['x']"), "in fold")],
+    [
+        (SHAPES, "", "in terms"),
+        ("", at_the_server("aggregate", "return state.extra['x']"), "in aggregate"),
+    ],
 )
 def test_the_command_says_one_line_and_with_debug_the_traceback(
     client: str, server: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -240,12 +243,12 @@ def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_sa
 ) -> None:
     gate = tmp_path / "gate"
     client = f"""
-    def begin(self, down, memory, view, world):
+    def begin(self, payload, client_state, view, world):
         from pathlib import Path
 
         if view.client > 0 and not Path({str(gate)!r}).exists():
             raise OSError("the network is gone")
-        return Carry(params=down.params)
+        return TrainingStart(params=payload.params)
     """
     experiment, _ = mine(
         tmp_path, client, measure=("local",), measure_every=1, clients=toys.TOLERANT

@@ -38,7 +38,7 @@ class PartOfTheWay(Method):
 
     share: Annotated[float, Interval(gt=0, le=1)] = 0.5
 
-    def fold(self, state: State, replies: list[Reply], stage: Stage, world: World) -> State:  # type: ignore[override]
+    def aggregate(self, state: State, replies: list[Reply], stage: Stage, world: World) -> State:  # type: ignore[override]
         mean = weighted_mean(replies)
         return state.next(
             params={k: v + self.share * (mean[k] - v) for k, v in state.params.items()}

@@ -193,8 +193,8 @@ def test_clients_that_may_fail_are_left_out(tmp_path: Path) -> None:
 
 def test_a_method_that_adds_examples_may_train_on_more_than_one(tmp_path: Path) -> None:
     client = """
-    def begin(self, down, memory, view, world):
-        return Carry(params=down.params, more=view.data)
+    def begin(self, payload, client_state, view, world):
+        return TrainingStart(params=payload.params, more=view.data)
     """
     single = {
         "topology": {"clients": 3},
@@ -205,8 +205,8 @@ def test_a_method_that_adds_examples_may_train_on_more_than_one(tmp_path: Path) 
     added = mine(tmp_path, client, **single)[0]
     run(added, tmp_path / "run", toys.blobs())
     client = """
-    def begin(self, down, memory, view, world):
-        return Carry(params=down.params)
+    def begin(self, payload, client_state, view, world):
+        return TrainingStart(params=payload.params)
     """
     (tmp_path / "other").mkdir()
     own_alone = mine(tmp_path / "other", client, **single)[0]

@@ -33,15 +33,15 @@ AT_CLIENTS = {
     ),
     "name in begin": (
         """
-        def begin(self, down, memory, view, world):
-            return Carry(params=parameters)  # HERE
+        def begin(self, payload, client_state, view, world):
+            return TrainingStart(params=parameters)  # HERE
         """,
         "NameError: name 'parameters' is not defined",
         "in begin",
     ),
     "teacher that was not given": (
         """
-        def terms(self, step, carry):
+        def terms(self, step, start):
             return {"ce": cross_entropy(step.logits(), step.teacher("global").argmax(1))}  # HERE
         """,
         "KeyError: 'global'",
@@ -49,16 +49,16 @@ AT_CLIENTS = {
     ),
     "group that was not sent": (
         """
-        def begin(self, down, memory, view, world):
-            return Carry(params=down.tensors("weights"))  # HERE
+        def begin(self, payload, client_state, view, world):
+            return TrainingStart(params=payload.tensors("weights"))  # HERE
         """,
         "there is no group 'weights'",
         "in begin",
     ),
     "below a library": (
         """
-        def terms(self, step, carry):
-            values = sorted([step, carry], key=self.measure)  # the call, not the place
+        def terms(self, step, start):
+            values = sorted([step, start], key=self.measure)  # the call, not the place
             return {"ce": cross_entropy(step.logits(), step.y)}
 
         def measure(self, one):
@@ -69,7 +69,7 @@ AT_CLIENTS = {
     ),
     "a tensor, not a dict": (
         """
-        def terms(self, step, carry):  # HERE
+        def terms(self, step, start):  # HERE
             return cross_entropy(step.logits(), step.y)
         """,
         "LocalTraining.terms gives a Tensor, not a dict of tensors by name",
@@ -77,7 +77,7 @@ AT_CLIENTS = {
     ),
     "nothing returned": (
         """
-        def terms(self, step, carry):  # HERE
+        def terms(self, step, start):  # HERE
             terms = {"ce": cross_entropy(step.logits(), step.y)}
         """,
         "LocalTraining.terms gives None, not a dict of tensors by name",
@@ -85,7 +85,7 @@ AT_CLIENTS = {
     ),
     "a value a class": (
         """
-        def terms(self, step, carry):  # HERE
+        def terms(self, step, start):  # HERE
             return {"p": step.logits().softmax(1)}
         """,
         "LocalTraining.terms gives 'p' of shape (20, 5), not (20,), a value an example, or ()",
@@ -93,7 +93,7 @@ AT_CLIENTS = {
     ),
     "a number": (
         """
-        def terms(self, step, carry):  # HERE
+        def terms(self, step, start):  # HERE
             return {"ce": cross_entropy(step.logits(), step.y), "weight": 1.0}
         """,
         "LocalTraining.terms gives a float as 'weight', not a tensor",
@@ -101,7 +101,7 @@ AT_CLIENTS = {
     ),
     "a detached loss": (
         """
-        def terms(self, step, carry):  # HERE
+        def terms(self, step, start):  # HERE
             return {"ce": cross_entropy(step.logits().detach(), step.y)}
         """,
         "LocalTraining.terms gives terms that do not depend on what is trained, so nothing would "
@@ -110,7 +110,7 @@ AT_CLIENTS = {
     ),
     "a loss of numbers": (
         """
-        def terms(self, step, carry):  # HERE
+        def terms(self, step, start):  # HERE
             import torch
             return {"ce": torch.tensor(cross_entropy(step.logits(), step.y).mean().item())}
         """,
@@ -119,7 +119,7 @@ AT_CLIENTS = {
     ),
     "one payload": (
         """
-        def end(self, params, carry, ran, view, world):  # HERE
+        def end(self, params, start, result, view, world):  # HERE
             return Payload(params=params)
         """,
         "LocalTraining.end gives a Payload, not two Payloads",
@@ -127,15 +127,15 @@ AT_CLIENTS = {
     ),
     "no carry": (
         """
-        def begin(self, down, memory, view, world):  # HERE
-            return down.params
+        def begin(self, payload, client_state, view, world):  # HERE
+            return payload.params
         """,
-        "LocalTraining.begin gives a dict, not a Carry",
+        "LocalTraining.begin gives a dict, not a TrainingStart",
         "in begin",
     ),
     "words for a report": (
         """
-        def report(self, params, carry, view, world):  # HERE
+        def report(self, params, start, view, world):  # HERE
             return "well"
         """,
         "LocalTraining.report gives a str, not a dict",
@@ -143,7 +143,7 @@ AT_CLIENTS = {
     ),
     NO_LINE: (
         """
-        def adjust(self, grads, carry):  # HERE
+        def adjust_gradients(self, grads, start):  # HERE
             grads = {k: 2 * g for k, g in grads.items()}
         """,
         "NoneType",
@@ -190,7 +190,7 @@ def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(
     tmp_path: Path,
 ) -> None:
     client = """
-    def end(self, params, carry, ran, view, world):  # HERE
+    def end(self, params, start, result, view, world):  # HERE
         return Payload(weights=params), NOTHING
     """
     experiment, line = mine(tmp_path, client)
@@ -205,26 +205,26 @@ def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(
 
 
 AT_THE_SERVER = {
-    "setup": (
+    "initial_state": (
         "return world.initial_parameters",
-        "before round 1: Mine.setup failed: AttributeError",
+        "before round 1: Mine.initial_state failed: AttributeError",
     ),
-    "open": (
+    "begin_round": (
         "return state.extra['shares']",
-        "round 1: Mine.open failed: there is no group 'shares', only []",
+        "round 1: Mine.begin_round failed: there is no group 'shares', only []",
     ),
-    "down": (
+    "payload_for_client": (
         "return Payload(params=state.weights)",
-        "round 1, stage 'train': Mine.down failed: AttributeError",
+        "round 1, stage 'train': Mine.payload_for_client failed: AttributeError",
     ),
     "work": ("return Trained(self)", "round 1, stage 'train': Mine.work failed: NameError"),
-    "expects": (
+    "expected_reply": (
         "return Payload(params=sent)",
-        "round 1, stage 'train': Mine.expects failed: NameError",
+        "round 1, stage 'train': Mine.expected_reply failed: NameError",
     ),
-    "fold": (
+    "aggregate": (
         "return {r.client: r for r in replies}[-7]",
-        "round 1, stage 'train': Mine.fold failed: KeyError: -7",
+        "round 1, stage 'train': Mine.aggregate failed: KeyError: -7",
     ),
     "predictors": (
         "return {'global': state.model.forward}",
@@ -260,9 +260,21 @@ def test_a_function_that_predictors_gave_is_named_when_it_is_called(tmp_path: Pa
 @pytest.mark.parametrize(
     ("part", "mistake", "text"),
     [
-        ("fold", "state.next(params=replies[0].up.params)", "Mine.fold gives None, not a State"),
-        ("fold", "return replies[0].up.params", "Mine.fold gives a dict, not a State"),
-        ("down", "return state.params", "Mine.down gives a dict, not a Payload"),
+        (
+            "aggregate",
+            "state.next(params=replies[0].content.params)",
+            "Mine.aggregate gives None, not a State",
+        ),
+        (
+            "aggregate",
+            "return replies[0].content.params",
+            "Mine.aggregate gives a dict, not a State",
+        ),
+        (
+            "payload_for_client",
+            "return state.params",
+            "Mine.payload_for_client gives a dict, not a Payload",
+        ),
         ("work", "LocalTraining(self)", "Mine.work gives None, not a ClientWork"),
         (
             "work",
@@ -281,20 +293,23 @@ def test_what_a_method_gives_must_be_what_it_is_asked_for(
 
 
 def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path) -> None:
-    experiment, line = mine(tmp_path, server=at_the_server("down", "Payload(params=state.params)"))
+    experiment, line = mine(
+        tmp_path, server=at_the_server("payload_for_client", "Payload(params=state.params)")
+    )
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     why = (
-        "Mine.down gives None to all 4 clients in every stage, so nobody does anything: does it "
-        "lack a return?"
+        "Mine.payload_for_client gives None to all 4 clients in every stage, so nobody does "
+        "anything: does it lack a return?"
     )
+    place = f"(mine.py, line {line - 1}, in payload_for_client)"
     assert (
         str(caught.value)
-        == f"round 1, stage 'train': Mine.down failed: {why} (mine.py, line {line - 1}, in down)"
+        == f"round 1, stage 'train': Mine.payload_for_client failed: {why} {place}"
     )
     chain, _ = mine(
         tmp_path,
-        server=at_the_server("down", "return None"),
+        server=at_the_server("payload_for_client", "return None"),
         topology={"kind": "sequential", "clients": 3},
     )
     with pytest.raises(MethodFailed, match="gives None to every client in every stage"):
@@ -302,7 +317,7 @@ def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path
 
 
 NOTHING_TO_DO = """
-def down(self, state, client, stage, world):
+def payload_for_client(self, state, client, stage, world):
     later = state.round > 1 or stage.name == 'before'
     return None if later else Payload(params=state.params)
 stages = frozenset({'before', 'train'})
@@ -338,21 +353,21 @@ def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(
     gives, why = FOLDED[how]
     mean = "from fedstill.core.aggregation import weighted_mean; mean = weighted_mean(replies)"
     fold = f"{mean}; return state.next(params={gives})"
-    experiment, line = mine(tmp_path, server=at_the_server("fold", fold))
+    experiment, line = mine(tmp_path, server=at_the_server("aggregate", fold))
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     said = str(caught.value)
     assert said.startswith(
-        "round 1, stage 'train': Mine.fold failed: Mine.fold gives other parameters than the model "
-        "has"
+        "round 1, stage 'train': Mine.aggregate failed: Mine.aggregate gives other parameters than "
+        "the model has"
     )
     assert why in said
-    assert said.endswith(f"(mine.py, line {line - 1}, in fold)")
+    assert said.endswith(f"(mine.py, line {line - 1}, in aggregate)")
 
 
 def test_a_term_that_is_no_number_is_named_where_the_reply_is_refused(tmp_path: Path) -> None:
     terms = """
-    def terms(self, step, carry):
+    def terms(self, step, start):
         return {"ce": cross_entropy(step.logits(), step.y), "far": step.logits().sum(1) / 0}
     """
     experiment, _ = mine(tmp_path, terms, plan={"epochs": 1, "batch": 1000})
@@ -365,7 +380,7 @@ def test_a_term_that_is_no_number_is_named_where_the_reply_is_refused(tmp_path: 
 
 def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Path) -> None:
     server = """
-    def open(self, state, stages, world):
+    def begin_round(self, state, stages, world):
         from fedstill.core.errors import IncompatibleMethod
         raise IncompatibleMethod("mine needs an odd number of clients")
     """
@@ -379,15 +394,15 @@ def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Pat
 
 def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) -> None:
     client = """
-    def end(self, params, carry, ran, view, world):
+    def end(self, params, start, result, view, world):
         if view.client == 2:
             raise OSError("the disk is full")
         return Payload(params=params), NOTHING
     """
     experiment, _ = mine(
-        tmp_path, client, at_the_server("fold", "return state.nothing"), clients=toys.TOLERANT
+        tmp_path, client, at_the_server("aggregate", "return state.nothing"), clients=toys.TOLERANT
     )
-    with pytest.raises(MethodFailed, match=r"Mine\.fold"):
+    with pytest.raises(MethodFailed, match=r"Mine\.aggregate"):
         run(experiment, tmp_path / "run", toys.blobs())
     events = [
         e

@@ -22,14 +22,14 @@ from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.method import Method
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -56,16 +56,18 @@ class Apart(Method):
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     pull: float = 0.0
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(pull=self.pull)
 
     def work(self, stage: Stage) -> ClientWork:
         return KeepTraining()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(steps=0)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         return state.next(seen=len(replies))
 
 
@@ -82,7 +84,9 @@ class Silent(Apart):
 class Grouped(Apart):
     """The same, with a model for each of two groups at the server."""
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         return State(params={}, round=state.round, stage=state.stage)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -96,16 +100,23 @@ class Grouped(Apart):
 
 @dataclass(frozen=True)
 class KeepTraining(ClientWork):
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        start = memory.params if "params" in memory else world.initial(view.client)
-        return Carry(start, constants={"pull": down.number("pull")})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        start = client_state.params if "params" in client_state else world.initial(view.client)
+        return TrainingStart(start, constants={"pull": payload.number("pull")})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         size = sum((v.square().sum() for v in step.params.values()), start=step.logits().sum() * 0)
-        return {**super().terms(step, carry), "pull": carry["pull"] * size}
+        return {**super().terms(step, start), "pull": start["pull"] * size}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(steps=1), Payload(params=params)
 

@@ -136,7 +136,7 @@ from fedstill.core.fields import NonNegative
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.core.registry import method
-from fedstill.core.records import Carry, Payload
+from fedstill.core.records import TrainingStart, Payload
 from fedstill.core.work import ClientWork
 
 
@@ -155,14 +155,14 @@ class Mine(FedAvg):
 class HoldsOn(ClientWork):
     method: Mine
 
-    def begin(self, down, memory, view, world):
-        return Carry(down.params, teachers={"global": down.params})
+    def begin(self, payload, client_state, view, world):
+        return TrainingStart(payload.params, teachers={"global": payload.params})
 
-    def terms(self, step, carry):
+    def terms(self, step, start):
         apart = kd(step.logits(), step.teacher("global"), 1.0)
         return {"ce": cross_entropy(step.logits(), step.y), "held": self.method.beta * apart}
 
-    def end(self, params, carry, ran, view, world):
+    def end(self, params, start, result, view, world):
         return Payload(params=params), Payload()
 '''
 

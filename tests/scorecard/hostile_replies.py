@@ -38,7 +38,9 @@ class Tampered:
     ) -> list[Reply]:
         """The replies, changed in stages of a round in which something is sent."""
         came = self.engine.run(work, stage, downs, seed)
-        return self.change(came) if stage.round > 0 and any(reply.up for reply in came) else came
+        return (
+            self.change(came) if stage.round > 0 and any(reply.content for reply in came) else came
+        )
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what clients remember."""
@@ -60,11 +62,12 @@ class NotesRefusals(Unwatched):
 
 def _spoilt(change: Callable[[torch.Tensor], Any]) -> Callable[[Reply], Reply]:
     def spoil(reply: Reply) -> Reply:
-        group = next(g for g, v in reply.up.items() if isinstance(v, Mapping))
-        tensors: dict[str, Any] = dict(reply.up.tensors(group))
+        group = next(g for g, v in reply.content.items() if isinstance(v, Mapping))
+        tensors: dict[str, Any] = dict(reply.content.tensors(group))
         name = next(iter(tensors))
         return replace(
-            reply, up=Payload(reply.up, **{group: {**tensors, name: change(tensors[name])}})
+            reply,
+            content=Payload(reply.content, **{group: {**tensors, name: change(tensors[name])}}),
         )
 
     return spoil
@@ -73,7 +76,7 @@ def _spoilt(change: Callable[[torch.Tensor], Any]) -> Callable[[Reply], Reply]:
 def _regrouped(
     change: Callable[[dict[str, object]], dict[str, object]],
 ) -> Callable[[Reply], Reply]:
-    return lambda reply: replace(reply, up=Payload(change(dict(reply.up))))  # type: ignore[arg-type]
+    return lambda reply: replace(reply, content=Payload(change(dict(reply.content))))  # type: ignore[arg-type]
 
 
 KINDS: Mapping[str, Callable[[Reply], Reply]] = {
@@ -133,7 +136,8 @@ def absent(trials: int) -> Trials:
 
         def lose(came: list[Reply], rate: float = rate, seed: int = trial) -> list[Reply]:
             return [
-                replace(r, up=NOTHING, failure="gone") if _lost(r, rate, seed) else r for r in came
+                replace(r, content=NOTHING, failure="gone") if _lost(r, rate, seed) else r
+                for r in came
             ]
 
         one, other = (_ended(ready, lose) for _ in range(2))
@@ -203,7 +207,7 @@ def prepared(experiment: Experiment) -> Prepared:
 def one_round(ready: Prepared, change: Change, watch: Unwatched | None = None) -> State:
     """The state after round 1, with replies changed on their way."""
     settings, world, engine = ready.settings, ready.world, ready.engine()
-    state = settings.method.setup(world)
+    state = settings.method.initial_state(world)
     if "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, Unwatched(), settings.rules)
     stages = settings.topology(1, world)

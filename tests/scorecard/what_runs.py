@@ -112,7 +112,7 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     everyone = tuple(range(settings.clients))
     stage, down = Stage(1, 0, "train", everyone), Payload(params=ready.world.initial(0))
     good = Request(
-        VERSION, settings.toml, digest(settings.toml.encode()), "run1", 0, stage, down=down
+        VERSION, settings.toml, digest(settings.toml.encode()), "run1", 0, stage, payload=down
     )
     (place / "mine.py").write_text(OWN.format(marker=str(place / "ran")), encoding="utf-8")
 
@@ -134,7 +134,9 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     def refused(name: str) -> str:
         answer = Clerk(Site(0, place / name.replace(" ", "-")), data)(asked[name])
         return (
-            "" if answer.failure and not answer.up and not answer.examples else "it was not refused"
+            ""
+            if answer.failure and not answer.content and not answer.examples
+            else "it was not refused"
         )
 
     return {name: partial(refused, name) for name in asked}

@@ -96,5 +96,5 @@ def _everybody(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
 
 def _clients(stages: Sequence[Stage]) -> tuple[int, ...]:
     """Who was drawn: the links of a chain in their order, or the clients side by side."""
-    links = tuple(stage.clients[0] for stage in stages if stage.hop)
+    links = tuple(stage.clients[0] for stage in stages if stage.sequential)
     return links or min((stage.clients for stage in stages if SERVER not in stage.clients), key=len)

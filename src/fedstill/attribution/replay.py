@@ -156,7 +156,7 @@ def refuse_many(kept: TakenUp, round: int) -> None:
     stages = [
         s
         for s in settings.topology(round, world)
-        if not s.hop and s.name not in settings.method.personal
+        if not s.sequential and s.name not in settings.method.personal
     ]
     if (many := max((len(s.clients) for s in stages), default=0)) > MOST_EXACT:
         raise ConfigError(
@@ -226,7 +226,8 @@ def as_in_company(engine: SerialEngine) -> SerialEngine:
 def _is_left_alone(before: Sequence[Stage], after: Sequence[Stage]) -> bool:
     """Whether a client acts alone now that acted beside others."""
     least = [
-        min((len(s.clients) for s in stages if not s.hop), default=0) for stages in (before, after)
+        min((len(s.clients) for s in stages if not s.sequential), default=0)
+        for stages in (before, after)
     ]
     return least[1] == 1 < least[0]
 
@@ -248,7 +249,9 @@ def _through(
     after: Callable[[State], None] = lambda state: None,
 ) -> State:
     settings, world = kept.prepared.settings, kept.prepared.world
-    state = kept.restored.state if kept.restored is not None else settings.method.setup(world)
+    state = (
+        kept.restored.state if kept.restored is not None else settings.method.initial_state(world)
+    )
     if kept.restored is None and "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, Unwatched(), settings.rules)
     watch.before = state

@@ -66,7 +66,7 @@ def setting_of(prepared: Prepared) -> Setting | None:
     dealt = split_of_sites(sites) if sites.tasks is None and len(acting) == 1 else None
     if (
         dealt is None
-        or acting[0].hop
+        or acting[0].sequential
         or acting[0].view == "public"
         or acting[0].name not in world.plans
     ):

@@ -145,12 +145,12 @@ def weighted_mean(
     ordered = sorted(replies, key=lambda r: r.client)
     if weighting != "examples" and weighting != "uniform":
         return robust_mean(
-            [r.up.tensors(group) for r in ordered], weighting, start, suspected or SUSPECTED
+            [r.content.tensors(group) for r in ordered], weighting, start, suspected or SUSPECTED
         )
     sizes = [float(r.examples) for r in ordered]
     if weighting == "uniform" or not sum(sizes) > 0:
         sizes = [1.0] * len(ordered)
-    return trees.mean([r.up.tensors(group) for r in ordered], sizes)
+    return trees.mean([r.content.tensors(group) for r in ordered], sizes)
 
 
 def alike(aggregation: Aggregation) -> Aggregation:
@@ -173,11 +173,13 @@ def mean_by_class(
     Source: Tan et al. (2022), FedProto, eq. 6.
     """
     ordered = sorted(replies, key=lambda r: r.client)
-    counts = torch.stack([r.up.tensor("counts").clamp(min=0) for r in ordered]).double()  # (K, C)
+    counts = torch.stack(
+        [r.content.tensor("counts").clamp(min=0) for r in ordered]
+    ).double()  # (K, C)
     weights = (counts > 0).double() if weighting == "uniform" else counts
     sums = torch.zeros_like(old, dtype=torch.float64)
     for reply, weight in zip(ordered, weights, strict=True):
-        sums += weight.unsqueeze(1) * reply.up.tensor(group)
+        sums += weight.unsqueeze(1) * reply.content.tensor(group)
     total = weights.sum(0)  # whole numbers
     mean = (sums / total.clamp(min=1).unsqueeze(1)).to(old.dtype)
     return torch.where(total.unsqueeze(1) > 0, mean, old), total > 0
@@ -219,6 +221,6 @@ def normalised_mean(
     out = dict(start)
     for reply, p, a in zip(replies, shares, steps, strict=True):
         if a > 0:
-            change = trees.sub(start, trees.only(reply.up.params, start))
+            change = trees.sub(start, trees.only(reply.content.params, start))
             out = trees.sub(out, trees.scale(change, reach * p / a))
     return out

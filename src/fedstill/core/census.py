@@ -37,7 +37,7 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
         demand_quorum(replace(stage, clients=tuple(downs)), replies, refused, rules)
     labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
     for reply in replies:
-        labels[reply.client] = reply.up.tensor("labels")
+        labels[reply.client] = reply.content.tensor("labels")
     state = replace(state.next(labels=labels), round=1, stage=0)
     watch.stage(stage, replies, refused, downs, state)
     return state
@@ -49,7 +49,7 @@ def _counted(reply: Reply, rules: Rules) -> Reply:
 
     One that is of another form is for the screen to judge.
     """
-    labels = reply.up.get("labels")
+    labels = reply.content.get("labels")
     if reply.failure or not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         return reply
     total = float(labels.double().sum())

@@ -54,18 +54,18 @@ class Method:
     ...     mu: float = 0.1
     ...     def work(self, stage):
     ...         return StayNear(self.mu)
-    ...     def fold(self, state, replies, stage, world):
+    ...     def aggregate(self, state, replies, stage, world):
     ...         seen = state.extra.get("seen", 0) + sum(reply.examples for reply in replies)
     ...         return state.next(params=weighted_mean(replies), seen=seen)
     >>> @dataclass(frozen=True)
     ... class StayNear(fedstill.ClientWork):
     ...     mu: float
-    ...     def begin(self, down, memory, view, world):
-    ...         return fedstill.Carry(down.params, constants={"start": down.params})
-    ...     def terms(self, step, carry):
+    ...     def begin(self, payload, client_state, view, world):
+    ...         return fedstill.TrainingStart(payload.params, constants={"start": payload.params})
+    ...     def terms(self, step, start):
     ...         return {
-    ...             **super().terms(step, carry),
-    ...             "near": proximal(step.params, carry["start"], self.mu),
+    ...             **super().terms(step, start),
+    ...             "near": proximal(step.params, start["start"], self.mu),
     ...         }
     >>> grey, light = (
     ...     torch.arange(256, dtype=torch.uint8).reshape(256, 1, 1, 1),
@@ -114,13 +114,13 @@ class Method:
         """What it cannot do without as it is set: ``needs``, unless a field changes that."""
         return self.needs
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         """Why it has no meaning on a schedule (the stages of round 1), and what to do; empty where
         it has one.
         """
         return ""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         """What of it does nothing with a run's classes and tasks, and what to do; empty if all does
         something.
 
@@ -128,15 +128,17 @@ class Method:
         """
         return ""
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         """The state before round 1."""
         return State(params=world.initial(SERVER))
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The state at the start of a round, when its schedule is known."""
         return state
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         """What a client receives in a stage; None if it has nothing to do."""
         return Payload(params=state.params)
 
@@ -144,17 +146,19 @@ class Method:
         """What a client does in a stage."""
         return ClientWork()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         """A payload like the reply must be: its groups, names, shapes and types count, its values
         do not.
         """
         return Payload(params=world.initial(client))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         """The next state from the accepted replies, sorted by client id."""
         return state.next(params=weighted_mean(replies))
 
-    def idle(self, reply: Reply, down: Payload) -> Payload | None:
+    def idle_reply(self, reply: Reply, payload: Payload) -> Payload | None:
         """What a client would have sent had it changed nothing, in place of its reply; None where
         nobody can say.
 
@@ -163,12 +167,16 @@ class Method:
         ``contributions``).
         """
         same = {
-            group: down[group]
+            group: payload[group]
             for group in ("params", "shared")
-            if group in reply.up and group in down
+            if group in reply.content and group in payload
         }
-        still = {"change": zeros_like(reply.up.tensors("change"))} if "change" in reply.up else {}
-        return Payload({**reply.up, **same, **still}) if same else None
+        still = (
+            {"change": zeros_like(reply.content.tensors("change"))}
+            if "change" in reply.content
+            else {}
+        )
+        return Payload({**reply.content, **same, **still}) if same else None
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """What the server can evaluate: name to a function from images (B, channels, H, W) to

@@ -31,7 +31,6 @@ __all__ = [
     "KEEP",
     "NOTHING",
     "SERVER",
-    "Carry",
     "Ends",
     "Examples",
     "Group",
@@ -39,13 +38,14 @@ __all__ = [
     "Passes",
     "Payload",
     "Plan",
-    "Ran",
     "Reply",
     "Stage",
     "State",
     "Step",
     "Teacher",
     "Tensors",
+    "TrainingResult",
+    "TrainingStart",
     "View",
     "World",
     "many",
@@ -296,7 +296,7 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Carry:
+class TrainingStart:
     """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and
     constants.
 
@@ -326,7 +326,7 @@ class Carry:
 
 
 @dataclass(frozen=True)
-class Ran:
+class TrainingResult:
     """What training did: optimiser steps, the learning rate it used, the trace at its end."""
 
     steps: int
@@ -422,7 +422,7 @@ class Stage:
     name: str
     clients: tuple[int, ...]
     view: Literal["private", "public"] = "private"
-    hop: bool = False  # a link of a chain: one client acts, and a failure is skipped
+    sequential: bool = False  # a link of a chain: one client acts, and a failure is skipped
 
 
 @dataclass(frozen=True)
@@ -434,7 +434,7 @@ class Reply:
     """
 
     client: int
-    up: Payload
+    content: Payload
     examples: int
     metrics: Mapping[str, Any] = field(default_factory=dict)
     round: int = 0

@@ -215,8 +215,8 @@ def written(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:
 def guard_entries(
     fold: Callable[..., Any], predictors: Callable[..., Any], before: State, after: State
 ) -> None:
-    """Raises BadReturn for parameters that a user's ``fold`` dropped, added, cut or cast, and could
-    not go on with.
+    """Raises BadReturn for parameters that a user's ``aggregate`` dropped, added, cut or cast, and
+    could not go on with.
 
     Not where it gave another network, or where the user's code says what is evaluated.
     """
@@ -233,7 +233,12 @@ def guard_norm(state: State, stage: Stage, replies: Sequence[Reply], world: Worl
     norm, limit = trees.norm(state.params), GROWTH * max(1.0, trees.norm(world.initial(SERVER)))
     if norm <= limit:
         return
-    sizes = {r.client: trees.norm(r.up.tensors(g)) for r in replies for g in MODELS if g in r.up}
+    sizes = {
+        r.client: trees.norm(r.content.tensors(g))
+        for r in replies
+        for g in MODELS
+        if g in r.content
+    }
     worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
     raise Diverged(
         f"{place(stage)}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; the "
@@ -281,8 +286,10 @@ def run_round(
     """
     if state.stage == 0:
         draws = drawing_from(seed_for(world.seed, state.round, 0, SERVER, "open"))
-        with draws, part(method, "open", f"round {state.round}"):
-            state = returned(method.open(state, stages, world), State, method.open, "a State")
+        with draws, part(method, "begin_round", f"round {state.round}"):
+            state = returned(
+                method.begin_round(state, stages, world), State, method.begin_round, "a State"
+            )
     asked_in = set(range(state.stage))
     for stage in stages[state.stage :]:
         with drawing_from(seed_for(world.seed, state.round, stage.index, SERVER, "server")):
@@ -305,31 +312,31 @@ def _run_stage(
     something.
     """
     method, where, world = acting(method, stage), place(stage), as_asked(world, state)
-    with part(method, "down", where):
+    with part(method, "payload_for_client", where):
         needs, sent = method.requires(), _sent_down(method, state, stage, world)
         asked_in.update({stage.index} if sent else ())
         if stage.round == 1 and stage.index == stages[-1].index and not asked_in:
-            refuse_idle(method.down, stage)
+            refuse_idle(method.payload_for_client, stage)
         downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
     came, downs = replies_of(
         lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch
     )
-    with part(method, "expects", where):
+    with part(method, "expected_reply", where):
         labels = state.extra.get("labels") if "label_counts" in needs else None
-        expected = with_asks(method.expects, stage, world)
+        expected = with_asks(method.expected_reply, stage, world)
         replies, refused = screen(expected, stage, downs, came, rules, labels)
     done = int(state.extra.get("answered", 0))
     with told(watch, stage, replies, refused, downs):
-        onward = any(later.hop for later in stages[stage.index + 1 :])
-        if downs and not (stage.hop and (replies or done or onward)):
+        onward = any(later.sequential for later in stages[stage.index + 1 :])
+        if downs and not (stage.sequential and (replies or done or onward)):
             asked = replace(stage, clients=tuple(downs))
-            demand_quorum(asked, replies, refused, rules, written(work.end, method.expects))
+            demand_quorum(asked, replies, refused, rules, written(work.end, method.expected_reply))
         engine.commit(stage, [r.client for r in replies])
         if replies:
             state = noted(_folded(method, state, replies, stage, world), replies, stage, world)
-            if stage.hop:
+            if stage.sequential:
                 state = state.next(answered=done + 1)
     state = replace(state, stage=stage.index + 1)
     watch.stage(stage, replies, refused, downs, state)
@@ -338,9 +345,11 @@ def _run_stage(
 
 def _sent_down(method: Method, state: State, stage: Stage, world: World) -> dict[int, Payload]:
     """What each client is sent in a stage, without those that are sent nothing."""
-    given = {c: method.down(state, c, stage, world) for c in stage.clients}
+    given = {c: method.payload_for_client(state, c, stage, world) for c in stage.clients}
     return {
-        c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None
+        c: returned(d, Payload, method.payload_for_client, "a Payload")
+        for c, d in given.items()
+        if d is not None
     }
 
 
@@ -348,8 +357,10 @@ def _folded(
     method: Method, state: State, replies: Sequence[Reply], stage: Stage, world: World
 ) -> State:
     """The state that a method makes of the accepted replies, and that can be gone on with."""
-    with part(method, "fold", place(stage)):
-        after = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
-        guard_entries(method.fold, method.predictors, state, after)
+    with part(method, "aggregate", place(stage)):
+        after = returned(
+            method.aggregate(state, replies, stage, world), State, method.aggregate, "a State"
+        )
+        guard_entries(method.aggregate, method.predictors, state, after)
         guard_norm(after, stage, replies, world)
     return after

@@ -63,13 +63,13 @@ class Refusal:
 
     ``kind``: "failed", the client said so; "diverged", its numbers, and nothing else, were at
     fault; "unlike", its groups are not those expected; "strange", it is not the reply to what was
-    asked. ``up``: what it brought.
+    asked. ``content``: what it brought.
     """
 
     client: int
     reason: str
     kind: Kind = "strange"
-    up: Payload = field(default=NOTHING, compare=False, repr=False)
+    content: Payload = field(default=NOTHING, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", cut_reason(self.reason))
@@ -103,17 +103,17 @@ def screen(
             _claim, reply, rules.max_examples, labels
         )
         if not why:
-            kind, why = "unlike", _outcome(_content, reply.up, expected(reply.client))
+            kind, why = "unlike", _outcome(_content, reply.content, expected(reply.client))
         if not why:
             kind, why = (
                 "diverged",
-                _outcome(_wild, reply.up, downs[reply.client], rules.norm_limit, sent),
+                _outcome(_wild, reply.content, downs[reply.client], rules.norm_limit, sent),
             )
             why += _outcome(_lost, reply.metrics) if why else ""
         if not why:
             kind, why = "strange", _outcome(wrong_report, reply.metrics)
         if why:
-            refused.append(Refusal(reply.client, why, kind, reply.up))
+            refused.append(Refusal(reply.client, why, kind, reply.content))
         else:
             accepted[reply.client] = reply
     return [accepted[c] for c in sorted(accepted)], refused
@@ -170,11 +170,11 @@ def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:
     )
 
 
-def _content(up: Payload, expected: Payload) -> str:
-    if set(up) != set(expected):
-        return f"groups differ: {_difference(up, expected)}"
+def _content(content: Payload, expected: Payload) -> str:
+    if set(content) != set(expected):
+        return f"groups differ: {_difference(content, expected)}"
     for name in expected:
-        bad = other_group(name, up[name], expected[name])
+        bad = other_group(name, content[name], expected[name])
         if bad:
             return bad
     return ""
@@ -218,12 +218,12 @@ def _tensor(name: str, got: object, want: Tensor) -> str:
     return "" if got.dtype == want.dtype else f"{name} is {got.dtype}, not {want.dtype}"
 
 
-def _wild(up: Payload, down: Payload, limit: float, sent: dict[int, float]) -> str:
+def _wild(content: Payload, payload: Payload, limit: float, sent: dict[int, float]) -> str:
     """What is not finite or too large; ``sent``: the norms of parameters that were sent, by the
     object's id.
     """
     norms = dict[str, float]()
-    for name, group in up.items():
+    for name, group in content.items():
         named = (
             group
             if isinstance(group, Mapping)
@@ -243,7 +243,7 @@ def _wild(up: Payload, down: Payload, limit: float, sent: dict[int, float]) -> s
         (
             bad
             for n in MODELS
-            if n in up and n in down and (bad := _grown(n, norms[n], down, limit, sent))
+            if n in content and n in payload and (bad := _grown(n, norms[n], payload, limit, sent))
         ),
         "",
     )
@@ -266,10 +266,10 @@ def _lost(metrics: Mapping[str, object]) -> str:
     )
 
 
-def _grown(name: str, norm: float, down: Payload, limit: float, sent: dict[int, float]) -> str:
-    group = id(down[name])  # which most clients share, and which lives as long as the stage
+def _grown(name: str, norm: float, payload: Payload, limit: float, sent: dict[int, float]) -> str:
+    group = id(payload[name])  # which most clients share, and which lives as long as the stage
     if group not in sent:
-        sent[group] = max(1.0, trees.norm(down.tensors(name)))
+        sent[group] = max(1.0, trees.norm(payload.tensors(name)))
     if norm > limit * sent[group]:
         what = "parameters'" if name == "params" else f"{name} parameters'"
         return (

@@ -17,15 +17,15 @@ from fedstill.core.records import (
     KEEP,
     NOTHING,
     SERVER,
-    Carry,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -119,25 +119,35 @@ class Fit(ClientWork):
     model it is told to remember that itself.
     """
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        if GOES_ON not in down:
-            return Carry(params=down.params)
-        return Carry(
-            params=memory.params if "params" in memory else down.params, constants={GOES_ON: 1}
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        if GOES_ON not in payload:
+            return TrainingStart(params=payload.params)
+        return TrainingStart(
+            params=client_state.params if "params" in client_state else payload.params,
+            constants={GOES_ON: 1},
         )
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         up = Payload(params=params)
-        memory = up if GOES_ON in carry.constants else KEEP
+        memory = up if GOES_ON in start.constants else KEEP
         if world.asking is None:
             return up, memory
         asks = torch.zeros(world.classes, dtype=torch.int8)
         asks[list(why_asked(world.asking, params, view))] = 1
         return Payload(up, **{ASKS: asks}), memory
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model
         knows.
 
@@ -289,14 +299,21 @@ class SendSums(ClientWork):
     memories stay.
     """
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params={}, constants={"params": down.params})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={}, constants={"params": payload.params})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return feature_sums(
-            view.features(carry["params"]), view.data.labels.cpu(), world.classes
+            view.features(start["params"]), view.data.labels.cpu(), world.classes
         ), KEEP
 
 
@@ -313,13 +330,17 @@ class OnlyFit(Method):
     stages: ClassVar[frozenset[str]] = frozenset({FIT})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         return Payload(params=world.initial(client))
 
     def work(self, stage: Stage) -> ClientWork:
         return Fit()
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         return state
 
 
@@ -334,12 +355,14 @@ class OnlyRidge(Method):
     def work(self, stage: Stage) -> ClientWork:
         return SendSums()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return empty_sums(world.model(client), world.classes)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         gram, cross = (
-            torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in ("gram", "cross")
+            torch.stack([r.content.tensor(g) for r in replies]).sum(0) for g in ("gram", "cross")
         )
         head = {k: v.to(state.params[k].dtype) for k, v in solved(gram, cross, ridge=1.0).items()}
         return state.next(params={**state.params, **head})
@@ -353,19 +376,23 @@ class OnlyCensus(Method):
     A client that is not there, or fails, has zeros, as it has no example that could count.
     """
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         return Payload()
 
     def work(self, stage: Stage) -> ClientWork:
         return Census()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
         for reply in replies:
-            labels[reply.client] = reply.up.tensor("labels")
+            labels[reply.client] = reply.content.tensor("labels")
         return state.next(labels=labels)
 
 
@@ -374,11 +401,18 @@ class BeTested(ClientWork):
     accuracy.
     """
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params=down.params)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params=payload.params)
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return NOTHING, KEEP
 
@@ -393,17 +427,21 @@ class OnlyTest(Method):
 
     stages: ClassVar[frozenset[str]] = frozenset({TASK_TEST})
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         same = world.model(client) == (state.model or world.model(SERVER))
         return Payload(params=state.params) if state.params and same else None
 
     def work(self, stage: Stage) -> ClientWork:
         return BeTested()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return NOTHING
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         return state
 
 

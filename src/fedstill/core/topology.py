@@ -158,7 +158,7 @@ class Sequential(_Sampled):
         everyone = self.order == "fixed" and self.sampled is None
         clients = _everyone(world, round) if everyone else self.drawn(round, world)
         chain = sorted(clients) if self.order == "fixed" else clients
-        stages = [Stage(round, 0, "train", (c,), hop=True) for c in chain]
+        stages = [Stage(round, 0, "train", (c,), sequential=True) for c in chain]
         if self.first and round == 1:
             stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
         stages += self.ending(round, world)
@@ -268,7 +268,7 @@ def has_links(stages: Sequence[Stage]) -> bool:
     """Whether a round is a chain, in which a client hands the model on to the next, whatever stages
     stand around it.
     """
-    return any(stage.hop for stage in stages)
+    return any(stage.sequential for stage in stages)
 
 
 def _everyone(world: World, round: int) -> tuple[int, ...]:

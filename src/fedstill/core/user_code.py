@@ -67,7 +67,7 @@ def returned(value: object, kind: type[T], function: Callable[..., Any], wanted:
 
 
 def of_kind(value: object) -> str:
-    """What something is, in words: None, a Tensor, an int, the class Carry itself."""
+    """What something is, in words: None, a Tensor, an int, the class TrainingStart itself."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     name = type(value).__name__
@@ -104,17 +104,12 @@ def _users_class(author: Any) -> str:
     functions gave.
     """
     for kind in type(author).__mro__:
-        codes = [
-            code
-            for f in vars(kind).values()
-            if _is_users((code := getattr(f, "__code__", _HERE)).co_filename)
-        ]
-        if codes:
-            first = min(codes, key=lambda code: code.co_firstlineno)
-            return (
-                f"{Path(first.co_filename).name}, from line {first.co_firstlineno}, class "
-                f"{kind.__name__}"
-            )
+        codes = [getattr(function, "__code__", _HERE) for function in vars(kind).values()]
+        users_codes = [code for code in codes if _is_users(code.co_filename)]
+        if users_codes:
+            first = min(users_codes, key=lambda code: code.co_firstlineno)
+            file = Path(first.co_filename).name
+            return f"{file}, from line {first.co_firstlineno}, class {kind.__name__}"
     return ""
 
 
@@ -147,15 +142,32 @@ def _is_users(filename: str) -> bool:
 # A misspelt hook is an error when its class is defined; otherwise nothing would call it, and FedAvg
 # would be trained.
 #
-# The hooks of a class are the public methods that its base class has: ``fold`` of a ``Method``,
-# ``terms`` of a ``ClientWork``, ``look`` of a ``Measure``. A declaration is a class variable of the
-# base class, such as ``needs``.
+# The hooks of a class are the public methods that its base class has: ``aggregate`` of a
+# ``Method``, ``terms`` of a ``ClientWork``, ``look`` of a ``Measure``. A declaration is a class
+# variable of the base class, such as ``needs``.
 
 
 CUTOFF = 0.8
 """From which ratio of ``difflib`` on two names resemble each other, of 0 (no letter in common) to 1
 (the same name).
 """
+
+FORMER_NAMES = {
+    "setup": "initial_state",
+    "open": "begin_round",
+    "down": "payload_for_client",
+    "expects": "expected_reply",
+    "fold": "aggregate",
+    "idle": "idle_reply",
+    "misfit": "incompatibility",
+    "caution": "setting_warnings",
+    "adjust": "adjust_gradients",
+    "settle": "after_step",
+    "ascend": "ascent_terms",
+    "lookahead": "perturb",
+    "score": "validation_score",
+}
+"""Names that hooks of ``METHOD_CLASSES`` had, with their names today."""
 
 METHOD_CLASSES = {"Method": "fedstill.core.method", "ClientWork": "fedstill.core.work"}
 """Both base classes of a method and their modules: a hook of the server is of no use at a client,
@@ -171,8 +183,8 @@ def reject_misspelt_hooks(cls: type) -> None:
 
     Methods are compared with the hooks, and unannotated class variables with the declarations.
     Names that a base class has are overrides. Fields, and names that begin with an underscore, may
-    be anything. A method with the exact name of a hook of the other of ``METHOD_CLASSES`` is
-    rejected as well.
+    be anything. A method with the exact name of a hook of the other of ``METHOD_CLASSES``, or with
+    a former name of a hook (``FORMER_NAMES``), is rejected as well.
     """
     library_bases = [base for base in cls.__mro__[1:] if _is_of_library(base)]
     inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
@@ -181,6 +193,9 @@ def reject_misspelt_hooks(cls: type) -> None:
         if name in inherited:
             continue
         is_method = _is_method(value)
+        successor = FORMER_NAMES.get(name, "")
+        if is_method and successor in inherited:
+            _reject(cls, name, value, f"{name} is now called {successor}. Rename it")
         known = {
             base_name for base in library_bases for base_name in _names(base, methods=is_method)
         }
@@ -199,12 +214,12 @@ def resembled(name: str, hooks: Collection[str]) -> str:
     they have the same letters in another order, or if ``difflib`` gives them a ratio of ``CUTOFF``
     and more.
 
-    >>> hooks = ["fold", "lookahead", "predictors"]
+    >>> hooks = ["aggregate", "after_step", "predictors"]
     >>> [
     ...     resembled(name, hooks)
-    ...     for name in ("look_ahead", "predictor", "flod", "fould", "hold", "compute_loss")
+    ...     for name in ("afterStep", "predictor", "agregate", "aggergate", "mean", "compute_loss")
     ... ]
-    ['lookahead', 'predictors', 'fold', 'fold', '', '']
+    ['after_step', 'predictors', 'aggregate', 'aggregate', '', '']
     """
     plain = _plain(name)
     by_plain_name = {_plain(hook): hook for hook in sorted(hooks)}

@@ -9,13 +9,13 @@ from torch import Tensor
 from fedstill.core.records import (
     KEEP,
     NOTHING,
-    Carry,
     ModelSpec,
     Payload,
-    Ran,
     Step,
     Teacher,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -37,18 +37,25 @@ class ClientWork:
         super().__init_subclass__(**arguments)
         reject_misspelt_hooks(cls)
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         """What training starts with, from what was received and what this client remembers."""
-        return Carry(params=down.params)
+        return TrainingStart(params=payload.params)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         """Named terms of the objective: a (B,) tensor is averaged over real examples, a () tensor
         is added as it is.
         """
         return {"ce": cross_entropy(step.logits(), step.y)}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it
         did before.
@@ -63,17 +70,19 @@ class ClientWork:
         """
         return params
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         """Further fields of this client's event in the journal: numbers, words, lists of them."""
         return {}
 
-    def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        """Named terms of a first pass, whose gradient ``lookahead`` is given; without them it is
+    def ascent_terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        """Named terms of a first pass, whose gradient ``perturb`` is given; without them it is
         given zeros.
         """
         return {}
 
-    def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
+    def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
         """Where the gradient of ``terms`` is taken; the step that follows still starts from
         ``params``.
 
@@ -82,19 +91,19 @@ class ClientWork:
         """
         return params
 
-    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
+    def adjust_gradients(self, grads: Tensors, start: TrainingStart) -> Tensors:
         """The gradients that the optimiser gets."""
         return grads
 
-    def settle(
-        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    def after_step(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
         """Parameters and trace after an optimiser step, which moved trained entries from ``before``
         to ``after``.
         """
         return after, trace
 
-    def score(self, params: Tensors, view: View) -> float | None:
+    def validation_score(self, params: Tensors, view: View) -> float | None:
         """How good these parameters are, once an epoch, for early stopping: accuracy on the
         client's held-out data.
 
@@ -119,10 +128,17 @@ class Census(ClientWork):
     ``label_counts``.
     """
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params={})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(labels=view.counts), KEEP

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedstill.core import trees
 from fedstill.core.keys import resident
-from fedstill.core.records import Carry, Examples, Plan, Tensors, View
+from fedstill.core.records import Examples, Plan, Tensors, TrainingStart, View
 from fedstill.data.inputs import channels_last
 from fedstill.engines.cores import workers
 from fedstill.engines.frozen_teachers import Teachers, frozen_teachers
@@ -155,19 +155,19 @@ T = TypeVar("T")
 class LoneClient:
     """One client, its tensors without a client axis."""
 
-    def __init__(self, carry: Carry, view: View, how: How) -> None:
+    def __init__(self, start: TrainingStart, view: View, how: How) -> None:
         self.view, self.how = view, how
-        (self.examples,) = examples_by_client([carry], [view], how.stage)
+        (self.examples,) = examples_by_client([start], [view], how.stage)
         self.device = self.examples.values.device
         there = {
-            name: on_device(getattr(carry, name), self.device)
+            name: on_device(getattr(start, name), self.device)
             for name in ("params", "teachers", "constants", "head", "trace")
         }
-        self.carry: Carry = replace(carry, **there)
+        self.carry: TrainingStart = replace(start, **there)
         self.params = {
-            k: channels_last(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()
+            k: channels_last(v.detach().to(self.device, copy=True)) for k, v in start.params.items()
         }
-        self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
+        self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in start.trace.items()}
         self.draws = stage_generator(view.client, how, "pixels")
         plain = not how.inputs.steps
         self.still = (

@@ -55,11 +55,11 @@ class Memory:
                 f"{path}, the memory of client {client}, cannot be used: {error}"
             ) from error
 
-    def hold(self, client: int, memory: Payload) -> None:
+    def hold(self, client: int, client_state: Payload) -> None:
         """Take what a client remembers of a stage that is not committed yet; ``KEEP``: what it did
         before.
         """
-        self._held[client] = self.load(client) if memory is KEEP else memory
+        self._held[client] = self.load(client) if client_state is KEEP else client_state
 
     def held(self, client: int) -> Payload:
         """What a client remembers of a stage that is not committed yet; nothing, if it remembers

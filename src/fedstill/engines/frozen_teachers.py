@@ -30,8 +30,8 @@ class FrozenModel:
 
 
 def frozen_teachers(named: Mapping[str, Teacher], own: ModelSpec) -> dict[str, FrozenModel]:
-    """The teachers of a ``Carry``, in the one form that engines know; parameters alone are of
-    ``own`` architecture.
+    """The teachers of a ``TrainingStart``, in the one form that engines know; parameters alone are
+    of ``own`` architecture.
     """
     return {name: frozen(teacher, own) for name, teacher in named.items()}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedstill.core import trees
 from fedstill.core.keys import drawing_from, seed_for
-from fedstill.core.records import Carry, Plan, Ran, Stage, Step, Tensors, View
+from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingResult, TrainingStart, View
 from fedstill.core.user_code import bad_return
 from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
@@ -132,7 +132,7 @@ def looked_ahead(
     first: Callable[..., dict[str, Tensor]] | None,
     of: tuple[Any, ...],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All parameters at the point that ``lookahead`` gives, and those of them that are trained,
+    """All parameters at the point that ``perturb`` gives, and those of them that are trained,
     which are new leaves.
 
     first: the objective of the first pass over a batch, ``of``; None: there is none, and the
@@ -144,7 +144,7 @@ def looked_ahead(
     if first is not None:
         rest = {k: v.clone() for k, v in rest.items()}
     here = {k: v.detach() for k, v in leaves.items()}
-    point = clients.each(lambda carry, w, g: work.lookahead(w, g, carry), here, gradients(leaves))
+    point = clients.each(lambda start, w, g: work.perturb(w, g, start), here, gradients(leaves))
     there = {k: point[k].detach().to(v.dtype).requires_grad_() for k, v in leaves.items()}
     return {**params, **rest, **there}, there
 
@@ -159,7 +159,7 @@ class Trained:
     """
 
     params: Tensors
-    ran: Ran
+    ran: TrainingResult
     losses: Mapping[str, float]
     epochs: int = 0
     scores: tuple[float, ...] = ()
@@ -168,7 +168,7 @@ class Trained:
 
 def train(
     work: ClientWork,
-    carry: Carry,
+    start: TrainingStart,
     plan: Plan,
     stage: Stage,
     view: View,
@@ -182,18 +182,18 @@ def train(
     """Train one client for one stage. A pure function of its arguments: every draw comes from the
     run's seed by key.
     """
-    view, inputs = as_carried(carry, view, inputs)
+    view, inputs = as_carried(start, view, inputs)
     draws = seed_for(seed, stage.round, stage.index, view.client, "dropout")
     device = stage_examples(view, stage).labels.device
     drawing = drawing_from(draws) if draws_random_numbers(view.model) else nullcontext()
     with on_own_stream(device), products(precision, device), drawing:
         how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
-        with closing(_Training(work, LoneClient(carry, view, how))) as training:
+        with closing(_Training(work, LoneClient(start, view, how))) as training:
             return training.run()[0]
 
 
 def train_stack(
-    work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How
+    work: ClientWork, carries: Sequence[TrainingStart], views: Sequence[View], how: How
 ) -> list[Trained]:
     """Train several clients of one structure (``Structures``) at once, up to rounding as ``train``
     does each.
@@ -231,10 +231,10 @@ class _Training:
         )
         self.sums = RunningSums()
         self.kept: dict[int, list[Tensors]] = {}
-        self.settles = type(work).settle is not ClientWork.settle
-        self.adjusts = type(work).adjust is not ClientWork.adjust
-        self.looks = type(work).lookahead is not ClientWork.lookahead
-        self.ascends = type(work).ascend is not ClientWork.ascend
+        self.settles = type(work).after_step is not ClientWork.after_step
+        self.adjusts = type(work).adjust_gradients is not ClientWork.adjust_gradients
+        self.looks = type(work).perturb is not ClientWork.perturb
+        self.ascends = type(work).ascent_terms is not ClientWork.ascent_terms
         self.recorder = self._recorder()
 
     def run(self) -> list[Trained]:
@@ -245,7 +245,9 @@ class _Training:
             if (
                 batch.ends
                 and best.asked
-                and best.seen(self.work.score(self.params, self.clients.view), self.params)
+                and best.seen(
+                    self.work.validation_score(self.params, self.clients.view), self.params
+                )
             ):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
@@ -255,7 +257,7 @@ class _Training:
         return [
             Trained(
                 params,
-                Ran(steps, self.lr, trace),
+                TrainingResult(steps, self.lr, trace),
                 terms,
                 epochs,
                 tuple(best.scores),
@@ -291,7 +293,7 @@ class _Training:
         self.sums.add(self.recorder(of) if self.recorder else self._moved(of, batch.running), batch)
 
     def _recorder(self) -> Recorder | None:
-        """What records steps, of one client on a card; ``settle`` makes its trace anew in each."""
+        """What records one client's steps on a GPU; ``after_step`` makes a new trace in each."""
         clients, plan = self.clients, self.plan
         if (
             not isinstance(clients, LoneClient)
@@ -309,7 +311,7 @@ class _Training:
         """The terms at a batch; what is trained is moved by their gradient."""
         params, at = self.params, self.leaves
         if self.looks:
-            first = partial(self._objective, self.work.ascend) if self.ascends else None
+            first = partial(self._objective, self.work.ascent_terms) if self.ascends else None
             params, at = looked_ahead(self.work, self.clients, params, at, first, of)
         terms = self.clients.each(partial(self._objective, self.work.terms), params, *of)
         if not backward(terms, at) and self.leaves and not (self.adjusts or self.settles):
@@ -343,8 +345,8 @@ class _Training:
 
     def _objective(
         self,
-        objective: Callable[[Step, Carry], dict[str, Tensor]],
-        carry: Carry,
+        objective: Callable[[Step, TrainingStart], dict[str, Tensor]],
+        start: TrainingStart,
         params: Tensors,
         x: Tensor,
         y: Tensor,
@@ -353,8 +355,8 @@ class _Training:
         mask: Tensor | None,
         epoch: int,
     ) -> dict[str, Tensor]:
-        step = Seen(self.networks, carry, params, x, y, index, rows, mask, epoch)
-        terms = terms_of(objective, objective(step, carry), len(y))
+        step = Seen(self.networks, start, params, x, y, index, rows, mask, epoch)
+        terms = terms_of(objective, objective(step, start), len(y))
         return {k: step.mean(v) if v.dim() else v for k, v in terms.items()}
 
     def _move_only(self, running: Tensor) -> None:
@@ -369,7 +371,7 @@ class _Training:
     def _move(self) -> None:
         if self.adjusts:
             grads = self.clients.each(
-                lambda carry, g: self.work.adjust(g, carry), gradients(self.leaves)
+                lambda start, g: self.work.adjust_gradients(g, start), gradients(self.leaves)
             )
             for name, leaf in self.leaves.items():
                 leaf.grad = grads[name].to(leaf.dtype)
@@ -382,7 +384,7 @@ class _Training:
         self.optimiser.step()
         with torch.no_grad():
             after, self.trace = self.clients.each(
-                lambda carry, b, g, a, t: self.work.settle(b, g, a, t, carry),
+                lambda start, b, g, a, t: self.work.after_step(b, g, a, t, start),
                 before,
                 grads,
                 trees.clone(self.leaves),

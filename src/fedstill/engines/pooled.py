@@ -138,8 +138,10 @@ class PooledEngine(SerialEngine):
         say_drawn(type(work).__name__)
         return SerialEngine.run(self, work, stage, downs, seed)
 
-    def _new(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
-        reply = super()._new(work, stage, client, down, seed)
+    def _new(
+        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
+    ) -> Reply:
+        reply = super()._new(work, stage, client, payload, seed)
         if self._shared is not None:
             self._shared.check()  # before the reply is kept for other runs
         return reply

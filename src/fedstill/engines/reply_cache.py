@@ -180,7 +180,7 @@ def _sealed(reply: Reply) -> bytes:
     rest = json.dumps(
         {"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)}
     )
-    data = encode(Payload({**{f"up {k}": v for k, v in reply.up.items()}, "rest": rest}))
+    data = encode(Payload({**{f"up {k}": v for k, v in reply.content.items()}, "rest": rest}))
     return digest(data).encode() + data
 
 
@@ -195,8 +195,8 @@ def _read(path: Path) -> Reply | None:
             raise BadPayload("its SHA-256 is not the one noted")
         payload = decode(data, entries=OWN_ENTRIES)
         rest = json.loads(str(payload["rest"]))
-        up = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
-        return Reply(rest["client"], up, rest["examples"], _not_now(rest["metrics"]))
+        content = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
+        return Reply(rest["client"], content, rest["examples"], _not_now(rest["metrics"]))
     except (BadPayload, ValueError, KeyError, TypeError) as error:
         log.warning(
             "%s, a reply kept from another run, is damaged and is computed again: %s", path, error

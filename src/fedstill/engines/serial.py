@@ -22,12 +22,12 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Examples,
     Payload,
-    Ran,
     Reply,
     Stage,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -117,7 +117,7 @@ class Begun:
     """
 
     view: View
-    carry: Carry
+    carry: TrainingStart
     seconds: float
     sent: Lent
 
@@ -175,22 +175,22 @@ class SerialEngine:
         torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
 
     def _alone(
-        self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int
+        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
     ) -> Reply:
         """A client's reply; what its work draws from torch's global generators is drawn by key."""
         with drawing_from(seed_for(seed, stage.round, stage.index, client, "work")):
-            return self._reply(work, stage, client, down, seed)
+            return self._reply(work, stage, client, payload, seed)
 
     def _reply(
-        self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int
+        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
     ) -> Reply:
         try:
             if self.kept is not None and stage.name in self.kept.stages:
-                key = self._key(work, stage, client, down, seed)
+                key = self._key(work, stage, client, payload, seed)
                 return self.kept.reply(
-                    key, stage, lambda: self._new(work, stage, client, down, seed)
+                    key, stage, lambda: self._new(work, stage, client, payload, seed)
                 )
-            return self._new(work, stage, client, down, seed)
+            return self._new(work, stage, client, payload, seed)
         except Exception as error:
             return self._failed(work, stage, [client], error)[0]
 
@@ -217,11 +217,13 @@ class SerialEngine:
             for client in clients
         ]
 
-    def _new(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
-        begun = self._begin(work, stage, client, down)
+    def _new(
+        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
+    ) -> Reply:
+        begun = self._begin(work, stage, client, payload)
         return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
 
-    def _key(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> str:
+    def _key(self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int) -> str:
         """Everything that a client's reply depends on, as a key."""
         view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
@@ -244,17 +246,17 @@ class SerialEngine:
             (now, "all" if head is None else head.tolist()) if self.world.stream.tasks > 1 else ()
         )
         more = (*how, self.world.asking if raises(stage, self.world) else "", *tasks)
-        return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
+        return key_of(work, stage, view, self.world.plans.get(stage.name), seed, payload, *more)
 
-    def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
+    def _begin(self, work: ClientWork, stage: Stage, client: int, payload: Payload) -> Begun:
         start = time.perf_counter()
         view, sent, head = (
-            as_sent(self.sites.view(client, stage), down),
-            Lent(down),
+            as_sent(self.sites.view(client, stage), payload),
+            Lent(payload),
             self._head(stage, client),
         )
         view = view if head is None else replace(view, head=head)
-        carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
+        carry = carry_of(work, work.begin(payload, self.memory.load(client), view, self.world))
         sent.check(work.begin, client)
         carry = carry if head is None else replace(carry, head=head)
         return Begun(view, carry, time.perf_counter() - start, sent)
@@ -291,15 +293,15 @@ class SerialEngine:
         """
         start, view, carry = time.perf_counter(), begun.view, begun.carry
         metrics: dict[str, object] = {}
-        params, ran = carry.params, Ran(0, 0.0, carry.trace)
+        params, ran = carry.params, TrainingResult(0, 0.0, carry.trace)
         if trained is not None:
             params, ran = trained.params, trained.ran
             metrics |= {"loss": dict(trained.losses), "steps": ran.steps, "epochs": trained.epochs}
             metrics |= {"scores": list(trained.scores)} if trained.scores else {}
             metrics |= {"teachers": list(carry.teachers)} if carry.teachers else {}
-        up, memory = sent_and_remembered(work, work.end(params, carry, ran, view, self.world))
+        content, memory = sent_and_remembered(work, work.end(params, carry, ran, view, self.world))
         seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
-        up = self.privacy.protect(up, None if self.secret else seed)
+        content = self.privacy.protect(content, None if self.secret else seed)
         self.memory.hold(view.client, memory)
         own = journal_fields(work.report, work.report(params, carry, view, self.world))
         metrics |= {OWN: own} if own else {}
@@ -311,9 +313,9 @@ class SerialEngine:
             else []
         )
         answers = [frozen(work.answer(m, view.model), view.model) for m in models]
-        metrics |= self._measure(stage, view, answers, frozenset(up))
+        metrics |= self._measure(stage, view, answers, frozenset(content))
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
-        return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
+        return Reply(view.client, content, len(view.data), metrics, stage.round, stage.index)
 
     def _measure(
         self, stage: Stage, view: View, models: Sequence[FrozenModel], sent: frozenset[str]

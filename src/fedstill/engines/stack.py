@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedstill.core import trees
 from fedstill.core.keys import resident
-from fedstill.core.records import Carry, Examples, ModelSpec, Tensors, View
+from fedstill.core.records import Examples, ModelSpec, Tensors, TrainingStart, View
 from fedstill.engines.batches import Timetable
 from fedstill.engines.frozen_teachers import FrozenModel, frozen_teachers
 from fedstill.engines.passes import ModelPasses
@@ -39,27 +39,27 @@ class StackedCarry:
     ``carry``: each tensor has a leading client axis (K, ...), except those that are one object for
     all clients; a number that differs is a tensor (K,). ``axes``: a carry of the same form that
     says for each value which axis is the clients', 0, or None where there is none. Neither says
-    which examples a client trains on (``Carry.only``).
+    which examples a client trains on (``TrainingStart.only``).
     """
 
-    carry: Carry
-    axes: Carry
+    carry: TrainingStart
+    axes: TrainingStart
 
     @staticmethod
-    def of(carries: Sequence[Carry], device: torch.device) -> StackedCarry:
+    def of(carries: Sequence[TrainingStart], device: torch.device) -> StackedCarry:
         """The carries as one, on a device."""
         values, axes = _stacked([parts(c) for c in carries])
-        return StackedCarry(Carry(**on_device(values, device)), Carry(**axes))
+        return StackedCarry(TrainingStart(**on_device(values, device)), TrainingStart(**axes))
 
-    def of_client(self, k: int) -> Carry:
+    def of_client(self, k: int) -> TrainingStart:
         """The k-th client's own."""
-        return Carry(**_own(parts(self.carry), parts(self.axes), k))
+        return TrainingStart(**_own(parts(self.carry), parts(self.axes), k))
 
 
-def parts(carry: Carry) -> dict[str, Any]:
+def parts(start: TrainingStart) -> dict[str, Any]:
     """What of a carry is stacked, by name: ``vmap`` looks into dictionaries, not into records."""
     return {
-        name: getattr(carry, name) for name in ("params", "teachers", "trace", "constants", "head")
+        name: getattr(start, name) for name in ("params", "teachers", "trace", "constants", "head")
     }
 
 
@@ -81,9 +81,9 @@ class Structures:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Mapping[Any, Any], Any]] = {}
 
-    def of(self, carry: Carry, view: View) -> Any:
+    def of(self, start: TrainingStart, view: View) -> Any:
         """The structure of one client."""
-        return view.model, *map(self._of, (*parts(carry).values(), carry.only))
+        return view.model, *map(self._of, (*parts(start).values(), start.only))
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -141,7 +141,7 @@ class Stack:
 
     now = None  # teachers run under vmap, each client's own
 
-    def __init__(self, carries: Sequence[Carry], views: Sequence[View], how: How) -> None:
+    def __init__(self, carries: Sequence[TrainingStart], views: Sequence[View], how: How) -> None:
         self.view, self.how, self.size = views[0], how, len(views)
         each = examples_by_client(carries, views, how.stage)
         self.device = each[0].values.device
@@ -240,7 +240,7 @@ class Stack:
         """
 
         def one(start: dict[str, Any], *own: Any) -> T:
-            return run(Carry(**start), *own)
+            return run(TrainingStart(**start), *own)
 
         if self._alike:  # vmap need not look through it in every step
             return torch.func.vmap(functools.partial(run, self.start.carry))(*values)

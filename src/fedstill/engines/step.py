@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedstill.core.records import Carry, Ends, ModelSpec, Tensors
+from fedstill.core.records import Ends, ModelSpec, Tensors, TrainingStart
 from fedstill.core.stream import OFF
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.precision import Precision, lowered
@@ -72,9 +72,11 @@ class Networks:
     now: Now | None = None
     asked: set[str] = field(default_factory=set)
 
-    def teacher(self, carry: Carry, name: str, what: str, x: Tensor, rows: Tensor) -> Tensor:
+    def teacher(
+        self, start: TrainingStart, name: str, what: str, x: Tensor, rows: Tensor
+    ) -> Tensor:
         """Logits or features of a frozen teacher for one batch."""
-        teacher = self.frozen(carry, name)
+        teacher = self.frozen(start, name)
         known = self.table(name, what)
         if known is not None:
             return known[rows]
@@ -85,9 +87,9 @@ class Networks:
         with torch.no_grad():
             return lowered(run, self.precision, self.device)(module, teacher.params, x)
 
-    def frozen(self, carry: Carry, name: str) -> FrozenModel:
+    def frozen(self, start: TrainingStart, name: str) -> FrozenModel:
         """A teacher of the carry."""
-        return frozen(carry.teachers[name], self.spec)
+        return frozen(start.teachers[name], self.spec)
 
 
 class Seen:
@@ -96,7 +98,7 @@ class Seen:
     def __init__(
         self,
         networks: Networks,
-        carry: Carry,
+        start: TrainingStart,
         params: Tensors,
         x: Tensor,
         y: Tensor,
@@ -105,7 +107,7 @@ class Seen:
         mask: Tensor | None,
         epoch: int,
     ) -> None:
-        self._networks, self._carry, self._rows, self._mask = networks, carry, rows, mask
+        self._networks, self._carry, self._rows, self._mask = networks, start, rows, mask
         self.params, self.x, self.y, self.index, self._epoch = params, x, y, index, epoch
         self.mask = torch.ones(len(y), device=y.device) if mask is None else mask
         self._logits: Tensor | None = None

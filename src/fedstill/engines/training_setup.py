@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Carry, Examples, Plan, Stage, View
+from fedstill.core.records import Examples, Plan, Stage, TrainingStart, View
 from fedstill.data.inputs import Inputs
 from fedstill.engines.precision import Precision
 from fedstill.privacy.private_training import Private
@@ -39,20 +39,20 @@ class How:
         return self.plan.lr_at(self.stage.round if self.lr_round is None else self.lr_round)
 
 
-def trains_its_own(carry: Carry) -> bool:
+def trains_its_own(start: TrainingStart) -> bool:
     """Whether what is trained, or on what, is not the site's but the carry's."""
-    return carry.model is not None or carry.examples is not None
+    return start.model is not None or start.examples is not None
 
 
-def as_carried(carry: Carry, view: View, inputs: Inputs) -> tuple[View, Inputs]:
+def as_carried(start: TrainingStart, view: View, inputs: Inputs) -> tuple[View, Inputs]:
     """The view and the inputs of training: with the carry's network and examples, where it has its
     own.
     """
-    if carry.model is not None:
-        view = replace(view, model=carry.model, validation=None)
-    if carry.examples is None:
+    if start.model is not None:
+        view = replace(view, model=start.model, validation=None)
+    if start.examples is None:
         return view, inputs
-    there = carry.examples.to(str(view.data.values.device))
+    there = start.examples.to(str(view.data.values.device))
     return replace(view, data=there, public=None, validation=None), replace(inputs, steps=())
 
 
@@ -62,7 +62,7 @@ def stage_examples(view: View, stage: Stage) -> Examples:
 
 
 def examples_by_client(
-    carries: Sequence[Carry], views: Sequence[View], stage: Stage
+    carries: Sequence[TrainingStart], views: Sequence[View], stage: Stage
 ) -> list[Examples]:
     """What each site trains on of what it sees in a stage; one object where that is the same for
     all.
@@ -81,13 +81,13 @@ def examples_by_client(
     return [_of_site(e, c) for e, c in zip(each, carries, strict=True)]
 
 
-def _of_site(examples: Examples, carry: Carry) -> Examples:
+def _of_site(examples: Examples, start: TrainingStart) -> Examples:
     """What a site trains on of examples that it sees."""
-    return examples if carry.only is None else examples.take(carry.only.to(examples.labels.device))
+    return examples if start.only is None else examples.take(start.only.to(examples.labels.device))
 
 
-def _with_more(own: Examples, carry: Carry) -> Examples:
-    return own if carry.more is None else own + carry.more.to(str(own.labels.device))
+def _with_more(own: Examples, start: TrainingStart) -> Examples:
+    return own if start.more is None else own + start.more.to(str(own.labels.device))
 
 
 def scores_count(plan: Plan) -> bool:

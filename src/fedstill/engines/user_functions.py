@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.core.errors import ChangedInPlace
-from fedstill.core.records import Carry, Payload
+from fedstill.core.records import Payload, TrainingStart
 from fedstill.core.user_code import bad_return, definition, of_kind, returned
 from fedstill.core.work import ClientWork
 
@@ -59,14 +59,14 @@ def _tensors(what: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 # function.
 
 
-def carry_of(work: ClientWork, given: object) -> Carry:
+def carry_of(work: ClientWork, given: object) -> TrainingStart:
     """What ``begin`` gave; raises BadReturn for anything but a carry."""
-    return returned(given, Carry, work.begin, "a Carry")
+    return returned(given, TrainingStart, work.begin, "a TrainingStart")
 
 
 def terms_of(said: Callable[..., object], given: object, batch: int) -> Mapping[str, Tensor]:
-    """What ``terms`` or ``ascend`` gave for a batch; raises BadReturn unless it is named tensors,
-    (B,) or () each.
+    """What ``terms`` or ``ascent_terms`` gave for a batch; raises BadReturn unless it is named
+    tensors, (B,) or () each.
     """
     if not isinstance(given, Mapping):
         raise bad_return(said, f"gives {of_kind(given)}, not a dict of tensors by name")

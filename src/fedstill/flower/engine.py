@@ -69,7 +69,7 @@ class FlowerEngine:
                 client=c,
                 stage=stage,
                 memory=self.memory.index.get(c),
-                down=downs[c],
+                payload=downs[c],
                 facts=self.facts,
             )
             for c in stage.clients
@@ -92,7 +92,7 @@ class FlowerEngine:
             failure = failure or untrue(a.examples, a.metrics, self.truth(a.client, stage.round))
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"
-        return Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, failure, a.idle)
+        return Reply(a.client, a.content, a.examples, a.metrics, a.round, a.stage, failure, a.idle)
 
     def close(self) -> None:
         """End the engine of the server's own stages."""

@@ -57,12 +57,12 @@ class Request:
     stage: Stage
     memory: Version | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    down: Payload = NOTHING
+    payload: Payload = NOTHING
 
     def header(self) -> str:
         """Everything but the payload, as JSON; raises ConfigError where no site would read it."""
         s = self.stage
-        stage = [s.round, s.index, s.name, list(s.clients), s.view, s.hop]
+        stage = [s.round, s.index, s.name, list(s.clients), s.view, s.sequential]
         values = {
             k: getattr(self, k)
             for k in ("version", "config", "sha", "run", "client", "memory", "facts")
@@ -78,16 +78,18 @@ class Request:
 
     def digest(self) -> str:
         """SHA-256 of the whole request: the same question has the same answer."""
-        return digest(self.header().encode() + encode(self.down))
+        return digest(self.header().encode() + encode(self.payload))
 
     @staticmethod
-    def of(header: str, down: Payload) -> Request:
+    def of(header: str, payload: Payload) -> Request:
         """The request in a header and a payload; raises BadPayload for what is none."""
         h = _json(header, MAX_REQUEST)
         stage = _typed(h, "stage", list)
         if len(stage) != 6:
             raise BadPayload("stage does not have six parts")
-        names = dict(zip(("round", "index", "name", "clients", "view", "hop"), stage, strict=True))
+        names = dict(
+            zip(("round", "index", "name", "clients", "view", "sequential"), stage, strict=True)
+        )
         texts = {k: _typed(h, k, str) for k in ("version", "config", "sha", "run")}
         if not texts["run"].isalnum():
             raise BadPayload("run must be letters and digits")
@@ -97,7 +99,7 @@ class Request:
             _typed(names, "name", str),
             tuple(_int(c) for c in _typed(names, "clients", list)),
             "public" if names["view"] == "public" else "private",
-            _typed(names, "hop", bool),
+            _typed(names, "sequential", bool),
         )
         return Request(
             **texts,
@@ -105,7 +107,7 @@ class Request:
             stage=where,
             memory=_version(h.get("memory")),
             facts=_typed(h, "facts", dict),
-            down=down,
+            payload=payload,
         )
 
 
@@ -120,7 +122,7 @@ class SiteReply:
     client: int
     round: int
     stage: int
-    up: Payload = NOTHING
+    content: Payload = NOTHING
     examples: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     memory: Version | None = None
@@ -136,14 +138,14 @@ class SiteReply:
         )
 
     @staticmethod
-    def of(header: str, up: Payload) -> SiteReply:
+    def of(header: str, content: Payload) -> SiteReply:
         """The answer in a header and a payload; raises BadPayload for what is none."""
         h = _json(header, MAX_HEADER)
         return SiteReply(
             _count(h, "client"),
             _count(h, "round"),
             _count(h, "stage"),
-            up,
+            content,
             _count(h, "examples"),
             _metrics(_typed(h, "metrics", dict)),
             _version(h.get("memory")),
@@ -250,7 +252,7 @@ def content(message: Request | SiteReply) -> RecordDict:
     """
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    payload = message.down if isinstance(message, Request) else message.up
+    payload = message.payload if isinstance(message, Request) else message.content
     arrays = {}
     for number, (name, group) in enumerate(payload.items()):
         data = encode(Payload({name: group}))

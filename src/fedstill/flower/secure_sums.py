@@ -210,8 +210,10 @@ class SummedFleet:
         asked = {c: question("revealed", word, left=left) for c in masked}
         revealed = self._asked(stage, asked, last, _revealed(shares, masked))
         demand_left(of, revealed, list(last.values()), "revealed shares")
-        told_of_sum, up = self.masking.mean(of, unmasked(of, keys, shares, masked, revealed), start)
-        return [known(reply, up, told_of_sum) for reply in came.values()]
+        told_of_sum, content = self.masking.mean(
+            of, unmasked(of, keys, shares, masked, revealed), start
+        )
+        return [known(reply, content, told_of_sum) for reply in came.values()]
 
     def _asked(
         self,
@@ -235,12 +237,12 @@ class SummedFleet:
                 try:
                     if other := of_other_stage(reply, stage):
                         raise BadPayload(other)
-                    out[reply.client] = read(reply.up)
+                    out[reply.client] = read(reply.content)
                 except BadPayload as error:
                     reply = as_failed(reply, f"in a step of the secure sum: {error}")
             if reply.client in came:
                 came[reply.client] = replace(
-                    reply, up=NOTHING, round=stage.round, stage=stage.index
+                    reply, content=NOTHING, round=stage.round, stage=stage.index
                 )
         return out
 
@@ -284,8 +286,8 @@ def _of_one_each(keys: Mapping[int, bytes], came: dict[int, Reply]) -> dict[int,
     return {client: both for client, both in keys.items() if times[both] == 1}
 
 
-def _keys(up: Payload) -> bytes:
-    both = as_bytes({"0": up.tensor("sum.keys")}, PUBLIC)[0]
+def _keys(content: Payload) -> bytes:
+    both = as_bytes({"0": content.tensor("sum.keys")}, PUBLIC)[0]
     if len(both) != PUBLIC:
         raise BadPayload(f"its keys are not {PUBLIC} bytes")
     for key in (both[:KEY], both[KEY : 2 * KEY]):
@@ -294,8 +296,8 @@ def _keys(up: Payload) -> bytes:
 
 
 def _sealed_for(clients: Collection[int]) -> Callable[[Payload], dict[int, bytes]]:
-    def read(up: Payload) -> dict[int, bytes]:
-        shares = as_bytes(up.tensors("sum.shares"), SEALED)
+    def read(content: Payload) -> dict[int, bytes]:
+        shares = as_bytes(content.tensors("sum.shares"), SEALED)
         if shares.keys() != set(clients):
             raise BadPayload("its shares are not for the clients with keys")
         return shares
@@ -306,11 +308,11 @@ def _sealed_for(clients: Collection[int]) -> Callable[[Payload], dict[int, bytes
 def _vector(like: Tensors, shared: Collection[int]) -> Callable[[Payload], Masks | list[int]]:
     length = sum(entry.numel() for entry in like.values()) + 1
 
-    def read(up: Payload) -> Masks | list[int]:
-        if set(up) == {UNREAD}:
-            return _senders(up.tensor(UNREAD), shared)
-        vector = up.tensor("sum.vector")
-        if vector.dtype != torch.int64 or vector.shape != (length,) or len(up) != 1:
+    def read(content: Payload) -> Masks | list[int]:
+        if set(content) == {UNREAD}:
+            return _senders(content.tensor(UNREAD), shared)
+        vector = content.tensor("sum.vector")
+        if vector.dtype != torch.int64 or vector.shape != (length,) or len(content) != 1:
             raise BadPayload(f"it sent something else than a masked vector of {length} numbers")
         return np.asarray(vector.numpy().view(np.uint64))
 
@@ -328,8 +330,8 @@ def _senders(numbers: Tensor, shared: Collection[int]) -> list[int]:
 def _revealed(
     shared: Collection[int], left: Collection[int]
 ) -> Callable[[Payload], dict[int, bytes]]:
-    def read(up: Payload) -> dict[int, bytes]:
-        shares = as_bytes(up.tensors("sum.revealed"), KEY)
+    def read(content: Payload) -> dict[int, bytes]:
+        shares = as_bytes(content.tensors("sum.revealed"), KEY)
         if not shares.keys() <= set(shared):
             raise BadPayload("it revealed shares of clients that have none")
         if any(len(share) != (SEED if client in left else KEY) for client, share in shares.items()):
@@ -366,8 +368,8 @@ class SiteSums:
         """The answer of a step; ``work`` does the stage itself. Raises Refused for a request that
         is no step.
         """
-        down = self.request.down
-        step, word = (str(down.get(PREFIX + k, "")) for k in ("step", "word"))
+        payload = self.request.payload
+        step, word = (str(payload.get(PREFIX + k, "")) for k in ("step", "word"))
         if step not in STEPS or not word.isalnum():
             raise Refused(
                 "models of this run are summed in secret: this site answers only the steps of the "
@@ -377,38 +379,38 @@ class SiteSums:
         if step == "vector":
             return self._vector(one, word, work)
         if step == "keys":
-            up = Payload({PREFIX + step: byte_tensors({0: one.public})["0"]})
+            content = Payload({PREFIX + step: byte_tensors({0: one.public})["0"]})
         elif step == "shares":
-            up = Payload(
+            content = Payload(
                 {
                     PREFIX + step: byte_tensors(
-                        one.shares(as_bytes(down.tensors("sum.keys"), PUBLIC))
+                        one.shares(as_bytes(payload.tensors("sum.keys"), PUBLIC))
                     )
                 }
             )
         else:
-            left = sorted(int(c) for c in down.tensor("sum.left").tolist())
+            left = sorted(int(c) for c in payload.tensor("sum.left").tolist())
             self._demand_same(left)
-            up = Payload({PREFIX + step: byte_tensors(one.revealed(left))})
+            content = Payload({PREFIX + step: byte_tensors(one.revealed(left))})
             self._note_revealed(left)
         self._keep(one, word)
-        return self._reply(up)
+        return self._reply(content)
 
     def _vector(self, one: Summand, word: str, work: Callable[[Request], SiteReply]) -> SiteReply:
-        down = self.request.down
-        plain = Payload({k: v for k, v in down.items() if not k.startswith(PREFIX)})
-        asked = replace(self.request, down=plain)
+        payload = self.request.payload
+        plain = Payload({k: v for k, v in payload.items() if not k.startswith(PREFIX)})
+        asked = replace(self.request, payload=plain)
         if self._asked(word) not in ("", asked.digest()):
             raise Refused(
                 "this site has masked another answer in this sum: one mask hides one model only"
             )
-        received = as_bytes(down.tensors("sum.sealed"), SEALED)
+        received = as_bytes(payload.tensors("sum.sealed"), SEALED)
         if unread := one.unread(received):
             return self._reply(Payload({UNREAD: torch.tensor(unread)}))
         done = work(asked)
         if done.failure:
             return done
-        reply = Reply(done.client, done.up, done.examples)
+        reply = Reply(done.client, done.content, done.examples)
         vector = self.masking.vector(one.sum, reply, plain)
         masked = one.masked(vector, received)
         self._keep(one, word, asked.digest())
@@ -449,9 +451,9 @@ class SiteSums:
         told = self._told()
         return str(told.get("asked", "")) if told.get("of") == self._of(word) else ""
 
-    def _reply(self, up: Payload) -> SiteReply:
+    def _reply(self, content: Payload) -> SiteReply:
         return SiteReply(
-            self.request.client, self.request.stage.round, self.request.stage.index, up
+            self.request.client, self.request.stage.round, self.request.stage.index, content
         )
 
     def _revealed(self) -> dict[str, list[int]]:

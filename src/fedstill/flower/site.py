@@ -135,7 +135,7 @@ class Clerk:
         answer = kept or self._work(ready, request, desk)
         privacy = ready.settings.privacy
         trained = private_visit(ready, request, answer.examples) if privacy.trains else None
-        rate, sent = trained or (None, rows_of(answer.up) * privacy.protects_logits)
+        rate, sent = trained or (None, rows_of(answer.content) * privacy.protects_logits)
         if ready.settings.on_sites and sent and not answer.failure:
             desk.note_noise(request.stage, sent, rate)
         return answer
@@ -144,7 +144,9 @@ class Clerk:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         if settings.privacy.protects_logits and not isinstance(work, SumUp):
-            most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
+            most = rows_of(
+                acting(settings.method, stage).expected_reply(client, stage, ready.world)
+            )
         else:
             most = work.rows if isinstance(work, SumUp) else 0
         if most and not settings.privacy.allows(
@@ -158,15 +160,16 @@ class Clerk:
             demand_budget(ready, request, desk)
         memory = Memory.of({client: desk.remembered(request.memory)})
         engine = ready.engine(memory, site=True)
-        (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
+        (reply,) = engine.run(work, stage, {client: request.payload}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
-        if settings.privacy.protects_logits and rows_of(reply.up) > most:
+        if settings.privacy.protects_logits and rows_of(reply.content) > most:
             raise Refused(
-                f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}"
+                f"the request asks for {rows_of(reply.content)} rows of logits, where the run has "
+                f"{most}"
             )
         answer = SiteReply(
-            client, stage.round, stage.index, reply.up, reply.examples, reply.metrics
+            client, stage.round, stage.index, reply.content, reply.examples, reply.metrics
         )
         return desk.keep(request, answer, memory.held(client))
 

@@ -67,8 +67,8 @@ class Desk:
             note = json.loads(str(stored["note"]))
             if note["request"] != request.digest():
                 return None
-            up = Payload({k.removeprefix("up "): g for k, g in stored.items() if k != "note"})
-            answer = SiteReply.of(str(note["answer"]), up)
+            content = Payload({k.removeprefix("up "): g for k, g in stored.items() if k != "note"})
+            answer = SiteReply.of(str(note["answer"]), content)
             self.remembered(answer.memory)
         except (OSError, FedstillError, ValueError, KeyError, TypeError):
             return None
@@ -118,18 +118,18 @@ class Desk:
             ]
             write_secret(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
 
-    def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
+    def keep(self, request: Request, answer: SiteReply, client_state: Payload) -> SiteReply:
         """Write the memory, then the reply, then delete what is too old; the answer with its
         memory's version.
         """
         make_folder(self.place)
         sweep(self.place)
-        if memory:
-            data, name = encode(memory), _memory(self.client, request.stage)
+        if client_state:
+            data, name = encode(client_state), _memory(self.client, request.stage)
             write_secret(self.place / name, data)
             answer = replace(answer, memory=(name, digest(data)))
         note = json.dumps({"request": request.digest(), "answer": answer.header()})
-        stored = Payload({"note": note, **{f"up {k}": g for k, g in answer.up.items()}})
+        stored = Payload({"note": note, **{f"up {k}": g for k, g in answer.content.items()}})
         write_secret(self.place / _reply(request.stage), encode(stored))
         self._let_go(request)
         return answer

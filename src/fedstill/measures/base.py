@@ -120,7 +120,9 @@ class Happened:
         among them.
         """
         return {
-            r.client: r.up.params for r in self.replies if r.client != SERVER and "params" in r.up
+            r.client: r.content.params
+            for r in self.replies
+            if r.client != SERVER and "params" in r.content
         }
 
 

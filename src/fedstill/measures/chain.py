@@ -34,7 +34,7 @@ class Chain(Measure):
         """Class accuracies of the model that the client left, and the two accuracies on the
         previous client's data.
         """
-        if not seen.stage.hop or not seen.local_models:
+        if not seen.stage.sequential or not seen.local_models:
             return None
         ((client, params),) = seen.local_models.items()
         accuracy = room.accuracy_by_class(params, room.test)

@@ -103,7 +103,7 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
             "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
             "write [query.classes]"
         )
-    if need == "chain" and not any(stage.hop for stage in setting.schedule):
+    if need == "chain" and not any(stage.sequential for stage in setting.schedule):
         return "it looks at clients one after another; set topology.kind = 'sequential'"
     if need == "side_by_side" and not any(
         len(s.clients) > 1 and _sends_models(s, setting) for s in setting.schedule
@@ -112,7 +112,7 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
             "no two clients send models in one stage; set topology.kind = 'parallel' and "
             "topology.sampled above 1"
         )
-    if need == "global_model" and not setting.method.setup(world).params:
+    if need == "global_model" and not setting.method.initial_state(world).params:
         return (
             f"the server of method {setting.name} has no model of its own; choose a method whose "
             "server has one"
@@ -213,7 +213,11 @@ def _no_uploads(setting: MeasuredRun) -> str:
 def _sent(stage: Stage, method: Method, world: World) -> set[str]:
     """The groups that clients send in a stage."""
     client = stage.clients[0]
-    return set() if client == SERVER else set(acting(method, stage).expects(client, stage, world))
+    return (
+        set()
+        if client == SERVER
+        else set(acting(method, stage).expected_reply(client, stage, world))
+    )
 
 
 def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:

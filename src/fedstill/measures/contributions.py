@@ -155,9 +155,11 @@ class StageGame:
 
     @cached_property
     def _idle(self) -> list[Reply] | None:
-        made = [self.method.idle(r, self.downs[r.client]) for r in self.replies]
+        made = [self.method.idle_reply(r, self.downs[r.client]) for r in self.replies]
         pairs = zip(self.replies, made, strict=True)
-        return None if None in made else [replace(r, up=up) for r, up in pairs if up is not None]
+        return (
+            None if None in made else [replace(r, content=up) for r, up in pairs if up is not None]
+        )
 
     def can_idle(self) -> bool:
         """Whether it is known what clients that change nothing would have sent."""
@@ -174,7 +176,7 @@ class StageGame:
         return self._fold([r if i in acting else still for i, (r, still) in enumerate(pairs)])
 
     def _fold(self, replies: Sequence[Reply]) -> State:
-        return self.method.fold(self.before, replies, self.stage, self.world)
+        return self.method.aggregate(self.before, replies, self.stage, self.world)
 
     def _moved(self, start: Tensors, coalition: Sequence[int]) -> Tensors | None:
         """How far a coalition moves the parameters from a start; None where it makes another
@@ -386,7 +388,7 @@ class Contributions(Measure):
             "before": _listed(before),
             "after": _listed(after),
         }
-        if seen.stage.hop or seen.replies[0].client == SERVER:
+        if seen.stage.sequential or seen.replies[0].client == SERVER:
             return {**told, "parts": {_name(seen): _listed(after - before)}}
         if seen.local_models and is_plain(ends[1], seen.after):
             local = torch.stack(
@@ -542,10 +544,10 @@ def _both_ends(
             torch.tensor(reply.metrics[k], dtype=torch.float64) / totals
             for k in Contributions.gives
         )
-    if reply.client == SERVER or "params" not in reply.up:
+    if reply.client == SERVER or "params" not in reply.content:
         return ()
     own = answered(seen.before).get(reply.client) or fitted(seen.before).get(reply.client)
-    ends = (own or room.world.initial(reply.client), reply.up.params)
+    ends = (own or room.world.initial(reply.client), reply.content.params)
     return tuple(_by_class(room, reply.client, params, data) for params in ends)
 
 

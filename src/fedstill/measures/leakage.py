@@ -96,22 +96,22 @@ def _models(seen: Happened, room: Room) -> Iterator[tuple[int, Tensors]]:
     for reply in seen.replies:
         if reply.client == SERVER:
             continue
-        if "params" in reply.up:
-            yield reply.client, reply.up.params
+        if "params" in reply.content:
+            yield reply.client, reply.content.params
         elif (
-            GROUP in reply.up
+            GROUP in reply.content
             and isinstance(room.method, SaysLogits)
             and room.remembered is not None
         ):
             yield reply.client, _behind_logits(room.remembered(reply.client), reply.client)
 
 
-def _behind_logits(memory: Payload, client: int) -> Tensors:
-    if "params" not in memory:
+def _behind_logits(client_state: Payload, client: int) -> Tensors:
+    if "params" not in client_state:
         raise FedstillError(
             f"measure leakage: client {client} sent logits and remembers no model, a group 'params'"
         )
-    return memory.params
+    return client_state.params
 
 
 def _on_uploads(models: Mapping[int, Tensors], stage: Stage, room: Room) -> dict[str, Any]:

@@ -36,15 +36,15 @@ from fedstill.core.fields import NonNegative
 from fedstill.core.method import Method
 from fedstill.core.records import (
     SERVER,
-    Carry,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -74,7 +74,7 @@ class AFL(Method):
     def requires(self) -> frozenset[str]:
         return self.needs | {"label_counts"} if self.balanced else self.needs
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         stream = world.stream
         by_task = [c for task in stream.by_task for c in task]
         several = len(by_task) > len(set(by_task)) or stream.lag > 0 or stream.stay > 0
@@ -87,10 +87,12 @@ class AFL(Method):
             )
         return no_linear_head(world)
 
-    def setup(self, world: World) -> State:
-        return super().setup(world).next(groups=empty_sums(world.model(SERVER), world.classes))
+    def initial_state(self, world: World) -> State:
+        return (
+            super().initial_state(world).next(groups=empty_sums(world.model(SERVER), world.classes))
+        )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         """No parameters: every client has the initial ones, whose body never changes."""
         if not self.balanced:
             return Payload()
@@ -101,12 +103,14 @@ class AFL(Method):
     def work(self, stage: Stage) -> ClientWork:
         return SendChange(stage.round)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return empty_sums(world.model(client), world.classes)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         sums = {
-            g: torch.stack([state.extra.tensor(g), *(r.up.tensor(g) for r in replies)]).sum(0)
+            g: torch.stack([state.extra.tensor(g), *(r.content.tensor(g) for r in replies)]).sum(0)
             for g in SUMS
         }
         counts = self.counts(state, world) if self.balanced else {}
@@ -137,28 +141,35 @@ class SendChange(ClientWork):
 
     round: int
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         task = 0 if world.stream.kept else world.stream.task(self.round, view.client)
-        again = bool(memory) and memory.number("task") == task
-        sent = memory if again else empty_sums(self.network(view), world.classes)
-        more = {"weights": down.get("weights"), "task": task}
-        more |= {"features": self.features(down, view, world)}
-        return Carry(params={}, constants={**more, **{g: sent.tensor(g) for g in SUMS}})
+        again = bool(client_state) and client_state.number("task") == task
+        sent = client_state if again else empty_sums(self.network(view), world.classes)
+        more = {"weights": payload.get("weights"), "task": task}
+        more |= {"features": self.features(payload, view, world)}
+        return TrainingStart(params={}, constants={**more, **{g: sent.tensor(g) for g in SUMS}})
 
     def network(self, view: View) -> ModelSpec:
         """The network whose features these are."""
         return view.model
 
-    def features(self, down: Payload, view: View, world: World) -> Tensor:
+    def features(self, payload: Payload, view: View, world: World) -> Tensor:
         """The features of the client's examples, (n, D)."""
         return view.features(world.initial(view.client))
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         now = feature_sums(
-            carry["features"], view.data.labels.cpu(), world.classes, carry["weights"]
+            start["features"], view.data.labels.cpu(), world.classes, start["weights"]
         )
-        return Payload({g: now.tensor(g) - carry[g] for g in SUMS}), Payload(
-            now, task=carry["task"]
+        return Payload({g: now.tensor(g) - start[g] for g in SUMS}), Payload(
+            now, task=start["task"]
         )

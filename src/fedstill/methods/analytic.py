@@ -41,15 +41,15 @@ from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import (
     SERVER,
-    Carry,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -98,7 +98,7 @@ class Analytic(FedAvg):
     are not shrunk.
     """
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
         if self.width and (spec.held or spec.widths):
             return (
@@ -115,7 +115,9 @@ class Analytic(FedAvg):
         """The network with the random layer under its head."""
         return lifted_spec(spec, self.width)
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name != SUM_UP:
             return Payload(params=state.params) if world.stream.task(stage.round) == 0 else None
         return Payload(body=self._body(state))
@@ -125,9 +127,9 @@ class Analytic(FedAvg):
             return super().work(stage)
         return SendGroups(stage, self) if self.groups else SendTaskSums(stage.round, self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != SUM_UP:
-            return super().expects(client, stage, world)
+            return super().expected_reply(client, stage, world)
         spec = self.network(world.model(client))
         return (
             empty_group_sums(spec, world.classes, self.groups)
@@ -135,12 +137,14 @@ class Analytic(FedAvg):
             else empty_sums(spec, world.classes)
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name != SUM_UP:
-            return super().fold(state, replies, stage, world)
+            return super().aggregate(state, replies, stage, world)
         spec = self.network(world.model(SERVER))
         before = state.extra if "gram" in state.extra else empty_sums(spec, world.classes)
-        came = [self._estimated(replies)] if self.groups else [r.up for r in replies]
+        came = [self._estimated(replies)] if self.groups else [r.content for r in replies]
         sums = {
             g: torch.stack([before.tensor(g), *(one.tensor(g) for one in came)]).sum(0)
             for g in SUMS
@@ -161,7 +165,9 @@ class Analytic(FedAvg):
 
     def _estimated(self, replies: Sequence[Reply]) -> Payload:
         """gram and cross of a task from all clients' groups."""
-        sums, counts = (torch.cat([r.up.tensor(g) for r in replies]) for g in ("sums", "counts"))
+        sums, counts = (
+            torch.cat([r.content.tensor(g) for r in replies]) for g in ("sums", "counts")
+        )
         return Payload(gram=estimated_gram(sums, counts), cross=sums.sum(0).T.contiguous())
 
     def _body(self, state: State) -> dict[str, Tensor]:
@@ -178,8 +184,8 @@ class SendTaskSums(SendChange):
     def network(self, view: View) -> ModelSpec:
         return self.method.network(view.model)
 
-    def features(self, down: Payload, view: View, world: World) -> Tensor:
-        return view.features(down.tensors("body"), model=self.network(view))
+    def features(self, payload: Payload, view: View, world: World) -> Tensor:
+        return view.features(payload.tensors("body"), model=self.network(view))
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,9 @@ class SendGroups(ClientWork):
     stage: Stage
     method: Analytic
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         m, task, labels = (
             self.method,
             world.stream.task(self.stage.round, view.client),
@@ -199,17 +207,22 @@ class SendGroups(ClientWork):
         )
         spec = m.network(view.model)
         up = empty_group_sums(spec, world.classes, m.groups)
-        if not memory or memory.number("task") != task:
+        if not client_state or client_state.number("task") != task:
             draw = generator(seed_for(world.seed, task, 0, view.client, "groups"))
             group = torch.randperm(len(labels), generator=draw) % m.groups
-            features = view.features(down.tensors("body"), model=spec)
+            features = view.features(payload.tensors("body"), model=spec)
             up = group_sums(features, labels, world.classes, group, m.groups)
-        return Carry(params={}, constants={"up": up, "task": task})
+        return TrainingStart(params={}, constants={"up": up, "task": task})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        return carry["up"], Payload(task=carry["task"])
+        return start["up"], Payload(task=start["task"])
 
 
 def without_negative(gram: Tensor) -> Tensor:

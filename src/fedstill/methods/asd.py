@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
@@ -56,7 +56,7 @@ class ASD(FedAvg):
     b2: NonNegative = 1.0
     """Power of the rarity of an example's label at the client in its weight."""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         return no_other_classes(world) if self.classes == "not_true" else ""
 
     def work(self, stage: Stage) -> ClientWork:
@@ -69,17 +69,19 @@ class Weighted(FromGlobal):
 
     method: ASD
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry = super().begin(down, memory, view, world)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry = super().begin(payload, client_state, view, world)
         rarity = view.proportions.log().to(dtype_of(carry.params))
-        return Carry(carry.params, carry.teachers, constants={"rarity": rarity})
+        return TrainingStart(carry.params, carry.teachers, constants={"rarity": rarity})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
         logs = teacher.log_softmax(1)
         entropy = -(logs.exp() * logs).sum(1)  # (B,)
         # in log space, and the largest weight is 1
-        power = -m.b1 * entropy - m.b2 * carry["rarity"][step.y]
+        power = -m.b1 * entropy - m.b2 * start["rarity"][step.y]
         raw = (power - power.max()).exp()
         far = (
             nckd(student, teacher, step.y, m.temperature)
@@ -87,4 +89,4 @@ class Weighted(FromGlobal):
             else kd(student, teacher, m.temperature)
         )
         weighted = (step.share(raw) * far).sum() / m.temperature**2
-        return {**super().terms(step, carry), "self_distillation": m.weight * weighted}
+        return {**super().terms(step, start), "self_distillation": m.weight * weighted}

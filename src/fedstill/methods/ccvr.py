@@ -35,16 +35,16 @@ from fedstill.core.records import (
     KEEP,
     NOTHING,
     SERVER,
-    Carry,
     Examples,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -80,16 +80,18 @@ class CCVR(FedAvg):
     covariance: Literal["full", "diagonal"] = "full"
     """What is sent of a class's covariance: C D² numbers in all, or C D."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if has_links(stages):
             return "after a chain there is no stage of the server's; set topology.kind = 'parallel'"
         return no_linear_head(world)
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name == STATISTICS:
             return Payload(params=state.params)
         if stage.name != CALIBRATE:
-            return super().down(state, client, stage, world)
+            return super().payload_for_client(state, client, stage, world)
         if "counts" not in state.extra:
             raise BadPayload(
                 f"there is nothing to calibrate by; set topology.last = {STATISTICS!r}"
@@ -101,7 +103,7 @@ class CCVR(FedAvg):
             return SendMoments(self.covariance)
         return Calibrate(self.samples) if stage.name == CALIBRATE else super().work(stage)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == STATISTICS:
             nothing = torch.zeros(0, width(world.model(client)))
             return class_moments(
@@ -109,17 +111,21 @@ class CCVR(FedAvg):
             )
         if stage.name == CALIBRATE:
             return Payload(head=last_layer(world.initial(client)))
-        return super().expects(client, stage, world)
+        return super().expected_reply(client, stage, world)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == STATISTICS:
             return state.next(
-                groups={g: torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in MOMENTS}
+                groups={
+                    g: torch.stack([r.content.tensor(g) for r in replies]).sum(0) for g in MOMENTS
+                }
             )
         if stage.name == CALIBRATE:
-            calibrated = {**state.params, **replies[0].up.tensors("head")}
+            calibrated = {**state.params, **replies[0].content.tensors("head")}
             return state.without(*MOMENTS).next(params=calibrated, before=last_layer(state.params))
-        return super().fold(state, replies, stage, world)
+        return super().aggregate(state, replies, stage, world)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """The global model, and in the end the one before calibration."""
@@ -175,13 +181,20 @@ class SendMoments(ClientWork):
 
     covariance: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params={}, constants={"params": down.params})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={}, constants={"params": payload.params})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        features, labels = view.features(carry["params"]), view.data.labels.cpu()
+        features, labels = view.features(start["params"]), view.data.labels.cpu()
         return class_moments(features, labels, world.classes, self.covariance), KEEP
 
 
@@ -191,9 +204,11 @@ class Calibrate(ClientWork):
 
     samples: int
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        head, counts = down.tensors("head"), down.tensor("counts")
-        means, roots = gaussians(counts, down.tensor("sums"), down.tensor("products"))
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        head, counts = payload.tensors("head"), payload.tensor("counts")
+        means, roots = gaussians(counts, payload.tensor("sums"), payload.tensor("products"))
         draw = generator(seed_for(world.seed, 0, 0, SERVER, "virtual features"))
         noise = torch.randn(
             *counts.shape, self.samples, means.shape[1], generator=draw, dtype=torch.float64
@@ -202,11 +217,16 @@ class Calibrate(ClientWork):
         there = (counts > 0).nonzero().squeeze(1)
         values = features[there].flatten(0, 1).to(dtype_of(head))
         points = Examples(values, there.repeat_interleave(self.samples))
-        return Carry(
+        return TrainingStart(
             head, model=ModelSpec("logistic", (means.shape[1],), world.classes), examples=points
         )
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(head=params), NOTHING

@@ -21,15 +21,15 @@ from fedstill.core.labels import means_by_class
 from fedstill.core.method import Method
 from fedstill.core.records import (
     SERVER,
-    Carry,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -64,14 +64,14 @@ class ClassValues(Method):
     def distance(self, step: Step, target: Tensor) -> Tensor:
         """How far a batch is from the values of its classes, (B, V): (B,)."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         alone = (
             "what a class's values come to is a mean over clients, and in a chain one acts at a "
             "time"
         )
         return f"{alone}; set topology.kind = 'parallel'" if has_links(stages) else ""
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         return State(params={}).next(
             values=self.blank(SERVER, world), seen=torch.zeros(world.classes)
         )
@@ -82,13 +82,13 @@ class ClassValues(Method):
             world.classes, self.width(world.model(client)), dtype=dtype_of(world.initial(client))
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(values=state.extra["values"], seen=state.extra["seen"])
 
     def work(self, stage: Stage) -> ClientWork:
         return TowardsValues(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(
             means=self.blank(client, world), counts=torch.zeros(world.classes, dtype=torch.int64)
         )
@@ -102,19 +102,26 @@ class TowardsValues(ClientWork):
 
     method: ClassValues
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        constants = {"values": down.tensor("values"), "seen": down.tensor("seen")}
-        return Carry(own_model(memory, view, world), constants=constants)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        constants = {"values": payload.tensor("values"), "seen": payload.tensor("seen")}
+        return TrainingStart(own_model(client_state, view, world), constants=constants)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        apart = self.method.distance(step, carry["values"][step.y])  # (B,)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        apart = self.method.distance(step, start["values"][step.y])  # (B,)
         return {
-            **super().terms(step, carry),
-            "apart": self.method.strength * (carry["seen"][step.y] * apart),
+            **super().terms(step, start),
+            "apart": self.method.strength * (start["seen"][step.y] * apart),
         }
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         means, counts = means_by_class(
             self.method.values(params, view), view.data.labels.cpu(), world.classes

@@ -35,14 +35,14 @@ from torch import Tensor
 from fedstill.core.fields import Count, CountOrZero, PositiveShare
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     Examples,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -78,7 +78,7 @@ class CLUE(LocalOnly):
     participants: CountOrZero = 0
     """Clients that take part in one exchange, the one that asks included; 0 is all."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if world.asking is not None and world.asking.draw != "single":
             return "it answers queries for one class; set query.draw = 'single'"
         many = {c: len(query) for c, query in world.queries.items() if len(query) > 1}
@@ -87,11 +87,13 @@ class CLUE(LocalOnly):
                 f"it answers queries for one class, and client {client} asks for {count}; set "
                 "query.draw = 'single'"
             )
-        return super().misfit(stages, world)
+        return super().incompatibility(stages, world)
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name == FIT:
-            return super().down(state, client, stage, world)
+            return super().payload_for_client(state, client, stage, world)
         return (
             own_and_peers(state, client, self.participants, world)
             if client in world.queries
@@ -101,18 +103,20 @@ class CLUE(LocalOnly):
     def work(self, stage: Stage) -> ClientWork:
         return super().work(stage) if stage.name == FIT else Patched(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        own = super().expects(client, stage, world)
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        own = super().expected_reply(client, stage, world)
         return (
             own
             if stage.name == FIT
             else Payload(own, vote=torch.zeros(2, dtype=dtype_of(world.initial(client))))
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == FIT:
-            return super().fold(state, replies, stage, world)
-        votes = {f"vote.{r.client}": r.up.tensor("vote") for r in replies}
+            return super().aggregate(state, replies, stage, world)
+        votes = {f"vote.{r.client}": r.content.tensor("vote") for r in replies}
         return with_students(state, replies).next(groups=votes)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -139,24 +143,27 @@ class Patched(ClientWork):
 
     method: CLUE
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         (wanted,) = view.query
-        peers = down.many("peer")
+        peers = payload.many("peer")
         knows = {
             c: float(probed(world.model(c), p, world, self.method.samples)[wanted])
             for c, p in peers.items()
         }
         helper = max(knows, key=lambda c: (knows[c], -c), default=view.client)
         patched = (
-            self.patched(down.params, peers[helper], wanted, view, world)
+            self.patched(payload.params, peers[helper], wanted, view, world)
             if peers
-            else dict(down.params)
+            else dict(payload.params)
         )
         weights = torch.tensor(
-            [self.weight(m, view) for m in (down.params, patched)], dtype=dtype_of(down.params)
+            [self.weight(m, view) for m in (payload.params, patched)],
+            dtype=dtype_of(payload.params),
         )
         both = weights if bool(weights.any()) else torch.ones_like(weights)
-        return Carry({}, constants={"helper": helper, "patched": patched, "vote": both})
+        return TrainingStart({}, constants={"helper": helper, "patched": patched, "vote": both})
 
     def patched(
         self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World
@@ -182,16 +189,23 @@ class Patched(ClientWork):
         return max(0.0, math.log((1 - error) / error))
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        return Payload(params=carry["patched"], vote=carry["vote"]), NOTHING
+        return Payload(params=start["patched"], vote=start["vote"]), NOTHING
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         """``helper``: who helped, the client itself if it has no peers; ``vote``: weights of its
         model and the copy.
         """
         return {
             "query": list(view.query),
-            "helper": carry["helper"],
-            "vote": carry["vote"].tolist(),
+            "helper": start["helper"],
+            "vote": start["vote"].tolist(),
         }

@@ -35,14 +35,14 @@ from torch import Tensor
 from fedstill.core.fields import NonNegative, Positive, Share
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
     many,
@@ -80,7 +80,7 @@ class CWC(FedSeq):
     loss.
     """
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_links(stages):
             return "in parallel no client passes an importance on; leave topology.kind out"
         if self.lseg and world.plans["train"].clip_norm > 0:
@@ -90,30 +90,32 @@ class CWC(FedSeq):
             )
         return ""
 
-    def setup(self, world: World) -> State:
-        start = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         return start.next(importance=zeros_like(_trained(start.params, world, SERVER)))
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         factor = self.decay if self.memory == "ema" and state.round > 1 else 1.0
         return state.next(
             importance=scale(state.extra.tensors("importance"), factor),
-            cycle=sum(s.hop for s in stages),
+            cycle=sum(s.sequential for s in stages),
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, importance=state.extra.tensors("importance"))
 
     def work(self, stage: Stage) -> ClientWork:
         return Consolidated(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         own = _trained(world.initial(client), world, client)
-        return Payload(super().expects(client, stage, world), importance=own)
+        return Payload(super().expected_reply(client, stage, world), importance=own)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        after = super().fold(state, replies, stage, world)
-        new = replies[0].up.tensors("importance")
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        after = super().aggregate(state, replies, stage, world)
+        new = replies[0].content.tensors("importance")
         if self.memory != "sliding":
             return after.next(importance=add(state.extra.tensors("importance"), new))
         queue = state.extra.many("omega")
@@ -133,32 +135,39 @@ class Consolidated(ClientWork):
 
     method: CWC
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        importance = down.tensors("importance")
-        anchor = only(down.params, importance)
-        return Carry(
-            down.params,
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        importance = payload.tensors("importance")
+        anchor = only(payload.params, importance)
+        return TrainingStart(
+            payload.params,
             trace=zeros_like(anchor),
             constants={"anchor": anchor, "importance": importance},
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        pull = quadratic(step.params, carry["anchor"], carry["importance"], self.method.weight)
-        return {**super().terms(step, carry), "consolidation": pull}
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        pull = quadratic(step.params, start["anchor"], start["importance"], self.method.weight)
+        return {**super().terms(step, start), "consolidation": pull}
 
-    def settle(
-        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    def after_step(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
         if self.method.lseg:
-            anchor, importance, c = carry["anchor"], carry["importance"], self.method.weight
+            anchor, importance, c = start["anchor"], start["importance"], self.method.weight
             grads = {k: grads[k] - 2 * c * importance[k] * (before[k] - anchor[k]) for k in trace}
         return after, {k: trace[k] - grads[k] * (after[k] - before[k]) for k in trace}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        moved = sub(only(params, carry["anchor"]), carry["anchor"])
-        omega = {k: w / (moved[k].square() + self.method.epsilon) for k, w in ran.trace.items()}
+        moved = sub(only(params, start["anchor"]), start["anchor"])
+        omega = {k: w / (moved[k].square() + self.method.epsilon) for k, w in result.trace.items()}
         if self.method.clamp:
             omega = {k: v.clamp(min=0) for k, v in omega.items()}
         return Payload(params=params, importance=omega), Payload()

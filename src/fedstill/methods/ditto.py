@@ -26,14 +26,14 @@ from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     KEEP,
     NOTHING,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -68,7 +68,7 @@ class Ditto(FedAvg):
     alone.
     """
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         unmet = (
             "clients train models of their own; set topology.kind = 'parallel' and topology.before "
             f"= {PERSONAL!r}"
@@ -78,23 +78,32 @@ class Ditto(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return NearGlobal(self.strength) if stage.name == PERSONAL else ForAll()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return NOTHING if stage.name == PERSONAL else super().expects(client, stage, world)
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return NOTHING if stage.name == PERSONAL else super().expected_reply(client, stage, world)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state if stage.name == PERSONAL else super().fold(state, replies, stage, world)
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        return state if stage.name == PERSONAL else super().aggregate(state, replies, stage, world)
 
 
 @dataclass(frozen=True)
 class NearGlobal(LocalTraining):
     """Training of the client's own model near the global one; it stays at the client."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        anchor = only(down.params, sorted(trainable_names(view.model)))
-        return Carry(own_model(memory, view, world), constants={"anchor": anchor})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        anchor = only(payload.params, sorted(trainable_names(view.model)))
+        return TrainingStart(own_model(client_state, view, world), constants={"anchor": anchor})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return NOTHING, Payload(params=params)
 
@@ -103,6 +112,11 @@ class ForAll(ClientWork):
     """Plain local training of the global model; the client goes on remembering its own."""
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(params=params), KEEP

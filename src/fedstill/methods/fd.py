@@ -30,15 +30,15 @@ from torch import Tensor
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.records import (
     SERVER,
-    Carry,
     ModelSpec,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -68,14 +68,14 @@ class FD(ClassValues):
     def distance(self, step: Step, target: Tensor) -> Tensor:
         return kd(step.logits(), step.on(target))
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         start = State(params=world.initial(SERVER) if self.average_weights else {})
         zeros = self.blank(SERVER, world)
         return start.next(
             sums=zeros.double(), holders=torch.zeros(world.classes, dtype=torch.int64)
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         """The mean over the others, for each class: the sum less the client's own, by one holder
         fewer.
         """
@@ -90,15 +90,19 @@ class FD(ClassValues):
     def work(self, stage: Stage) -> ClientWork:
         return FromOthers(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         model = {"params": world.initial(client)} if self.average_weights else {}
-        return Payload({**super().expects(client, stage, world), **model})
+        return Payload({**super().expected_reply(client, stage, world), **model})
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        said = {f"{g}.{r.client}": r.up.tensor(g) for r in replies for g in ("means", "counts")}
-        has = [(r.up.tensor("counts") > 0).long() for r in replies]
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        said = {
+            f"{g}.{r.client}": r.content.tensor(g) for r in replies for g in ("means", "counts")
+        }
+        has = [(r.content.tensor("counts") > 0).long() for r in replies]
         sums = sum(
-            h.unsqueeze(1) * r.up.tensor("means").double()
+            h.unsqueeze(1) * r.content.tensor("means").double()
             for h, r in zip(has, replies, strict=True)
         )
         params = weighted_mean(replies) if self.average_weights else None
@@ -114,14 +118,21 @@ class FromOthers(TowardsValues):
 
     method: FD
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        start = Payload(params=down.params) if self.method.average_weights else memory
-        return super().begin(down, start, view, world)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        start = Payload(params=payload.params) if self.method.average_weights else client_state
+        return super().begin(payload, start, view, world)
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        up, memory = super().end(params, carry, ran, view, world)
+        up, memory = super().end(params, start, result, view, world)
         return Payload(
             {**up, **({"params": params} if self.method.average_weights else {})}
         ), memory

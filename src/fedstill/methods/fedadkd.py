@@ -40,13 +40,13 @@ from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.labels import adaptive_weights, gini_index, proportions
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -77,11 +77,13 @@ class FedADKD(FedDKD):
     def requires(self) -> frozenset[str]:
         return self.needs | ({"label_counts"} if self.phi_timing == "exact" else set())
 
-    def setup(self, world: World) -> State:
-        return super().setup(world).next(gini=torch.ones(world.clients, dtype=torch.float64))
+    def initial_state(self, world: World) -> State:
+        return (
+            super().initial_state(world).next(gini=torch.ones(world.clients, dtype=torch.float64))
+        )
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        cohort = [c for stage in stages if stage.hop for c in stage.clients]
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        cohort = [c for stage in stages if stage.sequential for c in stage.clients]
         if not cohort:
             return state
         # a task's census may still come, but no link of the chain changes what it says
@@ -91,10 +93,10 @@ class FedADKD(FedDKD):
         phi[cohort] = self._phi(state, cohort)
         return state.next(phi=phi)
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        if stage.hop and "phi" in state.extra:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        if stage.sequential and "phi" in state.extra:
             return Payload(params=state.params, phi=float(state.extra.tensor("phi")[client]))
-        known = stage.hop and "cohort" in state.extra
+        known = stage.sequential and "cohort" in state.extra
         cohort = state.extra.tensor("cohort").tolist() if known else list(stage.clients)
         return Payload(
             params=state.params, phi=float(self._phi(state, cohort)[cohort.index(client)])
@@ -103,14 +105,16 @@ class FedADKD(FedDKD):
     def work(self, stage: Stage) -> ClientWork:
         return Adaptive(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(super().expects(client, stage, world), gini=0.0)
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(super().expected_reply(client, stage, world), gini=0.0)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         gini = state.extra.tensor("gini").clone()
         for reply in replies:
-            gini[reply.client] = min(max(reply.up.number("gini"), 0.0), 1.0)
-        return super().fold(state, replies, stage, world).next(gini=gini)
+            gini[reply.client] = min(max(reply.content.number("gini"), 0.0), 1.0)
+        return super().aggregate(state, replies, stage, world).next(gini=gini)
 
     def _phi(self, state: State, cohort: list[int]) -> Tensor:
         return self.phi(self._gini(state)[cohort])
@@ -134,11 +138,18 @@ class FedADKD(FedDKD):
 class Adaptive(Decoupled):
     """FedDKD's objective with the phi received; the client's own Gini index goes up."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry = super().begin(down, memory, view, world)
-        return Carry(carry.params, carry.teachers, constants={"phi": down.number("phi")})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry = super().begin(payload, client_state, view, world)
+        return TrainingStart(carry.params, carry.teachers, constants={"phi": payload.number("phi")})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(params=params, gini=float(gini_index(proportions(view.counts)))), NOTHING

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from fedstill.core.fields import Count, NonNegative
-from fedstill.core.records import Carry, Plan, Stage, Step
+from fedstill.core.records import Plan, Stage, Step, TrainingStart
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
@@ -65,7 +65,7 @@ class Aligned(ClientWork):
 
     method: FedAlign
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         logits, whole, narrow = step.slim(self.method.width)
         ce, times = cross_entropy(logits, step.y), self.method.iterations
         with torch.no_grad():

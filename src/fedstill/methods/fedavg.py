@@ -51,7 +51,9 @@ class FedAvg(Method):
     suspected: Suspected | None = field(default=None, kw_only=True)
     """The share of clients that may be hostile, for trimmed_mean and krum; unset: 0.3."""
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         return state.next(params=self.averaged(replies, state.params))
 
     def averaged(

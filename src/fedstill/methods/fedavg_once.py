@@ -39,16 +39,20 @@ class FedAvgOnce(LocalOnly):
     suspected: Suspected | None = field(default=None, kw_only=True)
     """The share of clients that may be hostile, for trimmed_mean and krum; unset: 0.3."""
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         return State(params=world.initial(SERVER))
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         """In a later round a client goes on from its own model, which it keeps: the server may see
         the mean alone.
         """
         return Payload(params=world.initial(client), **({GOES_ON: 1} if world.rounds > 1 else {}))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         return state.next(
             params=weighted_mean(replies, "params", self.aggregation, state.params, self.suspected)
         )

@@ -38,7 +38,7 @@ class FedAvgM(FedAvg):
     server_lr: Positive = 1.0
     """How far the server moves along the running sum (eta)."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return (
             "a chain hands on the model as a client left it, and the server's momentum would move "
             "it between clients; "
@@ -47,14 +47,16 @@ class FedAvgM(FedAvg):
             else ""
         )
 
-    def setup(self, world: World) -> State:
-        start = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         return start.next(
             velocity=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        mean = super().fold(state, replies, stage, world).params
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        mean = super().aggregate(state, replies, stage, world).params
         before = state.extra.tensors("velocity")
         sent = only(state.params, before)
         velocity = add(scale(before, self.momentum), sub(sent, mean))

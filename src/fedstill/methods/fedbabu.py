@@ -21,13 +21,13 @@ from torch import Tensor
 
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -68,9 +68,14 @@ class BodyAlone(KeepsItsOwn):
     """Local training of the body; the head is everybody's, and nothing is remembered."""
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        return super().end(params, carry, ran, view, world)[0], NOTHING
+        return super().end(params, start, result, view, world)[0], NOTHING
 
     def trainable(self, name: str) -> bool:
         return not in_head(name)

@@ -39,15 +39,15 @@ from fedstill.core.fields import Count, CountOrZero, NonNegative, Positive, Posi
 from fedstill.core.keys import generator, numpy_generator, seed_for
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
     many,
@@ -92,8 +92,8 @@ class FedBE(FedDF):
     after: Share = 0.3
     """The share of the server's steps before the first cycle."""
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        given = super().down(state, client, stage, world)
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        given = super().payload_for_client(state, client, stage, world)
         if not given.many("model"):
             return given
         more = [state.params, *self.drawn(state, stage, world)]
@@ -128,8 +128,10 @@ class FedBE(FedDF):
             FusedAndAveraged(self.temperature, self) if stage.name == TEACH_SERVER else ClientWork()
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        after = super().fold(state, replies, stage, world)
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        after = super().aggregate(state, replies, stage, world)
         if stage.name == TEACH_SERVER:
             return after.without("sizes")
         sizes = torch.tensor([float(r.examples) for r in replies])
@@ -145,43 +147,53 @@ class FusedAndAveraged(Fused):
 
     method: FedBE
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         teachers, plan = (
-            super().begin(down, memory, view, world).teachers,
+            super().begin(payload, client_state, view, world).teachers,
             world.plans[TEACH_SERVER],
         )
         joined = joins_last_example(view.model, plan, len(view.data))
         steps = plan.steps or plan.epochs * plan.batches_per_epoch(len(view.data), joined)
-        number = torch.zeros((), dtype=dtype_of(down.params))
+        number = torch.zeros((), dtype=dtype_of(payload.params))
         sums = {
-            f"sum.{k}": torch.zeros_like(down.params[k])
+            f"sum.{k}": torch.zeros_like(payload.params[k])
             for k in sorted(trainable_names(view.model))
         }
         trace = {"steps": number, "models": number, **sums}
-        return Carry(
-            down.params, teachers, trace, {"steps": steps, "first": int(self.method.after * steps)}
+        return TrainingStart(
+            payload.params,
+            teachers,
+            trace,
+            {"steps": steps, "first": int(self.method.after * steps)},
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         # (M, B, C)
-        each = torch.stack([step.teacher(name) for name in carry.teachers]).log_softmax(-1)
+        each = torch.stack([step.teacher(name) for name in start.teachers]).log_softmax(-1)
         return {"ensemble": kd(step.logits(), each.logsumexp(0) / self.temperature)}
 
-    def settle(
-        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    def after_step(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
         m, steps = self.method, trace["steps"] + 1
-        begun = steps > carry["first"]
-        place = (steps - carry["first"] - 1) % m.cycle + 1  # from 1 to the cycle's length
+        begun = steps > start["first"]
+        place = (steps - start["first"] - 1) % m.cycle + 1  # from 1 to the cycle's length
         rate = torch.where(begun, 1 - (1 - m.low) * place / m.cycle, 1.0)
-        hit = ((begun & (place == m.cycle)) | (steps == carry["steps"])).to(steps.dtype)
+        hit = ((begun & (place == m.cycle)) | (steps == start["steps"])).to(steps.dtype)
         now = {k: before[k] + rate * (after[k] - before[k]) for k in after}
         sums = {f"sum.{k}": trace[f"sum.{k}"] + hit * now[k] for k in now}
         return now, {"steps": steps, "models": trace["models"] + hit, **sums}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        sums = {k.removeprefix("sum."): v for k, v in ran.trace.items() if k.startswith("sum.")}
-        models = float(ran.trace["models"])
+        sums = {k.removeprefix("sum."): v for k, v in result.trace.items() if k.startswith("sum.")}
+        models = float(result.trace["models"])
         return Payload(params={**params, **(scale(sums, 1 / models) if models else {})}), Payload()

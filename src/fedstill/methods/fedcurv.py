@@ -30,14 +30,14 @@ from fedstill.core.fields import Count, NonNegative
 from fedstill.core.keys import seed_for
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -67,7 +67,7 @@ class FedCurv(FedAvg):
     scope: Literal["all_seen", "last_round"] = "all_seen"
     """Whose information counts: that of all clients ever seen, or of the last round's."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return (
             "method.scope = 'last_round' would forget after every client of a chain; set "
             "method.scope = 'all_seen'"
@@ -75,14 +75,14 @@ class FedCurv(FedAvg):
             else ""
         )
 
-    def setup(self, world: World) -> State:
-        start = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
         return start.next(
             fisher=zeros, fisher_params=zeros, counted=torch.zeros(world.clients, dtype=torch.int64)
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         extra = state.extra
         counted = int(extra.tensor("counted")[client])
         sums = {g: extra.tensors(g) for g in ("fisher", "fisher_params")}
@@ -91,11 +91,15 @@ class FedCurv(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return Curved(self, stage)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
-        return Payload(super().expects(client, stage, world), fisher=trained, fisher_params=trained)
+        return Payload(
+            super().expected_reply(client, stage, world), fisher=trained, fisher_params=trained
+        )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         counted = state.extra.tensor("counted").clone()
         sums = {g: state.extra.tensors(g) for g in ("fisher", "fisher_params")}
         if self.scope == "last_round":
@@ -103,8 +107,8 @@ class FedCurv(FedAvg):
             sums = {g: zeros_like(t) for g, t in sums.items()}
         for reply in replies:
             counted[reply.client] = 1
-            sums = {g: add(t, reply.up.tensors(g)) for g, t in sums.items()}
-        averaged = super().fold(state, replies, stage, world)
+            sums = {g: add(t, reply.content.tensors(g)) for g, t in sums.items()}
+        averaged = super().aggregate(state, replies, stage, world)
         return averaged.next(
             counted=counted, fisher=sums["fisher"], fisher_params=sums["fisher_params"]
         )
@@ -119,27 +123,36 @@ class Curved(ClientWork):
     method: FedCurv
     stage: Stage
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         names = ("fisher", "fisher_params")
-        known = bool(memory) and down.number("counted") > 0
-        own = {g: memory.tensors(g) if known else zeros_like(down.tensors(g)) for g in names}
-        others = {g: sub(down.tensors(g), own[g]) for g in names}
-        return Carry(down.params, constants={"own": own, "others": others})
+        known = bool(client_state) and payload.number("counted") > 0
+        own = {
+            g: client_state.tensors(g) if known else zeros_like(payload.tensors(g)) for g in names
+        }
+        others = {g: sub(payload.tensors(g), own[g]) for g in names}
+        return TrainingStart(payload.params, constants={"own": own, "others": others})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        p, q = carry["others"]["fisher"], carry["others"]["fisher_params"]
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        p, q = start["others"]["fisher"], start["others"]["fisher_params"]
         pull = torch.stack(
             [(p[k] * step.params[k] ** 2 - 2 * q[k] * step.params[k]).sum() for k in p]
         ).sum()
-        return {**super().terms(step, carry), "pull": self.method.weight * pull}
+        return {**super().terms(step, start), "pull": self.method.weight * pull}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        fisher = self.fisher(params, view, world, carry["own"]["fisher"])
+        fisher = self.fisher(params, view, world, start["own"]["fisher"])
         new = {"fisher": fisher, "fisher_params": {k: fisher[k] * params[k] for k in fisher}}
         whole = self.method.scope == "last_round"
-        up = new if whole else {g: sub(new[g], carry["own"][g]) for g in new}
+        up = new if whole else {g: sub(new[g], start["own"][g]) for g in new}
         return Payload({"params": params, **up}), Payload(new)
 
     def fisher(self, params: Tensors, view: View, world: World, like: Tensors) -> Tensors:

@@ -30,15 +30,15 @@ from fedstill.core.aggregation import Aggregation
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -71,7 +71,7 @@ class FedDBE(PartlyShared):
     kappa: NonNegative = 50.0
     """How strongly the mean of a batch's features is drawn to the consensus."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         unmet = (
             "clients agree on a mean first; set topology.kind = 'parallel' and topology.first = "
             f"{MEANS!r}"
@@ -81,9 +81,9 @@ class FedDBE(PartlyShared):
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if name != ADDED["shift"]]
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         more = {"consensus": state.extra.tensor("consensus")} if stage.name != MEANS else {}
-        return Payload(super().down(state, client, stage, world), **more)
+        return Payload(super().payload_for_client(state, client, stage, world), **more)
 
     def work(self, stage: Stage) -> ClientWork:
         return (
@@ -92,19 +92,21 @@ class FedDBE(PartlyShared):
             else Shifted(self, stage.name, self.kappa)
         )
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != MEANS:
-            return super().expects(client, stage, world)
+            return super().expected_reply(client, stage, world)
         return Payload(
             mean={
                 "h": torch.zeros(width(world.model(client)), dtype=dtype_of(world.initial(client)))
             }
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == MEANS:
             return state.next(consensus=self.averaged(replies, None, "mean")["h"])
-        return super().fold(state, replies, stage, world)
+        return super().aggregate(state, replies, stage, world)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """The global model, without a shift."""
@@ -118,7 +120,12 @@ class SaysMean(KeepsItsOwn):
         return name != ADDED["shift"]
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         h = view.features(params)  # (n, D)
         return Payload(mean={"h": h.sum(0) / max(len(h), 1)}), NOTHING
@@ -132,14 +139,16 @@ class Shifted(KeepsItsOwn):
 
     kappa: float
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         return replace(
-            super().begin(down, memory, view, world),
-            constants={"consensus": down.tensor("consensus")},
+            super().begin(payload, client_state, view, world),
+            constants={"consensus": payload.tensor("consensus")},
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         h = step.features() - step.params[ADDED["shift"]]  # (B, D)
         mean = (h * step.mask.to(h.dtype).unsqueeze(1)).sum(0) / step.mask.sum()  # (D,)
-        far = (mean - carry["consensus"]).square().mean() / 2
-        return {**super().terms(step, carry), "mean": self.kappa * far}
+        far = (mean - start["consensus"]).square().mean() / 2
+        return {**super().terms(step, start), "mean": self.kappa * far}

@@ -33,15 +33,15 @@ from fedstill.core.aggregation import ROBUST, Aggregation, alike
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -75,7 +75,7 @@ class FedDC(FedAvg):
     alpha: NonNegative = 0.01
     """Weight of the penalty on leaving the global model less the client's drift (alpha)."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return (
             "a chain hands on the model as a client left it, and the server's mean drift would "
             "move it between "
@@ -84,12 +84,12 @@ class FedDC(FedAvg):
             else ""
         )
 
-    def setup(self, world: World) -> State:
-        start = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
         return start.next(drift=zeros, gradient=zeros)
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         gradient = state.extra.tensors("gradient")
         return Payload(
             params=state.params, gradient=gradient, relative_size=relative_size(state, client)
@@ -98,11 +98,13 @@ class FedDC(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return Drifting(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
-        return Payload(super().expects(client, stage, world), change=trained)
+        return Payload(super().expected_reply(client, stage, world), change=trained)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         drift, gradient = state.extra.tensors("drift"), state.extra.tensors("gradient")
         sent, mean = only(state.params, drift), self.averaged(replies, state.params)
         moved = sub(
@@ -114,7 +116,7 @@ class FedDC(FedAvg):
         if self.aggregation in ROBUST:
             change = self.averaged(replies, None, "change")
         else:
-            change = trees.mean([r.up.tensors("change") for r in replies], sizes)
+            change = trees.mean([r.content.tensors("change") for r in replies], sizes)
         gradient = add(gradient, scale(change, sum(sizes) / world.clients))
         return state.next(
             params={**mean, **add(only(mean, drift), drift)}, drift=drift, gradient=gradient
@@ -139,31 +141,41 @@ class Drifting(ClientWork):
 
     method: FedDC
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        sent = only(down.params, sorted(trainable_names(view.model)))
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        sent = only(payload.params, sorted(trainable_names(view.model)))
         drift, own = (
-            (memory.tensors(k) if memory else zeros_like(sent)) for k in ("drift", "gradient")
+            (client_state.tensors(k) if client_state else zeros_like(sent))
+            for k in ("drift", "gradient")
         )
-        size = down.number("relative_size")
-        everyone, anchor = scale(down.tensors("gradient"), 1 / size), sub(sent, drift)
+        size = payload.number("relative_size")
+        everyone, anchor = scale(payload.tensors("gradient"), 1 / size), sub(sent, drift)
         old = {"sent": sent, "drift": drift, "own": own, "everyone": everyone, "anchor": anchor}
-        return Carry(
-            down.params,
+        return TrainingStart(
+            payload.params,
             constants={**old, "linear": sub(everyone, own), "alpha": self.method.alpha / size},
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        slope, now = carry["linear"], only(step.params, carry["anchor"])
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        slope, now = start["linear"], only(step.params, start["anchor"])
         linear = torch.stack([(slope[k] * now[k]).sum() for k in now]).sum()
-        near = proximal(now, carry["anchor"], carry["alpha"])
-        return {**super().terms(step, carry), "linear": linear, "proximal": near}
+        near = proximal(now, start["anchor"], start["alpha"])
+        return {**super().terms(step, start), "linear": linear, "proximal": near}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        moved = sub(only(params, carry["sent"]), carry["sent"])
+        moved = sub(only(params, start["sent"]), start["sent"])
         change = zeros_like(moved)
-        if ran.steps > 0:
-            change = sub(direction_of(carry["sent"], params, ran.lr, ran.steps), carry["everyone"])
-        memory = Payload(drift=add(carry["drift"], moved), gradient=add(carry["own"], change))
+        if result.steps > 0:
+            change = sub(
+                direction_of(start["sent"], params, result.lr, result.steps), start["everyone"]
+            )
+        memory = Payload(drift=add(start["drift"], moved), gradient=add(start["own"], change))
         return Payload(params=params, change=change), memory

@@ -28,7 +28,18 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import Positive
-from fedstill.core.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
+from fedstill.core.records import (
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    State,
+    Step,
+    TrainingStart,
+    View,
+    World,
+    many,
+)
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.work import ClientWork
@@ -58,7 +69,7 @@ class FedDF(FedAvg):
     temperature: Positive = 1.0
     """Temperature of the server's distillation (tau)."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if has_links(stages):
             return (
                 "a chain ends with one model, and an ensemble needs several; set topology.kind = "
@@ -68,18 +79,20 @@ class FedDF(FedAvg):
             return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"
         return ""
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         models = state.extra.many("model") if stage.name == TEACH_SERVER else {}
         return Payload({"params": state.params, **many("model", models)})
 
     def work(self, stage: Stage) -> ClientWork:
         return Fused(self.temperature) if stage.name == TEACH_SERVER else ClientWork()
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == TEACH_SERVER:
-            return state.without("model.").next(params=replies[0].up.params)
-        averaged = super().fold(state.without("model."), replies, stage, world)
-        models = many("model", {r.client: r.up.params for r in replies})
+            return state.without("model.").next(params=replies[0].content.params)
+        averaged = super().aggregate(state.without("model."), replies, stage, world)
+        models = many("model", {r.client: r.content.params for r in replies})
         return averaged.next(groups=models)
 
 
@@ -89,9 +102,13 @@ class Fused(ClientWork):
 
     temperature: float
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(down.params, teachers={str(c): p for c, p in down.many("model").items()})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(
+            payload.params, teachers={str(c): p for c, p in payload.many("model").items()}
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        mean = torch.stack([step.teacher(name) for name in carry.teachers]).mean(0)  # (B, C)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        mean = torch.stack([step.teacher(name) for name in start.teachers]).mean(0)  # (B, C)
         return {"ensemble": kd(step.logits(), mean, self.temperature)}

@@ -26,7 +26,7 @@ from typing import Literal
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive, Share
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import nckd, nckd_slice, nckd_zero, target_kl, tckd
@@ -90,11 +90,11 @@ class Decoupled(FromGlobal):
 
     method: FedDKD
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
-        alpha = carry.constants.get("phi", 1.0) * carry.constants.get("alpha", m.alpha)
+        alpha = start.constants.get("phi", 1.0) * start.constants.get("alpha", m.alpha)
         return {
-            **super().terms(step, carry),
+            **super().terms(step, start),
             "true_class": alpha * TCKD[m.tckd](student, teacher, step.y, m.temperature),
             "other_classes": m.beta * NCKD[m.nckd_mode](student, teacher, step.y, m.temperature),
         }
@@ -106,7 +106,9 @@ class OfGroups(Decoupled):
 
     method: FedDKDOfGroups
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry, m = super().begin(down, memory, view, world), self.method
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry, m = super().begin(payload, client_state, view, world), self.method
         alpha = m.alpha_first if view.client < round(m.first * world.clients) else m.alpha
-        return Carry(carry.params, carry.teachers, constants={"alpha": alpha})
+        return TrainingStart(carry.params, carry.teachers, constants={"alpha": alpha})

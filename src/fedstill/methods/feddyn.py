@@ -24,14 +24,14 @@ from fedstill.core.aggregation import Aggregation, alike
 from fedstill.core.fields import Positive
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -55,7 +55,7 @@ class FedDyn(FedAvg):
     alpha: Positive = 0.01
     """Weight of the proximal term (alpha)."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return (
             "a chain hands on the model as a client left it, and the server's correction h would "
             "move it between "
@@ -64,8 +64,8 @@ class FedDyn(FedAvg):
             else ""
         )
 
-    def setup(self, world: World) -> State:
-        start = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         return start.next(
             h=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
         )
@@ -73,7 +73,9 @@ class FedDyn(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return Dynamic(self)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         h = state.extra.tensors("h")
         sent, mean = only(state.params, h), self.averaged(replies, state.params)
         moved = sub(
@@ -91,21 +93,28 @@ class Dynamic(ClientWork):
 
     method: FedDyn
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        anchor = only(down.params, sorted(trainable_names(view.model)))
-        own = memory.tensors("gradient") if memory else zeros_like(anchor)
-        return Carry(down.params, constants={"anchor": anchor, "own": own})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        anchor = only(payload.params, sorted(trainable_names(view.model)))
+        own = client_state.tensors("gradient") if client_state else zeros_like(anchor)
+        return TrainingStart(payload.params, constants={"anchor": anchor, "own": own})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        own, now = carry["own"], only(step.params, carry["anchor"])
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        own, now = start["own"], only(step.params, start["anchor"])
         linear = torch.stack([(own[k] * now[k]).sum() for k in own]).sum()
-        near = proximal(now, carry["anchor"], self.method.alpha)
-        return {**super().terms(step, carry), "linear": -linear, "proximal": near}
+        near = proximal(now, start["anchor"], self.method.alpha)
+        return {**super().terms(step, start), "linear": -linear, "proximal": near}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        moved = sub(only(params, carry["anchor"]), carry["anchor"])
+        moved = sub(only(params, start["anchor"]), start["anchor"])
         return Payload(params=params), Payload(
-            gradient=sub(carry["own"], scale(moved, self.method.alpha))
+            gradient=sub(start["own"], scale(moved, self.method.alpha))
         )

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
@@ -47,9 +47,11 @@ class FedETF(FedAvg):
 class BalancedSoftmax(ClientWork):
     """Cross-entropy of logits shifted by the log of the client's label counts."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        shift = view.counts.clamp(min=1).double().log().to(dtype_of(down.params))  # (C,)
-        return Carry(down.params, constants={"shift": shift})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        shift = view.counts.clamp(min=1).double().log().to(dtype_of(payload.params))  # (C,)
+        return TrainingStart(payload.params, constants={"shift": shift})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        return {"balanced": adjusted_cross_entropy(step.logits(), step.y, shift=carry["shift"])}
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        return {"balanced": adjusted_cross_entropy(step.logits(), step.y, shift=start["shift"])}

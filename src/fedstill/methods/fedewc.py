@@ -36,15 +36,15 @@ from fedstill.core.aggregation import weighted_mean
 from fedstill.core.fields import Count, NonNegative, Share
 from fedstill.core.records import (
     KEEP,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -80,10 +80,12 @@ class FedEWC(FedAvg):
     samples: Count = 500
     """The most examples from which a client takes its Fisher information."""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         return world.stream.nothing_before
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name == IMPORTANCE:
             ends = not self.weight or world.stream.task(stage.round) == world.stream.tasks - 1
             return None if ends else Payload(params=state.params)
@@ -93,16 +95,18 @@ class FedEWC(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return Importance(self, stage) if stage.name == IMPORTANCE else Anchored(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != IMPORTANCE:
-            return super().expects(client, stage, world)
+            return super().expected_reply(client, stage, world)
         return Payload(
             fisher=only(world.initial(client), sorted(trainable_names(world.model(client))))
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name != IMPORTANCE:
-            return super().fold(state, replies, stage, world)
+            return super().aggregate(state, replies, stage, world)
         fisher: Tensors = weighted_mean(replies, "fisher")
         if "fisher" in state.extra:
             fisher = add(scale(state.extra.tensors("fisher"), self.gamma), fisher)
@@ -115,17 +119,21 @@ class Anchored(ClientWork):
 
     method: FedEWC
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         known = {
-            g: down.tensors(g) for g in ("anchor", "fisher") if g in down and self.method.weight
+            g: payload.tensors(g)
+            for g in ("anchor", "fisher")
+            if g in payload and self.method.weight
         }
-        return Carry(params=down.params, constants=known)
+        return TrainingStart(params=payload.params, constants=known)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        if not carry.constants:
-            return super().terms(step, carry)
-        pull = quadratic(step.params, carry["anchor"], carry["fisher"], self.method.weight)
-        return {**super().terms(step, carry), "pull": pull}
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        if not start.constants:
+            return super().terms(step, start)
+        pull = quadratic(step.params, start["anchor"], start["fisher"], self.method.weight)
+        return {**super().terms(step, start), "pull": pull}
 
 
 @dataclass(frozen=True)
@@ -137,17 +145,24 @@ class Importance(ClientWork):
     method: FedEWC
     stage: Stage
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params={}, constants={"params": down.params})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={}, constants={"params": payload.params})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         mask = world.stream.mask(self.stage.round, view.client, world.classes)
-        total = zeros_like(only(carry["params"], sorted(trainable_names(view.model))))
+        total = zeros_like(only(start["params"], sorted(trainable_names(view.model))))
         some, count = min(self.method.samples, len(view.data)), 0
         for grads in islice(
-            view.gradients(carry["params"], lambda z, y: surprise(z, y, mask), batch=1), some
+            view.gradients(start["params"], lambda z, y: surprise(z, y, mask), batch=1), some
         ):
             total, count = {k: total[k] + grads[k] ** 2 for k in total}, count + 1
         return Payload(fisher=scale(total, 1 / max(count, 1))), KEEP

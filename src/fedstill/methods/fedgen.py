@@ -38,17 +38,17 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Examples,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
     many,
@@ -108,7 +108,7 @@ class FedGen(FedAvg):
     samples: Count = 1600
     """How many pairs of noise and class the generator is trained on in a round."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         unmet = (
             "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
             f"{GENERATE!r}"
@@ -122,12 +122,14 @@ class FedGen(FedAvg):
             "mlp", (self.noise + world.classes,), width, {"hidden": (self.hidden,)}
         )
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         drawn = contract.initial(self.spec(world), seed_for(world.seed, 0, 0, SERVER, GENERATE))
         kind = dtype_of(world.initial(SERVER))
-        return super().setup(world).next(generator={k: v.to(kind) for k, v in drawn.items()})
+        return (
+            super().initial_state(world).next(generator={k: v.to(kind) for k, v in drawn.items()})
+        )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         made = {"generator": state.extra["generator"]}
         if stage.name == GENERATE:
             heads = state.extra.many("head")
@@ -149,16 +151,18 @@ class FedGen(FedAvg):
             return TrainGenerator(self, stage.round)
         return FromGenerator(self, stage.round) if stage.round > 1 else ClientWork()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == GENERATE:
-            return Payload(generator=self.setup(world).extra["generator"])
-        return super().expects(client, stage, world)
+            return Payload(generator=self.initial_state(world).extra["generator"])
+        return super().expected_reply(client, stage, world)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == GENERATE:
-            return state.without("head.").next(generator=replies[0].up["generator"])
-        heads = many("head", {r.client: only(r.up.params, HEAD) for r in replies})
-        return super().fold(state.without("head."), replies, stage, world).next(groups=heads)
+            return state.without("head.").next(generator=replies[0].content["generator"])
+        heads = many("head", {r.client: only(r.content.params, HEAD) for r in replies})
+        return super().aggregate(state.without("head."), replies, stage, world).next(groups=heads)
 
     def asked(self, labels: Tensor, classes: int, draw: torch.Generator) -> Tensor:
         """Inputs of G for some classes: noise, uniform in [0, 1), beside one-hot classes; (n,
@@ -189,30 +193,39 @@ class TrainGenerator(ClientWork):
     method: FedGen
     round: int
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        made, counts = down.tensors("generator"), down.tensor("counts").double()  # (K, C)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        made, counts = payload.tensors("generator"), payload.tensor("counts").double()  # (K, C)
         omega = counts / counts.sum(0).clamp(min=1)
         there = counts.sum(0).nonzero().squeeze(1)
         draw = generator(seed_for(world.seed, self.round, 0, SERVER, GENERATE))
         labels = there[torch.randint(len(there), (self.method.samples,), generator=draw)]
         points = Examples(self.method.asked(labels, world.classes, draw).to(dtype_of(made)), labels)
-        heads = down.many("head").values()
+        heads = payload.many("head").values()
         weight, bias = (torch.stack([h[name] for h in heads]) for name in HEAD)  # (K, C, D), (K, C)
         constants = {"omega": omega.to(dtype_of(made)), "weight": weight, "bias": bias}
-        return Carry(made, constants=constants, model=self.method.spec(world), examples=points)
+        return TrainingStart(
+            made, constants=constants, model=self.method.spec(world), examples=points
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         features = step.logits()  # (B, D)
-        heads = torch.einsum("bd,kcd->kbc", features, carry["weight"]) + carry["bias"].unsqueeze(1)
+        heads = torch.einsum("bd,kcd->kbc", features, start["weight"]) + start["bias"].unsqueeze(1)
         each = torch.stack([cross_entropy(z, step.y) for z in heads])  # (K, B)
         noise = step.x[:, : self.method.noise]
         return {
-            "known": (carry["omega"][:, step.y] * each).sum(0),
+            "known": (start["omega"][:, step.y] * each).sum(0),
             "diverse": self.method.diversity * diversity_loss(noise, features, step.mask),
         }
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(generator=params), NOTHING
 
@@ -224,36 +237,38 @@ class FromGenerator(ClientWork):
     method: FedGen
     round: int
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         made, draw = (
-            down.tensors("generator"),
+            payload.tensors("generator"),
             generator(seed_for(world.seed, self.round, 0, view.client, GENERATE)),
         )
         labels = torch.arange(world.classes).repeat_interleave(POOL)
         asked = Examples(self.method.asked(labels, world.classes, draw).to(dtype_of(made)), labels)
         pool = view.passes.logits(made, asked, self.method.spec(world)).cpu()  # (C * POOL, D)
-        there = (down.tensor("counts") > 0)[labels].nonzero().squeeze(1)
+        there = (payload.tensor("counts") > 0)[labels].nonzero().squeeze(1)
         mixed = there[torch.randperm(len(there), generator=draw)]
         constants = {
             "same": pool.view(world.classes, POOL, -1),
             "any": pool[mixed],
             "labels": labels[mixed],
         }
-        return Carry(down.params, constants=constants)
+        return TrainingStart(payload.params, constants=constants)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         weight, bias = (step.params[name] for name in HEAD)
         turn = step.index + step.epoch  # in each epoch other features
         # (B,), (B, D)
-        other, same = turn % len(carry["labels"]), carry["same"][step.y, turn % POOL]
-        labels = carry["labels"][other]
-        said = cross_entropy(step.on(carry["any"][other] @ weight.T + bias), labels)
-        if carry.head is not None:  # others may have classes that take no part here
-            said = torch.where(carry.head[labels], said, 0.0)
+        other, same = turn % len(start["labels"]), start["same"][step.y, turn % POOL]
+        labels = start["labels"][other]
+        said = cross_entropy(step.on(start["any"][other] @ weight.T + bias), labels)
+        if start.head is not None:  # others may have classes that take no part here
+            said = torch.where(start.head[labels], said, 0.0)
         far = kd(step.logits(), step.on((same @ weight.T + bias).detach()))
         left, m = max(LEAST, self.method.decay ** (self.round - 1)), self.method
         return {
-            **super().terms(step, carry),
+            **super().terms(step, start),
             "generated": left * m.weight * said,
             "match": left * m.match * far,
         }

@@ -36,15 +36,15 @@ from fedstill.core.errors import BadPayload
 from fedstill.core.fields import Count, NonNegative, Positive
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
     many,
@@ -73,7 +73,7 @@ class FedGKD(FedAvg):
     from_round: Count = 2
     """The first round in which clients distil; in round 1 the teacher is the initial model."""
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The teacher of a round: fixed when it begins, and the same for every client."""
         teachers = self.teachers(state)
         if len(teachers) > 1 and state.round >= self.from_round:
@@ -95,7 +95,7 @@ class FedGKD(FedAvg):
         }
         return state.without("past.").next(groups=many("past", past))
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         teacher = {"teacher": state.extra.tensors("teacher")} if "teacher" in state.extra else {}
         return Payload({"params": state.params, **teacher})
 
@@ -119,21 +119,21 @@ class FedGKDVote(FedGKD):
     vote_temperature: Positive = 1.0
     """Temperature of the votes (T_v): the larger, the more alike they are."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         unmet = (
             "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
             f"{WEIGH!r}"
         )
         return "" if WEIGH in {s.name for s in stages} else unmet
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         if state.round < self.from_round:
             return state
         losses = [float(state.extra.get(f"loss.{r}", 0.0)) for r in sorted(self.teachers(state))]
         votes = torch.softmax(-torch.tensor(losses, dtype=torch.float64) / self.vote_temperature, 0)
         return state.next(votes=votes.to(dtype_of(state.params)))
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == WEIGH or "votes" not in state.extra:
             return Payload(params=state.params)  # in the first round nobody votes
         past = many("past", state.extra.many("past"))
@@ -144,16 +144,22 @@ class FedGKDVote(FedGKD):
             return Weighed()
         return FromVoters(self) if stage.round >= self.from_round else ClientWork()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(loss=0.0) if stage.name == WEIGH else super().expects(client, stage, world)
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return (
+            Payload(loss=0.0)
+            if stage.name == WEIGH
+            else super().expected_reply(client, stage, world)
+        )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == WEIGH:
             kept = {f"loss.{r}": state.extra[f"loss.{r}"] for r in state.extra.many("past")}
             return state.without("loss.").next(
-                groups={**kept, f"loss.{state.round + 1}": replies[0].up["loss"]}
+                groups={**kept, f"loss.{state.round + 1}": replies[0].content["loss"]}
             )
-        return super().fold(self.remember(state), replies, stage, world)
+        return super().aggregate(self.remember(state), replies, stage, world)
 
 
 @dataclass(frozen=True)
@@ -164,12 +170,16 @@ class FromPast(ClientWork):
 
     method: FedGKD
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(down.params, teachers={"global": down.get("teacher", down.params)})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(
+            payload.params, teachers={"global": payload.get("teacher", payload.params)}
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         far = kd(step.logits(), step.teacher("global"), self.method.temperature)  # (B,)
-        return {**super().terms(step, carry), "past": self.method.weight * far}
+        return {**super().terms(step, start), "past": self.method.weight * far}
 
 
 @dataclass(frozen=True)
@@ -180,36 +190,45 @@ class FromVoters(ClientWork):
 
     method: FedGKDVote
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        teachers = {f"past.{r}": p for r, p in down.many("past").items()}
-        return Carry(
-            down.params,
-            teachers={**teachers, "global": down.params},
-            constants={"votes": down.tensor("votes")},
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        teachers = {f"past.{r}": p for r, p in payload.many("past").items()}
+        return TrainingStart(
+            payload.params,
+            teachers={**teachers, "global": payload.params},
+            constants={"votes": payload.tensor("votes")},
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         student, m = step.logits(), self.method
         # (M, B)
         far = torch.stack(
-            [kd(student, step.teacher(name), m.temperature) for name in carry.teachers]
+            [kd(student, step.teacher(name), m.temperature) for name in start.teachers]
         )
         return {
-            **super().terms(step, carry),
-            "past": m.weight * (carry["votes"].unsqueeze(1) * far).sum(0),
+            **super().terms(step, start),
+            "past": m.weight * (start["votes"].unsqueeze(1) * far).sum(0),
         }
 
 
 class Weighed(ClientWork):
     """The server's loss of its new model on labelled public data; nothing is trained."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params={}, constants={"params": down.params})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={}, constants={"params": payload.params})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         if view.public is None:
             raise BadPayload("the server has no public data; set [data] public")
-        loss = cross_entropy(view.logits(carry["params"], "public"), view.public.labels.cpu())
+        loss = cross_entropy(view.logits(start["params"], "public"), view.public.labels.cpu())
         return Payload(loss=float(loss.double().mean())), NOTHING

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
@@ -60,11 +60,15 @@ class Calibrated(ClientWork):
 
     method: FedLC
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         margins = self.method.margin * view.counts.double().pow(-0.25).clamp(max=ABSENT)  # (C,)
-        return Carry(down.params, constants={"shift": -margins.to(dtype_of(down.params))})
+        return TrainingStart(
+            payload.params, constants={"shift": -margins.to(dtype_of(payload.params))}
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if self.method.denominator == "others":
-            return {"calibrated": -label_margin(step.logits() + carry["shift"], step.y)}
-        return {"calibrated": adjusted_cross_entropy(step.logits(), step.y, shift=carry["shift"])}
+            return {"calibrated": -label_margin(step.logits() + start["shift"], step.y)}
+        return {"calibrated": adjusted_cross_entropy(step.logits(), step.y, shift=start["shift"])}

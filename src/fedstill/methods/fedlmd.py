@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import minority_kd
@@ -43,7 +43,7 @@ class FedLMD(FedAvg):
     temperature: Positive = 1.0
     """Temperature of the distillation (tau)."""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         return no_other_classes(world)
 
     def work(self, stage: Stage) -> ClientWork:
@@ -67,26 +67,28 @@ class MaskedUniform(ClientWork):
 
     method: FedLMD
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         counts = view.counts.double()
-        return Carry(
-            down.params, constants={"majority": counts > counts.mean(), "counts": view.counts}
+        return TrainingStart(
+            payload.params, constants={"majority": counts > counts.mean(), "counts": view.counts}
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         student, m = step.logits(), self.method
         # (B,)
         far = minority_kd(
-            student, self.target(step), step.y, self.not_distilled(carry), m.temperature
+            student, self.target(step), step.y, self.not_distilled(start), m.temperature
         )
-        return {**super().terms(step, carry), "minority": m.beta * far}
+        return {**super().terms(step, start), "minority": m.beta * far}
 
-    def not_distilled(self, carry: Carry) -> Tensor:
+    def not_distilled(self, start: TrainingStart) -> Tensor:
         """The majority classes (C,), of those that take part in training, and all that take no
         part.
         """
-        on, counts = carry.head, carry["counts"]
-        majority: Tensor = carry["majority"]
+        on, counts = start.head, start["counts"]
+        majority: Tensor = start["majority"]
         return majority if on is None else ~on | (counts * on.sum() > counts.sum())
 
     def target(self, step: Step) -> Tensor:
@@ -98,9 +100,13 @@ class MaskedUniform(ClientWork):
 class Masked(MaskedUniform):
     """The same, with the parameters received as frozen teacher ``global``."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        constants = super().begin(down, memory, view, world).constants
-        return Carry(down.params, teachers={"global": down.params}, constants=constants)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        constants = super().begin(payload, client_state, view, world).constants
+        return TrainingStart(
+            payload.params, teachers={"global": payload.params}, constants=constants
+        )
 
     def target(self, step: Step) -> Tensor:
         return step.teacher("global")

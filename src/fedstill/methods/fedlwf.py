@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive
-from fedstill.core.records import Carry, Payload, Stage, State, Step, View, World
+from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import kd
@@ -44,16 +44,18 @@ class FedLwF(FedAvg):
     temperature: Positive = 2.0
     """Temperature of the distillation (tau)."""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         return world.stream.nothing_before
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The model of a task's end teaches the whole next task."""
         if world.stream.task(state.round) > 0 and world.stream.begins(state.round):
             return state.next(old=state.params)
         return state
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         old = "old" in state.extra and world.stream.task(stage.round, client) > 0
         return Payload(params=state.params, **({"old": state.extra.tensors("old")} if old else {}))
 
@@ -68,20 +70,24 @@ class Remembered(ClientWork):
     method: FedLwF
     round: int
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        if "old" not in down or not self.method.weight:
-            return Carry(params=down.params)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        if "old" not in payload or not self.method.weight:
+            return TrainingStart(params=payload.params)
         before = torch.tensor(world.stream.seen(world.stream.task(self.round, view.client) - 1))
-        return Carry(
-            params=down.params, teachers={"old": down.tensors("old")}, constants={"before": before}
+        return TrainingStart(
+            params=payload.params,
+            teachers={"old": payload.tensors("old")},
+            constants={"before": before},
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        if not carry.teachers:
-            return super().terms(step, carry)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        if not start.teachers:
+            return super().terms(step, start)
         both = step.logits(raw=True), step.teacher("old", raw=True)
-        student, teacher = (z.index_select(1, carry["before"]) for z in both)  # (B, |O|) each
+        student, teacher = (z.index_select(1, start["before"]) for z in both)  # (B, |O|) each
         return {
-            **super().terms(step, carry),
+            **super().terms(step, start),
             "old": self.method.weight * kd(student, teacher, self.method.temperature),
         }

@@ -31,14 +31,14 @@ from torch import Tensor
 
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -87,14 +87,22 @@ class FedMD(LogitExchange):
     def work(self, stage: Stage) -> ClientWork:
         return TrainWithoutUpload(self) if stage.name in NO_UPLOAD else super().work(stage)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return NOTHING if stage.name in NO_UPLOAD else super().expects(client, stage, world)
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return NOTHING if stage.name in NO_UPLOAD else super().expected_reply(client, stage, world)
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        return NOTHING if stage.name in NO_UPLOAD else super().down(state, client, stage, world)
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        return (
+            NOTHING
+            if stage.name in NO_UPLOAD
+            else super().payload_for_client(state, client, stage, world)
+        )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state if stage.name in NO_UPLOAD else super().fold(state, replies, stage, world)
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        return state if stage.name in NO_UPLOAD else super().aggregate(state, replies, stage, world)
 
     def sent_logits(self, logits: Tensor) -> Tensor:
         return logits
@@ -109,10 +117,17 @@ class TrainWithoutUpload(TrainThenPredict):
     last.
     """
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(own_model(memory, view, world), constants={"temperature": 1.0})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(own_model(client_state, view, world), constants={"temperature": 1.0})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return NOTHING, Payload(params=params)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive
-from fedstill.core.records import Carry, Stage, Step
+from fedstill.core.records import Stage, Step, TrainingStart
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
@@ -64,7 +64,7 @@ class Branched(FromGlobal):
 
     method: FedMLB
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         m = self.method
         if not (m.branch or m.agree):
             return {"ce": m.own * cross_entropy(step.logits(), step.y)}

@@ -29,14 +29,14 @@ from fedstill.core.aggregation import effective_steps, normalised_mean
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -64,7 +64,7 @@ class FedNova(FedAvg):
     def requires(self) -> frozenset[str]:
         return self.needs | ({"label_counts"} if self.ccvr == "full" else set())
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return (
             "it evens out steps between clients whose changes are averaged, and in a chain none "
             "are; "
@@ -73,15 +73,15 @@ class FedNova(FedAvg):
             else ""
         )
 
-    def setup(self, world: World) -> State:
-        start = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         if self.ccvr == "off":
             return start
         return start.next(
             direction=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if self.ccvr == "off":
             return Payload(params=state.params)
         return Payload(params=state.params, direction=state.extra.tensors("direction"))
@@ -89,13 +89,15 @@ class FedNova(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return Counted(stage.name) if self.ccvr == "off" else Corrected(stage.name)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(super().expects(client, stage, world), steps=0.0)
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(super().expected_reply(client, stage, world), steps=0.0)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         sent = only(state.params, sorted(trainable_names(world.model(SERVER))))
-        steps = [max(r.up.number("steps"), 0.0) for r in replies]
-        mean = super().fold(state, replies, stage, world).params  # for buffers
+        steps = [max(r.content.number("steps"), 0.0) for r in replies]
+        mean = super().aggregate(state, replies, stage, world).params  # for buffers
         moved = state.next(
             params={**mean, **normalised_mean(sent, replies, steps, self.aggregation)}
         )
@@ -107,14 +109,14 @@ class FedNova(FedAvg):
             state.extra.tensors("direction"), 1 - sum(r.examples for r in replies) / everyone
         )
         for reply, a in zip(replies, steps, strict=True):
-            own = direction_of(sent, reply.up.params, lr, a)
+            own = direction_of(sent, reply.content.params, lr, a)
             direction = add(direction, scale(own, reply.examples / everyone))
         return moved.next(direction=direction)
 
 
-def reach(ran: Ran, plan: Plan) -> float:
+def reach(result: TrainingResult, plan: Plan) -> float:
     """a_i: the effective steps of a run under its plan; steps of Adam are counted plainly."""
-    return effective_steps(ran.steps, plan.momentum if plan.optimiser == "sgd" else 0.0)
+    return effective_steps(result.steps, plan.momentum if plan.optimiser == "sgd" else 0.0)
 
 
 def direction_of(sent: Tensors, got: Tensors, lr: float, steps: float) -> dict[str, Tensor]:
@@ -132,26 +134,40 @@ class Counted(ClientWork):
     stage: str
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        return Payload(params=params, steps=reach(ran, world.plans[self.stage])), NOTHING
+        return Payload(params=params, steps=reach(result, world.plans[self.stage])), NOTHING
 
 
 @dataclass(frozen=True)
 class Corrected(Counted):
     """The same with the control variate: the global direction minus the client's own last one."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        everyone = down.tensors("direction")
-        correction = sub(everyone, memory.tensors("direction")) if memory else everyone
-        return Carry(down.params, constants={"sent": down.params, "correction": correction})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        everyone = payload.tensors("direction")
+        correction = sub(everyone, client_state.tensors("direction")) if client_state else everyone
+        return TrainingStart(
+            payload.params, constants={"sent": payload.params, "correction": correction}
+        )
 
-    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
-        return add(grads, carry["correction"])
+    def adjust_gradients(self, grads: Tensors, start: TrainingStart) -> Tensors:
+        return add(grads, start["correction"])
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        up, _ = super().end(params, carry, ran, view, world)
-        sent = only(carry["sent"], carry["correction"])
-        return up, Payload(direction=direction_of(sent, params, ran.lr, up.number("steps")))
+        up, _ = super().end(params, start, result, view, world)
+        sent = only(start["sent"], start["correction"])
+        return up, Payload(direction=direction_of(sent, params, result.lr, up.number("steps")))

@@ -22,7 +22,7 @@ from typing import Literal
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive, Share
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import kd, nckd, other_mse
@@ -39,7 +39,7 @@ class FedNTD(FedAvg):
     temperature: Positive = 1.0
     """Temperature of the distillation (tau)."""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         return no_other_classes(world)
 
     def work(self, stage: Stage) -> ClientWork:
@@ -73,7 +73,7 @@ class KDToNTD(FedAvg):
     temperature: Positive = 1.0
     """Temperature of both (tau)."""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         return no_other_classes(world) if self.mix == 1 else ""
 
     def work(self, stage: Stage) -> ClientWork:
@@ -99,8 +99,10 @@ def no_other_classes(world: World) -> str:
 class FromGlobal(ClientWork):
     """Local training with the parameters received as frozen teacher ``global``."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params=down.params, teachers={"global": down.params})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params=payload.params, teachers={"global": payload.params})
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ class NotTrue(FromGlobal):
 
     method: FedNTD
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         far = nckd(step.logits(), step.teacher("global"), step.y, self.method.temperature)  # (B,)
-        return {**super().terms(step, carry), "not_true": self.method.beta * far}
+        return {**super().terms(step, start), "not_true": self.method.beta * far}
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,10 @@ class NotTrueSquared(FromGlobal):
 
     method: FedNTDSquared
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         # (B,)
         far = other_mse(step.logits(), step.teacher("global"), step.y, self.method.reduction)
-        return {**super().terms(step, carry), "not_true": self.method.beta * far}
+        return {**super().terms(step, start), "not_true": self.method.beta * far}
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,10 @@ class Mixed(FromGlobal):
 
     method: KDToNTD
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
         return {
-            **super().terms(step, carry),
+            **super().terms(step, start),
             "all_classes": (1 - m.mix) * kd(student, teacher, m.temperature),
             "not_true": m.mix * nckd(student, teacher, step.y, m.temperature),
         }

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from fedstill.core.aggregation import Weighting, mean_by_class
 from fedstill.core.records import (
-    Carry,
     ModelSpec,
     Plan,
     Reply,
@@ -37,6 +36,7 @@ from fedstill.core.records import (
     State,
     Step,
     Tensors,
+    TrainingStart,
     View,
     World,
 )
@@ -77,7 +77,9 @@ class FedProto(WithPrototypes):
     aggregation: Weighting = "uniform"
     """How clients that have a class are weighed: by their examples of it, or all alike."""
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         values, seen = mean_by_class(replies, state.extra.tensor("values"), self.aggregation)
         return state.next(
             values=values, seen=torch.maximum(state.extra.tensor("seen"), seen.float())
@@ -89,13 +91,15 @@ class TowardsPrototypes(TowardsValues):
     would answer.
     """
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         """``nearest_prototype``: accuracy in [0, 1] of the nearest prototype received, of all
         classes that have one.
         """
-        seen, test = carry["seen"] > 0, view.test
+        seen, test = start["seen"] > 0, view.test
         if test is None or len(test) == 0 or not bool(seen.any()):
             return {}
-        far = torch.cdist(view.passes.features(params, test).cpu(), carry["values"])  # (n, C)
+        far = torch.cdist(view.passes.features(params, test).cpu(), start["values"])  # (n, C)
         said = far.masked_fill(~seen, torch.inf).argmin(1)
         return {"nearest_prototype": float((said == test.labels.cpu()).double().mean())}

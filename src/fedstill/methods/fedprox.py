@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import only
 from fedstill.core.work import ClientWork
@@ -41,10 +41,12 @@ class LocalTraining(ClientWork):
 
     mu: float
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        anchor = only(down.params, sorted(trainable_names(view.model)))
-        return Carry(params=down.params, constants={"anchor": anchor})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        anchor = only(payload.params, sorted(trainable_names(view.model)))
+        return TrainingStart(params=payload.params, constants={"anchor": anchor})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        now = only(step.params, carry["anchor"])
-        return {**super().terms(step, carry), "proximal": proximal(now, carry["anchor"], self.mu)}
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        now = only(step.params, start["anchor"])
+        return {**super().terms(step, start), "proximal": proximal(now, start["anchor"], self.mu)}

@@ -51,7 +51,7 @@ class FedRep(PartlyShared):
 
     aggregation: Aggregation = "examples"
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         unmet = (
             "clients fit their heads first; set topology.kind = 'parallel' and topology.before = "
             f"{HEAD!r}"

@@ -30,7 +30,6 @@ from fedstill.core.aggregation import Aggregation
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     SERVER,
-    Carry,
     ModelSpec,
     Payload,
     Stage,
@@ -38,6 +37,7 @@ from fedstill.core.records import (
     Step,
     Teacher,
     Tensors,
+    TrainingStart,
     View,
     World,
 )
@@ -64,7 +64,7 @@ class FedROD(PartlyShared):
     gamma: NonNegative = 1.0
     """Power of the label counts in the balanced softmax; 0: plain cross-entropy."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         entries, own = world.initial(SERVER), ADDED["own_head"]
         heads = [f"head.{name.removeprefix(own)}" for name in entries if name.startswith(own)]
         kept = [name for name in heads if name not in entries]
@@ -90,16 +90,18 @@ class BothHeads(KeepsItsOwn):
 
     gamma: float
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        start = super().begin(down, memory, view, world)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        start = super().begin(payload, client_state, view, world)
         logs = self.gamma * view.counts.clamp(min=1).double().log()  # (C,)
         return replace(start, constants={"shift": logs.to(dtype_of(start.params))})
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         h = step.features()  # (B, D)
         z = step.logits()  # (B, C)
         own = z.detach() + own_logits(step.params, h.detach())
-        balanced = adjusted_cross_entropy(z, step.y, shift=carry["shift"])
+        balanced = adjusted_cross_entropy(z, step.y, shift=start["shift"])
         return {"balanced": balanced, "own": cross_entropy(own, step.y)}
 
     def answer(self, params: Tensors, model: ModelSpec) -> Teacher:

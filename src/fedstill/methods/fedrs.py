@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import Share
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
@@ -58,7 +58,9 @@ class Restricted(ClientWork):
 
     method: FedRS
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         counts, alpha = view.counts.double(), self.method.alpha
         share = (
             (counts > 0).double()
@@ -66,11 +68,13 @@ class Restricted(ClientWork):
             else counts / counts.max().clamp(min=1)
         )
         scale = torch.where(share < 1, alpha + (1 - alpha) * share, 1.0)  # (C,)
-        return Carry(down.params, constants={"scale": scale.to(dtype_of(down.params))})
+        return TrainingStart(
+            payload.params, constants={"scale": scale.to(dtype_of(payload.params))}
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         # 0 * OFF is on
         scale = (
-            carry["scale"] if carry.head is None else torch.where(carry.head, carry["scale"], 1.0)
+            start["scale"] if start.head is None else torch.where(start.head, start["scale"], 1.0)
         )
         return {"restricted": adjusted_cross_entropy(step.logits(), step.y, scale=scale)}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from fedstill.core.fields import NonNegative
-from fedstill.core.records import Carry, Stage, Step, Tensors
+from fedstill.core.records import Stage, Step, Tensors, TrainingStart
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
@@ -47,10 +47,10 @@ class Sharp(ClientWork):
 
     rho: float
 
-    def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        return super().terms(step, carry)
+    def ascent_terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        return super().terms(step, start)
 
-    def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
+    def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
         far = unit(grads)
         return {k: w + self.rho * far[k] for k, w in params.items()}
 

@@ -33,7 +33,7 @@ class FedSeq(Method):
     topology: ClassVar[str] = "sequential"
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return (
             ""
             if has_links(stages)

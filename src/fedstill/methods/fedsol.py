@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedstill.core.fields import NonNegative, Positive
-from fedstill.core.records import Carry, Payload, Stage, Step, Tensors, View, World
+from fedstill.core.records import Payload, Stage, Step, Tensors, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import kd
@@ -71,17 +71,20 @@ class Orthogonal(FromGlobal):
 
     method: FedSOL
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         return replace(
-            super().begin(down, memory, view, world), constants={"received": down.params}
+            super().begin(payload, client_state, view, world),
+            constants={"received": payload.params},
         )
 
-    def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def ascent_terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         tau = self.method.temperature
         return {"divergence": kd(step.logits(), step.teacher("global"), tau) / tau**2}
 
-    def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
-        far, received, m = unit(grads), carry["received"], self.method
+    def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
+        far, received, m = unit(grads), start["received"], self.method
         if m.scale == "adaptive":
             far = {k: g * normalize((params[k] - received[k]).abs(), dim=0) for k, g in far.items()}
         else:

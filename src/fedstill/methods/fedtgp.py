@@ -37,17 +37,17 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Examples,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -81,22 +81,22 @@ class FedTGP(WithPrototypes):
     largest_margin: NonNegative = 100.0
     """The most by which the server pushes prototypes apart (tau)."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         unmet = f"it needs its server's stage; set topology.server = {PROTOTYPES!r}"
-        return super().misfit(stages, world) or (
+        return super().incompatibility(stages, world) or (
             "" if PROTOTYPES in {s.name for s in stages} else unmet
         )
 
-    def setup(self, world: World) -> State:
-        start, spec = super().setup(world), table_of(self.blank(SERVER, world))
+    def initial_state(self, world: World) -> State:
+        start, spec = super().initial_state(world), table_of(self.blank(SERVER, world))
         drawn = contract.initial(spec, seed_for(world.seed, 0, 0, SERVER, "prototypes"))
         return start.next(
             table={k: v.to(dtype_of(world.initial(SERVER))) for k, v in drawn.items()}
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != PROTOTYPES:
-            return super().down(state, client, stage, world)
+            return super().payload_for_client(state, client, stage, world)
         said = {g: v for g, v in state.extra.items() if g.startswith(("means.", "counts."))}
         return Payload({**said, "table": state.extra["table"], "margin": self.margin(state)})
 
@@ -116,20 +116,27 @@ class FedTGP(WithPrototypes):
     def work(self, stage: Stage) -> ClientWork:
         return Apart() if stage.name == PROTOTYPES else super().work(stage)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != PROTOTYPES:
-            return super().expects(client, stage, world)
-        return Payload(table=self.setup(world).extra.tensors("table"))
+            return super().expected_reply(client, stage, world)
+        return Payload(table=self.initial_state(world).extra.tensors("table"))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == PROTOTYPES:
-            table = replies[0].up.tensors("table")
+            table = replies[0].content.tensors("table")
             values = all_prototypes(table_of(state.extra.tensor("values")), table)
             return state.without("means.", "counts.").next(table=table, values=values)
         seen = torch.stack(
-            [state.extra.tensor("seen"), *((r.up.tensor("counts") > 0).float() for r in replies)]
+            [
+                state.extra.tensor("seen"),
+                *((r.content.tensor("counts") > 0).float() for r in replies),
+            ]
         )
-        said = {f"{g}.{r.client}": r.up.tensor(g) for r in replies for g in ("means", "counts")}
+        said = {
+            f"{g}.{r.client}": r.content.tensor(g) for r in replies for g in ("means", "counts")
+        }
         return state.next(groups=said, seen=seen.amax(0))
 
 
@@ -158,27 +165,34 @@ class Apart(ClientWork):
     prototype, by a margin.
     """
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        pairs = [(means[n > 0], (n > 0).nonzero().squeeze(1)) for _, means, n in said_of(down)]
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        pairs = [(means[n > 0], (n > 0).nonzero().squeeze(1)) for _, means, n in said_of(payload)]
         points = Examples(torch.cat([m for m, _ in pairs]), torch.cat([y for _, y in pairs]))
-        table = down.tensors("table")
+        table = payload.tensors("table")
         spec = contract.spec_for(
             "mlp", (world.classes,), points.values.shape[1], {"hidden": (points.values.shape[1],)}
         )
-        return Carry(
+        return TrainingStart(
             table,
-            constants={"margin": down.number("margin"), "spec": spec},
+            constants={"margin": payload.number("margin"), "spec": spec},
             model=spec,
             examples=points,
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        prototypes = all_prototypes(carry["spec"], step.params)  # (C, D)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        prototypes = all_prototypes(start["spec"], step.params)  # (C, D)
         apart = (step.x.unsqueeze(1) - prototypes).square().sum(2).clamp(min=1e-12).sqrt()  # (B, C)
         own = step.y.unsqueeze(1) == torch.arange(len(prototypes), device=step.y.device)
-        return {"apart": cross_entropy(-(apart + carry["margin"] * own.to(apart.dtype)), step.y)}
+        return {"apart": cross_entropy(-(apart + start["margin"] * own.to(apart.dtype)), step.y)}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(table=params), NOTHING

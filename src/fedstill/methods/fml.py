@@ -23,7 +23,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedstill.core.fields import Share
-from fedstill.core.records import Carry, ModelSpec, Stage, State, Step, Teacher, Tensors, World
+from fedstill.core.records import (
+    ModelSpec,
+    Stage,
+    State,
+    Step,
+    Teacher,
+    Tensors,
+    TrainingStart,
+    World,
+)
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
@@ -50,7 +59,7 @@ class FML(PartlyShared):
     says.
     """
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         models = {world.model(c): world.initial(c) for stage in stages for c in stage.clients}
         shapes = {
             tuple((k, v.shape) for k, v in self.shared(params).items())
@@ -80,7 +89,7 @@ class Mutual(KeepsItsOwn):
     alpha: float
     beta: float
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         own, shared = step.part("own"), step.logits()  # (B, C) each
         return {
             "own": self.alpha * cross_entropy(own, step.y),

@@ -36,14 +36,14 @@ from fedstill.core.fields import NonNegative, Share
 from fedstill.core.records import (
     KEEP,
     SERVER,
-    Carry,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -82,7 +82,7 @@ class FOT(FedAvg):
     grows: NonNegative = 0.0
     """How much larger that share becomes with each task (the code's eps_inc)."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         layers = body_layers(module(world.model(SERVER), "frozen"))
         wide = [name for name, d in layers.items() if d > MOST_INPUTS]
         if wide:
@@ -98,7 +98,7 @@ class FOT(FedAvg):
             else "the body of its model has no layer to protect; choose another model, mlp or cnn"
         )
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         spec = world.model(SERVER)
         free = [
             name for name in beside_layers(module(spec, "frozen")) if name in trainable_names(spec)
@@ -112,31 +112,36 @@ class FOT(FedAvg):
             "method"
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         last = world.stream.task(stage.round) == world.stream.tasks - 1
         return None if stage.name == INPUTS and last else Payload(params=state.params)
 
     def work(self, stage: Stage) -> ClientWork:
         return SendInputs() if stage.name == INPUTS else super().work(stage)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != INPUTS:
-            return super().expects(client, stage, world)
+            return super().expected_reply(client, stage, world)
         layers = body_layers(module(world.model(client), "frozen"))
         return Payload(
             products={name: torch.zeros(d, d, dtype=torch.float64) for name, d in layers.items()}
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         known = state.extra.tensors("basis") if "basis" in state.extra else {}
         if stage.name != INPUTS:
-            after = super().fold(state, replies, stage, world)
+            after = super().aggregate(state, replies, stage, world)
             moved = {k: orthogonal(after.params[k], state.params[k], u) for k, u in known.items()}
             return after.next(params={**after.params, **moved})
         share = min(1.0, self.keeps + self.grows * world.stream.task(stage.round))
-        names = replies[0].up.tensors("products")
+        names = replies[0].content.tensors("products")
         sums = {
-            k: torch.stack([r.up.tensors("products")[k] for r in replies]).sum(0) for k in names
+            k: torch.stack([r.content.tensors("products")[k] for r in replies]).sum(0)
+            for k in names
         }
         grown = {k: with_directions(known.get(k, s[:, :0]), s, share) for k, s in sums.items()}
         return state.next(basis={k: u for k, u in grown.items() if u.shape[1]})
@@ -145,13 +150,20 @@ class FOT(FedAvg):
 class SendInputs(ClientWork):
     """The sums of what enters each layer of the model that was sent; nothing is trained."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params={}, constants={"products": view.input_products(down.params)})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={}, constants={"products": view.input_products(payload.params)})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        return Payload(products=carry["products"]), KEEP
+        return Payload(products=start["products"]), KEEP
 
 
 def orthogonal(new: Tensor, old: Tensor, basis: Tensor) -> Tensor:

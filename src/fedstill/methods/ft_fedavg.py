@@ -38,7 +38,9 @@ class FTFedAvg(FedAvg):
     personal: ClassVar[frozenset[str]] = frozenset({LAST})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == LAST:
             return with_students(state, replies)
-        return super().fold(state, replies, stage, world)
+        return super().aggregate(state, replies, stage, world)

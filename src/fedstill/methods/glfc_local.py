@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fedstill.core.fields import CountOrZero
-from fedstill.core.records import Carry, Payload, Stage, State, Step, View, World
+from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.methods.replay import REMEMBER, Rehearse, Replay
@@ -55,12 +55,12 @@ class GLFCLocal(Replay):
     its mean (iCaRL).
     """
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if self.beta is not None or self.alpha:
             return "its losses have weights of their own; leave method.alpha and method.beta out"
-        return super().misfit(stages, world)
+        return super().incompatibility(stages, world)
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         if world.stream.tasks > 1:
             return ""
         return (
@@ -68,14 +68,16 @@ class GLFCLocal(Replay):
             "[stream]"
         )
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The model of a task's end teaches the whole next task."""
         if world.stream.task(state.round) > 0 and world.stream.begins(state.round):
             return state.next(old=state.params)
         return state
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        given = super().down(state, client, stage, world)
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        given = super().payload_for_client(state, client, stage, world)
         first = world.stream.task(stage.round, client) == 0
         if given is None or stage.name == REMEMBER or first or "old" not in state.extra:
             return given
@@ -89,23 +91,25 @@ class GLFCLocal(Replay):
 class OfGLFC(Rehearse):
     """Half a loss weighed by class, half one to the old model's answers for old classes."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         carry, task = (
-            super().begin(down, memory, view, world),
+            super().begin(payload, client_state, view, world),
             world.stream.task(self.round, view.client),
         )
         old = torch.zeros(world.classes, dtype=torch.bool)
         old[list(world.stream.seen(task - 1) if task > 0 else ())] = True
-        teachers = {"old": down.tensors("old")} if "old" in down else {}
+        teachers = {"old": payload.tensors("old")} if "old" in payload else {}
         mask = world.stream.mask(self.round, view.client, world.classes)
         on = torch.ones(world.classes, dtype=torch.bool) if mask is None else mask | old
         return replace(
             carry, teachers=teachers, constants={**carry.constants, "old": old, "on": on}
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         # (B, C), (C,), (C,)
-        z, old, on = step.logits(raw=True), carry["old"], carry["on"].to(step.mask.dtype)
+        z, old, on = step.logits(raw=True), start["old"], start["on"].to(step.mask.dtype)
         y = torch.zeros_like(z).scatter(1, step.y.unsqueeze(1), 1.0)
         far = (1 - z.gather(1, step.y.unsqueeze(1)).squeeze(1).sigmoid()).detach()  # (B,)
         weight = by_group(far, old[step.y], step)
@@ -114,7 +118,7 @@ class OfGLFC(Rehearse):
             * (binary_cross_entropy_with_logits(z, y, reduction="none") * on).sum(1)
             / on.sum()
         )
-        if not carry.teachers:
+        if not start.teachers:
             return {"bce": now}
         target = torch.where(old, step.teacher("old", raw=True).sigmoid().to(z.dtype), y)
         kept = (binary_cross_entropy_with_logits(z, target, reduction="none") * on).sum(

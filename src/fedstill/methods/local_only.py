@@ -33,10 +33,12 @@ class LocalOnly(Method):
     personal: ClassVar[frozenset[str]] = frozenset({FIT})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})
 
-    def setup(self, world: World) -> State:
+    def initial_state(self, world: World) -> State:
         return State(params={})  # there is no global model
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         """In a later round a client goes on from the model that it ended with."""
         before = state.extra.many("student").get(client) or fitted(state).get(client)
         return Payload(params=before or world.initial(client))
@@ -44,16 +46,18 @@ class LocalOnly(Method):
     def work(self, stage: Stage) -> ClientWork:
         return Fit()
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         sizes = {f"size.{r.client}": r.examples for r in replies}
-        models = many("model", {r.client: r.up.params for r in replies})
+        models = many("model", {r.client: r.content.params for r in replies})
         answered = state.without(*(f"student.{r.client}" for r in replies))  # of the round before
         return answered.next(groups={**models, **sizes})
 
 
 def with_students(state: State, replies: Sequence[Reply]) -> State:
     """The state with what clients ended with, in groups ``student``."""
-    students = many("student", {r.client: r.up.params for r in replies})
+    students = many("student", {r.client: r.content.params for r in replies})
     return state.next(groups=students)
 
 

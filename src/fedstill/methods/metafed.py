@@ -29,16 +29,16 @@ from fedstill.core.fields import NonNegative
 from fedstill.core.method import Method
 from fedstill.core.records import (
     NOTHING,
-    Carry,
     ModelSpec,
     Payload,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -88,7 +88,7 @@ class MetaFed(Method):
     share_norms: bool = True
     """Whether layers that normalise by statistics are taken over with the rest."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_links(stages):
             return "side by side there is no client before; leave topology.kind out"
         blind = [
@@ -100,7 +100,7 @@ class MetaFed(Method):
             else ""
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return (
             Payload(params=state.params)
             if "ring" in state.extra and stage.name != WARM_UP
@@ -110,11 +110,13 @@ class MetaFed(Method):
     def work(self, stage: Stage) -> ClientWork:
         return InRing(self, stage.name)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(params=world.initial(client)) if stage.hop else NOTHING
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(params=world.initial(client)) if stage.sequential else NOTHING
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state.next(params=replies[0].up.params, ring=1) if stage.hop else state
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        return state.next(params=replies[0].content.params, ring=1) if stage.sequential else state
 
 
 @dataclass(frozen=True)
@@ -126,18 +128,25 @@ class InRing(ClientWork):
     method: MetaFed
     stage: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        own, ready = own_model(memory, view, world), int(memory.number("ready")) if memory else 0
-        if not down:
-            return Carry(own, constants={"ready": ready})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        own, ready = (
+            own_model(client_state, view, world),
+            int(client_state.number("ready")) if client_state else 0,
+        )
+        if not payload:
+            return TrainingStart(own, constants={"ready": ready})
         if not ready:
             kept = () if self.method.share_norms else statistics(view.model)
-            return Carry({**down.params, **only(own, kept)}, constants={"ready": ready})
+            return TrainingStart({**payload.params, **only(own, kept)}, constants={"ready": ready})
         strength = self.method.strength
         if self.stage == LAST:
-            strength *= self.listens(self.right(own, view), self.right(down.params, view))
-        return Carry(
-            own, teachers={"before": down.params}, constants={"ready": ready, "strength": strength}
+            strength *= self.listens(self.right(own, view), self.right(payload.params, view))
+        return TrainingStart(
+            own,
+            teachers={"before": payload.params},
+            constants={"ready": ready, "strength": strength},
         )
 
     def listens(self, own: float, other: float) -> float:
@@ -149,18 +158,23 @@ class InRing(ClientWork):
 
     def right(self, params: Tensors, view: View) -> float:
         """Accuracy on held-out data; 0 without any."""
-        return self.score(params, view) or 0.0
+        return self.validation_score(params, view) or 0.0
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        if "before" not in carry.teachers:
-            return super().terms(step, carry)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        if "before" not in start.teachers:
+            return super().terms(step, start)
         apart = (step.features() - step.teacher_features("before")).square().mean(1)  # (B,)
-        return {**super().terms(step, carry), "features": carry["strength"] * apart}
+        return {**super().terms(step, start), "features": start["strength"] * apart}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        ready = int(carry["ready"] or self.right(params, view) > self.method.keeps_above)
+        ready = int(start["ready"] or self.right(params, view) > self.method.keeps_above)
         return Payload(params=params) if self.stage == "train" else NOTHING, Payload(
             params=params, ready=ready
         )

@@ -21,7 +21,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive
-from fedstill.core.records import Carry, Payload, Ran, Stage, Step, Tensors, View, World
+from fedstill.core.records import (
+    Payload,
+    Stage,
+    Step,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, model_contrast
@@ -50,17 +59,26 @@ class Contrasted(ClientWork):
 
     method: Moon
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        previous = memory.params if memory else world.initial(view.client)
-        return Carry(down.params, teachers={"global": down.params, "previous": previous})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        previous = client_state.params if client_state else world.initial(view.client)
+        return TrainingStart(
+            payload.params, teachers={"global": payload.params, "previous": previous}
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         # (B, D) each
         near, far = step.teacher_features("global"), step.teacher_features("previous")
         contrast = model_contrast(step.features(), near, far, self.method.temperature)
         return {"ce": cross_entropy(step.logits(), step.y), "contrast": self.method.mu * contrast}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(params=params), Payload(params=params)

@@ -26,7 +26,18 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import CountOrZero, NonNegative, Positive
-from fedstill.core.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
+from fedstill.core.records import (
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    State,
+    Step,
+    TrainingStart,
+    View,
+    World,
+    many,
+)
 from fedstill.core.registry import method
 from fedstill.core.stages import FIT, FITTING, Fit
 from fedstill.core.work import ClientWork
@@ -59,9 +70,11 @@ class NaiveKD(LocalOnly):
     over_teachers: Literal["sum", "mean"] = "mean"
     """Whether the distillation is the sum over the teachers, or their mean."""
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name == FIT:
-            return super().down(state, client, stage, world)
+            return super().payload_for_client(state, client, stage, world)
         if world.queries and client not in world.queries:
             return None
         return self.with_peers(state, client, world)
@@ -77,9 +90,11 @@ class NaiveKD(LocalOnly):
     def work(self, stage: Stage) -> ClientWork:
         return Fit() if stage.name == FIT else Distilled(self)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == FIT:
-            return super().fold(state, replies, stage, world)
+            return super().aggregate(state, replies, stage, world)
         return with_students(state, replies)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -103,15 +118,17 @@ class Distilled(ClientWork):
 
     method: NaiveKD
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(
-            down.params, {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(
+            payload.params, {str(c): (world.model(c), p) for c, p in payload.many("peer").items()}
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = {"ce": cross_entropy(step.logits(), step.y)}
-        if carry.teachers:
-            teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
+        if start.teachers:
+            teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
             each = kd(step.logits(), teachers, self.method.temperature)  # (T, B)
             terms["teachers"] = self.method.alpha * self.method.joined(each)
         return terms

@@ -18,13 +18,13 @@ from fedstill.core.aggregation import Aggregation
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -53,20 +53,22 @@ class PartlyShared(FedAvg):
         """The entries of a model that travel."""
         return only(params, self.shares(list(params)))
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(shared=self.shared(state.params))
 
     def work(self, stage: Stage) -> ClientWork:
         return KeepsItsOwn(self, stage.name)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return (
             NOTHING
             if stage.name in self.silent
             else Payload(shared=self.shared(world.initial(client)))
         )
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         """Entries that do not travel keep their bits."""
         if stage.name in self.silent:
             return state
@@ -89,12 +91,19 @@ class KeepsItsOwn(ClientWork):
     method: PartlyShared
     stage: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        own = memory.params if memory else {}
-        return Carry({**world.initial(view.client), **own, **down.tensors("shared")})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        own = client_state.params if client_state else {}
+        return TrainingStart({**world.initial(view.client), **own, **payload.tensors("shared")})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         up = (
             NOTHING

@@ -36,13 +36,13 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import (
     KEEP,
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
     many,
@@ -87,7 +87,7 @@ class PFNM(FedAvgOnce):
             for gamma, variance, prior in grid
         ]
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
         if spec.held:
             return "it changes the widths of layers, and train_only keeps some as they are"
@@ -96,23 +96,27 @@ class PFNM(FedAvgOnce):
                 "it matches units of plain chains of layers and of residual networks, and "
                 f"{unmatched(spec)}"
             )
-        return super().misfit(stages, world)
+        return super().incompatibility(stages, world)
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name == FIT:
-            return super().down(state, client, stage, world)
+            return super().payload_for_client(state, client, stage, world)
         candidates = state.extra.many("candidate")
         return Payload(many("candidate", candidates)) if candidates else None
 
     def work(self, stage: Stage) -> ClientWork:
         return super().work(stage) if stage.name == FIT else Tried()
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == FIT:
-            return super().expects(client, stage, world)
+            return super().expected_reply(client, stage, world)
         return Payload(right=torch.zeros(len(self.settings), dtype=torch.int64))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == FIT:
             candidates = {
                 i: self.matched(state, replies, stage, world, s)
@@ -121,7 +125,7 @@ class PFNM(FedAvgOnce):
             if len(candidates) == 1:
                 return self.chosen(state, candidates[0], world)
             return state.next(groups=many("candidate", candidates))
-        right = torch.stack([r.up.tensor("right") for r in replies]).sum(0)
+        right = torch.stack([r.content.tensor("right") for r in replies]).sum(0)
         best = state.extra.many("candidate")[int(right.argmax())]
         return self.chosen(state.without("candidate."), best, world)
 
@@ -138,7 +142,7 @@ class PFNM(FedAvgOnce):
             seed_for(world.seed, stage.round, stage.index, SERVER, "matching")
         )
         counts = state.extra.tensor("labels")[[r.client for r in replies]]
-        models, sizes = [r.up.params for r in replies], [float(r.examples) for r in replies]
+        models, sizes = [r.content.params for r in replies], [float(r.examples) for r in replies]
         return match_models(world.model(SERVER), models, counts, sizes, setting, draw)
 
     def chosen(self, state: State, params: Tensors, world: World) -> State:
@@ -150,9 +154,11 @@ class PFNM(FedAvgOnce):
 class Tried(ClientWork):
     """Nothing is trained: the client counts how many of its examples each candidate gets right."""
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        right = [self.right(params, view) for params in down.many("candidate").values()]
-        return Carry({}, constants={"right": torch.tensor(right, dtype=torch.int64)})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        right = [self.right(params, view) for params in payload.many("candidate").values()]
+        return TrainingStart({}, constants={"right": torch.tensor(right, dtype=torch.int64)})
 
     def right(self, params: Tensors, view: View) -> int:
         """How many of the client's examples a candidate gets right."""
@@ -160,10 +166,17 @@ class Tried(ClientWork):
         return int((logits.argmax(1) == view.data.labels.cpu()).sum())
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        return Payload(right=carry["right"]), KEEP
+        return Payload(right=start["right"]), KEEP
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         """``right``: of the client's examples, how many each candidate gets right."""
-        return {"right": carry["right"].tolist()}
+        return {"right": start["right"].tolist()}

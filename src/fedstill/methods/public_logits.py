@@ -27,14 +27,14 @@ from fedstill.core.method import Method
 from fedstill.core.records import (
     NOTHING,
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -80,7 +80,7 @@ class LogitExchange(Method):
         """The loss of local training, one value per example."""
         return cross_entropy(logits, labels, temperature)
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         if not 0 < self.subset < world.public:
             return state
         draw = generator(seed_for(world.seed, state.round, 0, SERVER, "public subset"))
@@ -88,7 +88,9 @@ class LogitExchange(Method):
             subset=torch.randperm(world.public, generator=draw)[: self.subset].sort().values
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         which = {"subset": state.extra["subset"]} if "subset" in state.extra else {}
         if stage.name in (TEACH, DISTIL):
             model = {"params": state.params} if client == SERVER else {}
@@ -100,7 +102,7 @@ class LogitExchange(Method):
     def work(self, stage: Stage) -> ClientWork:
         return Distil(self) if stage.name in (TEACH, DISTIL) else TrainThenPredict(self)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name in (TEACH, DISTIL):
             return Payload(params=world.initial(SERVER)) if client == SERVER else NOTHING
         return Payload(logits=self._blank(world))
@@ -110,19 +112,23 @@ class LogitExchange(Method):
         rows = min(self.subset or world.public, world.public)
         return torch.zeros(rows, world.classes, dtype=dtype_of(world.initial(SERVER)))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == TEACH:
-            return state.next(params=replies[0].up.params)
+            return state.next(params=replies[0].content.params)
         if stage.name == DISTIL:
             return state.without("target", "subset")
         return state.next(
-            target=self.consensus(torch.stack([r.up.tensor("logits") for r in replies]).mean(0))
+            target=self.consensus(
+                torch.stack([r.content.tensor("logits") for r in replies]).mean(0)
+            )
         )
 
 
-def own_model(memory: Payload, view: View, world: World) -> Tensors:
+def own_model(client_state: Payload, view: View, world: World) -> Tensors:
     """A client's model as it remembers it; at first the initial one of its architecture."""
-    return memory.params if "params" in memory else world.initial(view.client)
+    return client_state.params if "params" in client_state else world.initial(view.client)
 
 
 @dataclass(frozen=True)
@@ -131,21 +137,28 @@ class TrainThenPredict(ClientWork):
 
     method: LogitExchange
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         if len(view.data) == 0:
             raise BadPayload(
                 f"client {view.client} has no examples of any class: it has nothing to say"
             )
-        constants = {"temperature": down.number("temperature"), "subset": down.get("subset")}
-        return Carry(own_model(memory, view, world), constants=constants)
+        constants = {"temperature": payload.number("temperature"), "subset": payload.get("subset")}
+        return TrainingStart(own_model(client_state, view, world), constants=constants)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        return {"ce": self.method.from_labels(step.logits(), step.y, carry["temperature"])}
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        return {"ce": self.method.from_labels(step.logits(), step.y, start["temperature"])}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        logits = view.logits(params, "public", carry["subset"])
+        logits = view.logits(params, "public", start["subset"])
         return Payload(logits=self.method.sent_logits(logits)), Payload(params=params)
 
 
@@ -155,15 +168,24 @@ class Distil(ClientWork):
 
     method: LogitExchange
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        start = down.params if view.client == SERVER else own_model(memory, view, world)
-        return Carry(start, constants={"target": down.tensor("target")}, only=down.get("subset"))
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        start = payload.params if view.client == SERVER else own_model(client_state, view, world)
+        return TrainingStart(
+            start, constants={"target": payload.tensor("target")}, only=payload.get("subset")
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        return {"distil": self.method.distance(step.logits(), carry["target"][step.index])}
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        return {"distil": self.method.distance(step.logits(), start["target"][step.index])}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return (
             (Payload(params=params), NOTHING)

@@ -49,7 +49,6 @@ from torch import Tensor
 
 from fedstill.core.fields import Count, Positive, Share
 from fedstill.core.records import (
-    Carry,
     Examples,
     Payload,
     Plan,
@@ -57,6 +56,7 @@ from fedstill.core.records import (
     State,
     Step,
     Tensors,
+    TrainingStart,
     View,
     World,
 )
@@ -120,11 +120,13 @@ class QKT(NaiveKD):
     eq. 4's gradients.
     """
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if client not in world.queries and stage.name != FIT:
             return None
         if stage.name != REFINE:
-            return super().down(state, client, stage, world)
+            return super().payload_for_client(state, client, stage, world)
         learned, start = self.after_phase1(state, client), self.with_peers(state, client, world)
         if self.phases == 1 or learned is None or start is None:
             return None
@@ -175,21 +177,23 @@ class Queried(ClientWork):
 
     method: QKT
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        teachers = {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        teachers = {str(c): (world.model(c), p) for c, p in payload.many("peer").items()}
         probes = [probed(s, p, world, self.method.samples) for s, p in teachers.values()]
         useful = [self.method.useful(p, view.query) for p in probes]
-        use = torch.tensor(useful, dtype=dtype_of(down.params)).reshape(-1, 1)
+        use = torch.tensor(useful, dtype=dtype_of(payload.params)).reshape(-1, 1)
         mask = self.method.mask(view, world)
-        return Carry(
-            down.params, teachers, constants={"use": self.method.shares(use), "mask": mask}
+        return TrainingStart(
+            payload.params, teachers, constants={"use": self.method.shares(use), "mask": mask}
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = {"ce": cross_entropy(step.logits(), step.y)}
-        if carry.teachers:
-            teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
-            terms["teachers"] = self.taught(step.logits(), teachers, carry["mask"], carry["use"])
+        if start.teachers:
+            teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
+            terms["teachers"] = self.taught(step.logits(), teachers, start["mask"], start["use"])
         return terms
 
     def taught(self, logits: Tensor, teachers: Tensor, mask: Tensor, use: Tensor) -> Tensor:
@@ -199,12 +203,12 @@ class Queried(ClientWork):
         each = masked_ce(logits, teachers, mask, self.method.temperature)  # (T, B)
         return self.method.alpha * (use * each).sum(0)
 
-    def score(self, params: Tensors, view: View) -> float | None:
+    def validation_score(self, params: Tensors, view: View) -> float | None:
         """Average Accuracy on public labels, for plans that keep the best epoch; without any, as
         other clients do.
         """
         if view.public is None or bool((view.public.labels < 0).any()):
-            return super().score(params, view)
+            return super().validation_score(params, view)
         y, classes = view.public.labels.cpu(), len(view.counts)
         hit = y[view.logits(params, "public").argmax(1) == y]
         accuracy = class_accuracy(
@@ -212,10 +216,12 @@ class Queried(ClientWork):
         )
         return average_accuracy(accuracy, view.proportions, view.query)
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         used = [
             int(c)
-            for c, u in zip(carry.teachers, carry["use"].flatten().tolist(), strict=True)
+            for c, u in zip(start.teachers, start["use"].flatten().tolist(), strict=True)
             if u
         ]
         return {"query": list(view.query), "teachers": used}
@@ -235,29 +241,33 @@ class PartlyRefined(Refined):
     the bit.
     """
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry = super().begin(down, memory, view, world)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry = super().begin(payload, client_state, view, world)
         of_eq4 = self.method.importance == "objective"
         peers = (
-            [view.logits(p, model=world.model(c)) for c, p in down.many("peer").items()]
+            [view.logits(p, model=world.model(c)) for c, p in payload.many("peer").items()]
             if of_eq4
             else []
         )
         scores = self.importances(
-            down.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch
+            payload.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch
         )
         frozen = self.most_important(scores)
         return replace(carry, constants={**carry.constants, "frozen": frozen})
 
-    def settle(
-        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    def after_step(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
-        return {k: torch.where(carry["frozen"][k], before[k], v) for k, v in after.items()}, trace
+        return {k: torch.where(start["frozen"][k], before[k], v) for k, v in after.items()}, trace
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         """Also which part of each class's row of the head was frozen, (C,)."""
-        rows = carry["frozen"][f"{HEAD}weight"].flatten(1).double().mean(1)
-        return {**super().report(params, carry, view, world), "frozen_rows": rows.tolist()}
+        rows = start["frozen"][f"{HEAD}weight"].flatten(1).double().mean(1)
+        return {**super().report(params, start, view, world), "frozen_rows": rows.tolist()}
 
     def importances(
         self, params: Tensors, loss: Weighed, view: View, batch: int
@@ -274,7 +284,7 @@ class PartlyRefined(Refined):
             total = {k: total[k] + v for k, v in own.items()} if total else own
         return total
 
-    def weighed(self, carry: Carry, view: View, peers: Sequence[Tensor]) -> Weighed:
+    def weighed(self, start: TrainingStart, view: View, peers: Sequence[Tensor]) -> Weighed:
         """The loss whose gradients are the importance: cross-entropy, and eq. 4's rest for logits
         (n, C) of peers.
         """
@@ -282,7 +292,7 @@ class PartlyRefined(Refined):
         if not peers:
             return lambda logits, index: cross_entropy(logits, labels[index])
         teachers, mask, use = (
-            v.to(labels.device) for v in (torch.stack(list(peers)), carry["mask"], carry["use"])
+            v.to(labels.device) for v in (torch.stack(list(peers)), start["mask"], start["use"])
         )
         return lambda z, index: (
             cross_entropy(z, labels[index]) + self.taught(z, teachers[:, index], mask, use)

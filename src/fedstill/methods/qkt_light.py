@@ -30,7 +30,6 @@ from torch import Tensor
 
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import (
-    Carry,
     Payload,
     Plan,
     Reply,
@@ -38,6 +37,7 @@ from fedstill.core.records import (
     State,
     Step,
     Tensors,
+    TrainingStart,
     World,
     many,
 )
@@ -84,14 +84,16 @@ class QKTLight(QKT):
     def requires(self) -> frozenset[str]:
         return self.needs | ({"same_shapes"} if self.phase1 == "volunteer" else set())
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name == TRANSFER and self.phase1 == "volunteer":
             return (
                 self.with_peers(state, client, world)
                 if client == volunteer(state, stage.clients)
                 else None
             )
-        return super().down(state, client, stage, world)
+        return super().payload_for_client(state, client, stage, world)
 
     def joined(self, each: Tensor) -> Tensor:
         over = self.over_teachers if self.phase1_over == "same" else self.phase1_over
@@ -100,10 +102,12 @@ class QKTLight(QKT):
     def work(self, stage: Stage) -> ClientWork:
         return Distilled(self) if stage.name == TRANSFER else super().work(stage)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == TRANSFER and self.phase1 == "volunteer":
-            return state.next(shared=replies[0].up.params)
-        return super().fold(state, replies, stage, world)
+            return state.next(shared=replies[0].content.params)
+        return super().aggregate(state, replies, stage, world)
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
         return (
@@ -139,16 +143,18 @@ class QKTLightServer(QKTLight):
     all.
     """
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         if TRANSFER_SERVER not in {s.name for s in stages}:
             raise IncompatibleMethod(
                 f"this method needs its server's stage: set topology.server = {TRANSFER_SERVER!r}"
             )
         return state
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name != TRANSFER_SERVER:
-            return super().down(state, client, stage, world)
+            return super().payload_for_client(state, client, stage, world)
         models = fitted(state)
         if not models:
             return None
@@ -162,18 +168,20 @@ class QKTLightServer(QKTLight):
     def work(self, stage: Stage) -> ClientWork:
         return Unlabelled(self) if stage.name == TRANSFER_SERVER else super().work(stage)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name == TRANSFER_SERVER:
-            return state.next(shared=replies[0].up.params)
-        return super().fold(state, replies, stage, world)
+            return state.next(shared=replies[0].content.params)
+        return super().aggregate(state, replies, stage, world)
 
 
 @dataclass(frozen=True)
 class Unlabelled(Distilled):
     """The sum, or the mean, over all models of their divergence; no label is read."""
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
         return {
             "teachers": self.method.joined(kd(step.logits(), teachers, self.method.temperature))
         }

@@ -44,15 +44,15 @@ from fedstill.core.payload import NOTHING, Payload
 from fedstill.core.records import (
     KEEP,
     SERVER,
-    Carry,
     Examples,
     Plan,
-    Ran,
     Reply,
     Stage,
     State,
     Step,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -136,10 +136,14 @@ def merged(before: Payload, now: Payload, size: int, by_class: bool) -> Payload:
     return Payload({g: both.tensor(g)[kept] for g in both})
 
 
-def of_other_tasks(memory: Payload, task: int) -> Payload:
+def of_other_tasks(client_state: Payload, task: int) -> Payload:
     """What a client keeps of all tasks but one, that it is in; nothing where that is no example."""
-    other = memory.tensor("tasks") != task if memory else torch.zeros(0)
-    return Payload({g: memory.tensor(g)[other] for g in memory}) if bool(other.any()) else NOTHING
+    other = client_state.tensor("tasks") != task if client_state else torch.zeros(0)
+    return (
+        Payload({g: client_state.tensor(g)[other] for g in client_state})
+        if bool(other.any())
+        else NOTHING
+    )
 
 
 def means_to_send(sets: Sequence[Examples], view: View, params: Tensors, classes: int) -> Payload:
@@ -218,7 +222,7 @@ class Replay(FedAvg):
         )
         return self.needs | more
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         shares = [world.plans[name].validation for name in ("train", REMEMBER)]
         if shares[0] != shares[1]:
             return (
@@ -227,10 +231,12 @@ class Replay(FedAvg):
             )
         return no_linear_head(world) if self.by_means else ""
 
-    def caution(self, world: World) -> str:
+    def setting_warnings(self, world: World) -> str:
         return world.stream.nothing_before
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
         if stage.name != REMEMBER:
             return Payload(params=state.params)
         if not self.by_means and not self.remembers(stage, world):
@@ -247,9 +253,9 @@ class Replay(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         return Remember(self, stage) if stage.name == REMEMBER else Rehearse(self, stage.round)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != REMEMBER:
-            return super().expects(client, stage, world)
+            return super().expected_reply(client, stage, world)
         if not self.by_means:
             return Payload()
         like = torch.zeros(
@@ -257,12 +263,14 @@ class Replay(FedAvg):
         )
         return Payload(means=like, counts=torch.zeros(world.classes, dtype=torch.int64))
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         if stage.name != REMEMBER:
-            return super().fold(state, replies, stage, world)
+            return super().aggregate(state, replies, stage, world)
         if not self.by_means:
             return state
-        blank = torch.zeros_like(replies[0].up.tensor("means"))
+        blank = torch.zeros_like(replies[0].content.tensor("means"))
         before = state.extra.get("means", blank), state.extra.get("known", blank[:, 0] > 0)
         means, known = mean_by_class(replies, before[0])
         return state.next(means=means, known=known | before[1])
@@ -286,11 +294,13 @@ class Rehearse(ClientWork):
     method: Replay
     round: int
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         m, stream = self.method, world.stream
-        kept = of_other_tasks(memory, stream.task(self.round, view.client))
+        kept = of_other_tasks(client_state, stream.task(self.round, view.client))
         if not kept or stream.kept or not m.size:
-            return Carry(params=down.params)
+            return TrainingStart(params=payload.params)
         more, own = Examples(kept.tensor("values"), kept.tensor("labels")), len(view.data)
         constants: dict[str, Any] = {"own": own}
         if stream.head == "task":
@@ -306,7 +316,7 @@ class Rehearse(ClientWork):
                 "logits": torch.cat([kept.tensor("logits"), blank]),
                 "columns": self.seen(view, world),
             }
-        return Carry(params=down.params, more=more, constants=constants)
+        return TrainingStart(params=payload.params, more=more, constants=constants)
 
     def seen(self, view: View, world: World) -> Tensor:
         """The outputs with which kept examples take part, (C,) bool: those of the classes seen so
@@ -317,10 +327,10 @@ class Rehearse(ClientWork):
         seen[list(own if stream.head != "all" else range(world.classes))] = True
         return seen
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        known, m = carry.constants, self.method
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        known, m = start.constants, self.method
         if "own" not in known:
-            return super().terms(step, carry)
+            return super().terms(step, start)
         again, logits = step.index >= known["own"], step.logits()  # (B,), (B, C)
         if "seen" in known:
             of_kept = torch.where(known["seen"], step.logits(raw=True), OFF)
@@ -340,7 +350,12 @@ class Rehearse(ClientWork):
         return {"ce": weighed, "logits": m.alpha * known["per_kept"] * again * apart}
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(params=params), KEEP
 
@@ -352,35 +367,37 @@ class Remember(ClientWork):
     method: Replay
     stage: Stage
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
         m, task = self.method, world.stream.task(self.stage.round, view.client)
-        others = of_other_tasks(memory, task)
+        others = of_other_tasks(client_state, task)
         keeps = m.remembers(self.stage, world)
         now = (
-            merged(others, self.now(task, down, view, world), m.size, self.by_class)
+            merged(others, self.now(task, payload, view, world), m.size, self.by_class)
             if keeps
-            else memory
+            else client_state
         )
         up = Payload()
         if m.by_means:
             kept = [Examples(others.tensor("values"), others.tensor("labels"))] if others else []
-            up = means_to_send([view.data, *kept], view, down.params, world.classes)
-        return Carry(params={}, constants={"up": up, "memory": now})
+            up = means_to_send([view.data, *kept], view, payload.params, world.classes)
+        return TrainingStart(params={}, constants={"up": up, "memory": now})
 
     @property
     def by_class(self) -> bool:
         """Whether as many of each class are kept."""
         return self.method.balance == "class" or self.method.choose == "herding"
 
-    def now(self, task: int, down: Payload, view: View, world: World) -> Payload:
+    def now(self, task: int, payload: Payload, view: View, world: World) -> Payload:
         """The client's examples of its task, as a memory holds them."""
         m, data = self.method, view.data.to("cpu")
         if m.choose == "herding":
-            keys = herded(view.features(down.params), data.labels, m.size)
+            keys = herded(view.features(payload.params), data.labels, m.size)
         else:
             draw = generator(seed_for(world.seed, task, 0, view.client, "reservoir"))
             keys = torch.rand(len(data), generator=draw, dtype=torch.float64)
-        logits = {"logits": view.logits(down.params)} if m.alpha else {}
+        logits = {"logits": view.logits(payload.params)} if m.alpha else {}
         of = {
             "tasks": torch.full((len(data),), task),
             "places": torch.arange(len(data)),
@@ -389,10 +406,17 @@ class Remember(ClientWork):
         return Payload(values=data.values, labels=data.labels, **of, **logits)
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        return carry["up"], carry["memory"]
+        return start["up"], start["memory"]
 
-    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
         """``kept``: how many examples the client keeps by now, of all tasks."""
-        return {"kept": len(carry["memory"].tensor("labels")) if carry["memory"] else 0}
+        return {"kept": len(start["memory"].tensor("labels")) if start["memory"] else 0}

@@ -20,13 +20,13 @@ from typing import ClassVar, Literal
 from fedstill.core.aggregation import alike
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
-    Ran,
     Reply,
     Stage,
     State,
     Tensors,
+    TrainingResult,
+    TrainingStart,
     View,
     World,
 )
@@ -48,26 +48,28 @@ class Scaffold(FedAvg):
     divide_by: Literal["effective_steps", "steps"] = "effective_steps"
     """What a client's change is divided by: effective steps, in which momentum counts, or steps."""
 
-    def setup(self, world: World) -> State:
-        start = super().setup(world)
+    def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         return start.next(
             control=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
         )
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, control=state.extra.tensors("control"))
 
     def work(self, stage: Stage) -> ClientWork:
         return Controlled(stage.name, self.divide_by)
 
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
-        return Payload(super().expects(client, stage, world), change=trained)
+        return Payload(super().expected_reply(client, stage, world), change=trained)
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
         mean = self.averaged(replies, None, "change", alike(self.aggregation))
         control = add(state.extra.tensors("control"), scale(mean, len(replies) / world.clients))
-        return super().fold(state, replies, stage, world).next(control=control)
+        return super().aggregate(state, replies, stage, world).next(control=control)
 
 
 @dataclass(frozen=True)
@@ -77,24 +79,33 @@ class Controlled(ClientWork):
     stage: str
     divide_by: str
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        everyone = down.tensors("control")
-        own = memory.tensors("control") if memory else zeros_like(everyone)
-        return Carry(down.params, constants={"sent": down.params, "own": own, "everyone": everyone})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        everyone = payload.tensors("control")
+        own = client_state.tensors("control") if client_state else zeros_like(everyone)
+        return TrainingStart(
+            payload.params, constants={"sent": payload.params, "own": own, "everyone": everyone}
+        )
 
-    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
-        return add(sub(grads, carry["own"]), carry["everyone"])
+    def adjust_gradients(self, grads: Tensors, start: TrainingStart) -> Tensors:
+        return add(sub(grads, start["own"]), start["everyone"])
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
-        steps = float(ran.steps)
+        steps = float(result.steps)
         if self.divide_by == "effective_steps":
-            steps = reach(ran, world.plans[self.stage])
-        own, everyone = carry["own"], carry["everyone"]
+            steps = reach(result, world.plans[self.stage])
+        own, everyone = start["own"], start["everyone"]
         control = own
         if steps > 0:
             control = add(
-                sub(own, everyone), direction_of(only(carry["sent"], own), params, ran.lr, steps)
+                sub(own, everyone), direction_of(only(start["sent"], own), params, result.lr, steps)
             )
         return Payload(params=params, change=sub(control, own)), Payload(control=control)

@@ -41,12 +41,12 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.labels import SMOOTHING, Metric, discrepancy_weights, proportions
 from fedstill.core.records import (
     SERVER,
-    Carry,
     Payload,
     Reply,
     Stage,
     State,
     Step,
+    TrainingStart,
     View,
     World,
     many,
@@ -79,16 +79,16 @@ class TaughtByLastRound(FedSeq):
     distance: Metric = "kl"
     """Distance between label shares, by which teachers are chosen and weighed."""
 
-    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return ""
 
     def requires(self) -> frozenset[str]:
         return self.needs | ({"label_counts"} if self.teacher_choice == "greedy" else set())
 
-    def setup(self, world: World) -> State:
-        return super().setup(world).next(trained=torch.zeros(0, dtype=torch.int64))
+    def initial_state(self, world: World) -> State:
+        return super().initial_state(world).next(trained=torch.zeros(0, dtype=torch.int64))
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         models = state.extra.many("snapshot")
         candidates = [c for c in state.extra.tensor("trained").tolist() if self._known(state, c)]
         chosen = self.chosen(candidates, state, world)
@@ -120,17 +120,19 @@ class TaughtByLastRound(FedSeq):
         shares = proportions(state.extra.tensor("labels")[list(candidates)])
         return [candidates[i] for i in complementary(shares, self.k, self.distance)]
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload({"params": state.params, **many("teacher", state.extra.many("teacher"))})
 
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        after = super().fold(state, replies, stage, world)
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        after = super().aggregate(state, replies, stage, world)
         if self.k == 0 and self.teacher_choice != "all":
             return after
         trained = torch.cat(
             [state.extra.tensor("trained"), torch.tensor([r.client for r in replies])]
         )
-        models = many("snapshot", {r.client: r.up.params for r in replies})
+        models = many("snapshot", {r.client: r.content.params for r in replies})
         return after.next(groups=models, trained=trained)
 
     def _known(self, state: State, client: int) -> bool:
@@ -167,16 +169,16 @@ class SFedKD(TaughtByLastRound):
     def requires(self) -> frozenset[str]:
         return super().requires() | ({"label_counts"} if self.g or self.h else set())
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        opened = super().open(state, stages, world)
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        opened = super().begin_round(state, stages, world)
         if not (self.g or self.h):
             return opened
         # label counts are still those of the round in which they trained
         teachers = list(opened.extra.many("teacher"))
         return opened.next(teacher_labels=state.extra.tensor("labels")[teachers])
 
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        sent = super().down(state, client, stage, world)
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        sent = super().payload_for_client(state, client, stage, world)
         if not (self.g or self.h) or not (teachers := list(state.extra.many("teacher"))):
             return sent
         # None in the first round that an earlier version's run goes on with
@@ -189,16 +191,18 @@ class SFedKD(TaughtByLastRound):
         return Discrepant(self)
 
 
-def taught(down: Payload) -> Carry:
+def taught(payload: Payload) -> TrainingStart:
     """Training from the parameters received, with the models that came along as teachers, by the id
     of their client.
     """
-    return Carry(down.params, teachers={str(c): p for c, p in down.many("teacher").items()})
+    return TrainingStart(
+        payload.params, teachers={str(c): p for c, p in payload.many("teacher").items()}
+    )
 
 
-def logits_of(step: Step, carry: Carry) -> Tensor:
+def logits_of(step: Step, start: TrainingStart) -> Tensor:
     """The teachers' logits (K, B, C), in the order of their clients' ids."""
-    return torch.stack([step.teacher(name) for name in carry.teachers])
+    return torch.stack([step.teacher(name) for name in start.teachers])
 
 
 @dataclass(frozen=True)
@@ -209,27 +213,29 @@ class Discrepant(ClientWork):
 
     method: SFedKD
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry, m = taught(down), self.method
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry, m = taught(payload), self.method
         kind = dtype_of(carry.params)
         even = torch.full((len(carry.teachers), 1), 1 / max(len(carry.teachers), 1), dtype=kind)
         if not carry.teachers or not (m.g or m.h):
             return replace(carry, constants={"g": even, "h": even})
-        shares = proportions(down.tensor("teacher_labels"))
+        shares = proportions(payload.tensor("teacher_labels"))
         g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)  # (K,) each
         column = {"g": g.to(kind).unsqueeze(1), "h": h.to(kind).unsqueeze(1)}
         return replace(
             carry, constants={k: v if getattr(m, k) else even for k, v in column.items()}
         )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        terms = super().terms(step, carry)
-        if not carry.teachers:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        terms = super().terms(step, start)
+        if not start.teachers:
             return terms
-        m, student, teachers = self.method, step.logits(), logits_of(step, carry)
+        m, student, teachers = self.method, step.logits(), logits_of(step, start)
         scale = 1.0 if m.tau2_scale else m.temperature**-2
-        other = (carry["g"] * multi_nckd(student, teachers, step.y, m.temperature)).sum(0)  # (B,)
-        true = (carry["h"] * multi_tckd(student, teachers, step.y, m.temperature)).sum(0)
+        other = (start["g"] * multi_nckd(student, teachers, step.y, m.temperature)).sum(0)  # (B,)
+        true = (start["h"] * multi_tckd(student, teachers, step.y, m.temperature)).sum(0)
         return {
             **terms,
             "other_classes": m.gamma * scale * other,

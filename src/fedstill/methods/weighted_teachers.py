@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive
-from fedstill.core.records import Carry, Payload, Stage, Step, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import confidence_weights, entropy_weights, multi_kd
@@ -100,14 +100,16 @@ class Several(ClientWork):
 
     method: Averaged
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return taught(down)
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return taught(payload)
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        terms = super().terms(step, carry)
-        if not carry.teachers:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        terms = super().terms(step, start)
+        if not start.teachers:
             return terms
-        m, teachers = self.method, logits_of(step, carry)
+        m, teachers = self.method, logits_of(step, start)
         each = multi_kd(step.logits(), teachers, m.temperature)  # (K, B)
         return {**terms, "teachers": m.weight * (m.weights(teachers, step.y) * each).sum(0)}
 
@@ -120,18 +122,22 @@ class SeveralWithFeatures(Several):
 
     method: CAMKD
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return replace(super().begin(down, memory, view, world), constants={"model": view.model})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return replace(
+            super().begin(payload, client_state, view, world), constants={"model": view.model}
+        )
 
-    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         z = step.features()  # (B, D)
         # first: their logits come with them
-        theirs = [step.teacher_features(name) for name in carry.teachers]
-        terms = super().terms(step, carry)
-        if not carry.teachers:
+        theirs = [step.teacher_features(name) for name in start.teachers]
+        terms = super().terms(step, start)
+        if not start.teachers:
             return terms
-        module = contract.module(carry["model"], "frozen")
-        models = [t for t in carry.teachers.values() if not isinstance(t, tuple)]
+        module = contract.module(start["model"], "frozen")
+        models = [t for t in start.teachers.values() if not isinstance(t, tuple)]
         read = torch.stack([contract.head(module, p, z) for p in models])  # (K, B, C)
         apart = (z - torch.stack(theirs)).square().mean(-1)  # (K, B)
         # a product: the clients of a stack differ in epoch

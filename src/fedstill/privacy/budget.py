@@ -201,7 +201,7 @@ class Budget:
             return 0
         if stage.round == 0:  # before round 1, beside the census
             return self.sums
-        return rows_of(acting(self.method, stage).expects(client, stage, self.world))
+        return rows_of(acting(self.method, stage).expected_reply(client, stage, self.world))
 
     def over(self, stage: Stage, client: int) -> str:
         """Why a stage would cost a client more than ``privacy.epsilon`` in all; empty if it would

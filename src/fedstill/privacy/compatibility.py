@@ -143,7 +143,7 @@ def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
             continue
         if stage.name not in settings.method.stages:
             return f"stage {stage.name!r} sends what is not summed; leave it out"
-        if stage.hop or len(stage.clients) < FEWEST_SUMMED:
+        if stage.sequential or len(stage.clients) < FEWEST_SUMMED:
             return (
                 f"stage {stage.name!r} has {len(stage.clients)} client(s) side by side, and a sum "
                 "hides one among "
@@ -180,16 +180,17 @@ def _demand_linear(settings: Settings, stage: Stage, world: World) -> None:
     """
     method, name = settings.method, settings.named.method.label
     try:
-        state = method.open(method.setup(world), [stage], world)
+        state = method.begin_round(method.initial_state(world), [stage], world)
         replies = _drawn(stage, state.params, settings.seed)
         by_examples = getattr(method, "aggregation", "examples") == "examples"
         mean = trees.mean(
-            [r.up.params for r in replies],
+            [r.content.params for r in replies],
             [float(r.examples) if by_examples else 1.0 for r in replies],
         )
         summed = [Reply(r.client, Payload(params=mean), 0, {}, r.round, r.stage) for r in replies]
         near = _alike(
-            method.fold(state, replies, stage, world), method.fold(state, summed, stage, world)
+            method.aggregate(state, replies, stage, world),
+            method.aggregate(state, summed, stage, world),
         )
     except Exception as error:
         raise IncompatibleMethod(

@@ -186,16 +186,16 @@ class Masking:
         """How changes are rounded in a sum."""
         return FixedPoint(self.most, self.bits, len(sum.clients))
 
-    def vector(self, sum: Sum, reply: Reply, down: Payload) -> Masks:
+    def vector(self, sum: Sum, reply: Reply, payload: Payload) -> Masks:
         """What a client sums: its weight times what training changed, and the weight; raises
         BadPayload.
         """
-        if set(reply.up) != {"params"}:
+        if set(reply.content) != {"params"}:
             raise BadPayload(
-                f"a secure sum is of models alone, and the client sends {sorted(reply.up)}"
+                f"a secure sum is of models alone, and the client sends {sorted(reply.content)}"
             )
         weight = reply.examples if self.by_examples else 1
-        return self.fixed(sum).encoded(change_of(reply.up.params, down.params), weight)
+        return self.fixed(sum).encoded(change_of(reply.content.params, payload.params), weight)
 
     def mean(self, sum: Sum, total: Masks, start: Tensors) -> tuple[dict[str, object], Payload]:
         """What the server knows of every client then, as its report, and as what it sent: the mean
@@ -248,8 +248,8 @@ class MaskedEngine:
                     came[at] = as_failed(reply, str(error))
         demand_left(of, masked, came)
         revealed = {c: clients[c].revealed(masked) for c in masked}
-        told, up = self.masking.mean(of, unmasked(of, keys, shares, masked, revealed), start)
-        return [known(reply, up, told) for reply in came]
+        told, content = self.masking.mean(of, unmasked(of, keys, shares, masked, revealed), start)
+        return [known(reply, content, told) for reply in came]
 
 
 def is_summed(stage: Stage, downs: Mapping[int, Payload]) -> bool:
@@ -259,7 +259,7 @@ def is_summed(stage: Stage, downs: Mapping[int, Payload]) -> bool:
 
 def common_start(downs: Mapping[int, Payload]) -> Tensors:
     """The model that all clients of a stage were sent; raises BadPayload if it is not one."""
-    first, *others = (down.params for down in downs.values())
+    first, *others = (payload.params for payload in downs.values())
     if not all(other is first or trees.same_bits(other, first) for other in others):
         raise BadPayload(
             "a secure sum is of changes to one model, and clients were sent different ones"
@@ -267,26 +267,26 @@ def common_start(downs: Mapping[int, Payload]) -> Tensors:
     return first
 
 
-def known(reply: Reply, up: Payload, told: Mapping[str, object]) -> Reply:
+def known(reply: Reply, content: Payload, told: Mapping[str, object]) -> Reply:
     """What the server knows of a client that is in the sum; one that failed as it is."""
     if reply.failure:
         return reply
     seconds = {k: v for k, v in reply.metrics.items() if k in ("seconds", "seconds_training")}
-    return replace(reply, up=up, examples=0, metrics={**seconds, OWN: dict(told)})
+    return replace(reply, content=content, examples=0, metrics={**seconds, OWN: dict(told)})
 
 
-def bytes_of(up: Payload, summed: bool) -> int:
+def bytes_of(content: Payload, summed: bool) -> int:
     """The bytes of what a client sent; of a model that was ``summed``, of its masked vector without
     keys and shares.
     """
-    if summed and "params" in up:
-        return 8 * (sum(entry.numel() for entry in up.params.values()) + 1)
-    return up.nbytes
+    if summed and "params" in content:
+        return 8 * (sum(entry.numel() for entry in content.params.values()) + 1)
+    return content.nbytes
 
 
 def as_failed(reply: Reply, why: str) -> Reply:
     """A client that dropped out of a sum."""
-    return replace(reply, up=NOTHING, examples=0, metrics={}, failure=why)
+    return replace(reply, content=NOTHING, examples=0, metrics={}, failure=why)
 
 
 def demand_left(

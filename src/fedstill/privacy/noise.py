@@ -133,22 +133,22 @@ class Privacy:
         """The noise of private training, in units of its clipping."""
         return 1.0 if self.gradient_noise is None else self.gradient_noise
 
-    def protect(self, up: Payload, seed: int | None) -> Payload:
+    def protect(self, content: Payload, seed: int | None) -> Payload:
         """An upload with its logits clipped and noised; one without logits as it is.
 
         seed: what noise is drawn from; None: the operating system's generator.
         """
-        group = next((name for name in PROTECTED if name in up), "")
+        group = next((name for name in PROTECTED if name in content), "")
         if not self.protects_logits or not group:
-            return up
-        rows = up.tensor(group)
+            return content
+        rows = content.tensor(group)
         clipped = clip_rows(rows, self.clip)
         if seed is None:
             drawn = secret_normal(tuple(rows.shape))
         else:
             drawn = torch.randn(rows.shape, generator=generator(seed), dtype=torch.float64)
         noised = clipped.double() + self.noise * self.clip * drawn
-        return Payload(up, **{group: noised.to(rows.dtype)})
+        return Payload(content, **{group: noised.to(rows.dtype)})
 
     def spent(self, rows: int, uploads: int = 1) -> float | None:
         """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing
@@ -168,14 +168,14 @@ class Privacy:
         return self.epsilon is None or (cost is not None and cost <= self.epsilon)
 
 
-def rows_of(up: Payload) -> int:
+def rows_of(content: Payload) -> int:
     """How many protected rows (of logits, of sums) a payload holds, whoever sent it and whatever
     else is in it.
     """
     rows = [
         one
         for name in PROTECTED
-        if isinstance(one := up.get(name), Tensor) and one.ndim and one.numel()
+        if isinstance(one := content.get(name), Tensor) and one.ndim and one.numel()
     ]
     return sum(one.shape[0] for one in rows)
 

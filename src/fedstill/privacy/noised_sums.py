@@ -83,7 +83,10 @@ class NoisedSums(SumUp):
         """Why clipped rows with noise cannot be these: a number too far from them; empty if they
         may be.
         """
-        rows, most = reply.up.get(SUMS_GROUP), self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
+        rows, most = (
+            reply.content.get(SUMS_GROUP),
+            self.clip * (1 + FAR * self.noise) * (1 + ROUNDING),
+        )
         if (
             isinstance(rows, Tensor)
             and rows.dtype == torch.float64

@@ -35,8 +35,8 @@ def raises(stage: Stage, world: World) -> bool:
 def with_asks(
     expects: Callable[[int, Stage, World], Payload], stage: Stage, world: World
 ) -> Callable[[int], Payload]:
-    """What a client's reply must be like in a stage: what a method ``expects``, and for which
-    classes it may ask.
+    """What a client's reply must be like in a stage: what ``Method.expected_reply``
+    returns, and for which classes it may ask.
     """
     if not raises(stage, world):
         return lambda client: expects(client, stage, world)
@@ -50,7 +50,7 @@ def queries_raised(replies: Sequence[Reply], stage: Stage, world: World) -> Quer
     """
     if world.asking is None or not raises(stage, world):
         return {}
-    wanted = {r.client: r.up.tensor(ASKS).nonzero().flatten().tolist() for r in replies}
+    wanted = {r.client: r.content.tensor(ASKS).nonzero().flatten().tolist() for r in replies}
     asked = {c: picked(world.asking, c, classes, stage.round) for c, classes in wanted.items()}
     return {client: classes for client, classes in asked.items() if classes}
 
@@ -78,26 +78,26 @@ def as_asked(world: World, state: State) -> World:
 
 
 def with_query(
-    down: Payload, client: int, stage: Stage, world: World, needs: Collection[str]
+    payload: Payload, client: int, stage: Stage, world: World, needs: Collection[str]
 ) -> Payload:
     """What a client is sent, with the query that it raised before; ``needs``: of the method, which
     may not read it.
     """
     if world.asking is None or client == SERVER or stage.name == FIT or "queries" not in needs:
-        return down
+        return payload
     query = torch.zeros(world.classes, dtype=torch.int8)
     query[list(world.queries.get(client, ()))] = 1
-    return Payload(down, **{QUERY: query})
+    return Payload(payload, **{QUERY: query})
 
 
-def as_sent(view: View, down: Payload) -> View:
+def as_sent(view: View, payload: Payload) -> View:
     """What a client sees, with the query that it was sent, if it was sent one.
 
     Raises BadPayload for a query that is not (C,) of the run's classes.
     """
-    if QUERY not in down:
+    if QUERY not in payload:
         return view
-    query: Tensor = down.tensor(QUERY)
+    query: Tensor = payload.tensor(QUERY)
     if query.shape != view.counts.shape:
         raise BadPayload(f"a query of shape {tuple(query.shape)} for {len(view.counts)} classes")
     return replace(view, query=tuple(query.nonzero().flatten().tolist()))

@@ -25,12 +25,12 @@ NAMED = 5
 
 
 def cautions(prepared: Prepared) -> Iterator[str]:
-    """What of a run's method does nothing there (``Method.caution``), and which classes cannot be
-    learned or tested.
+    """What of a run's method does nothing there (``Method.setting_warnings``), and which classes
+    cannot be learned or tested.
 
     Of real sites' data nothing is known. What reading the data left out is in ``Prepared.notes``.
     """
-    if caution := prepared.settings.method.caution(prepared.world):
+    if caution := prepared.settings.method.setting_warnings(prepared.world):
         yield f"method {prepared.settings.named.method.label}: {caution}"
     sites, names, world = prepared.sites, prepared.dataset.classes, prepared.world
     for spec in dict.fromkeys((world.server_model, *world.client_models)):

@@ -215,7 +215,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
     _check_stages(method, name, settings.named.topology, {s.name for s in schedule}, world.plans)
     _check_kept_epochs(method, schedule, world.plans)
-    why = method.misfit(settings.topology(1, world), world)
+    why = method.incompatibility(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
     needs_of_measures = {
@@ -281,7 +281,10 @@ def _check_kept_epochs(
         work = None
         with contextlib.suppress(Exception):  # the run says what it is, with its line
             work = method.work(stage)
-        if isinstance(work, ClientWork) and type(work).score is ClientWork.score:
+        if (
+            isinstance(work, ClientWork)
+            and type(work).validation_score is ClientWork.validation_score
+        ):
             raise ConfigError(
                 f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there "
                 "are none: "

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.records import NOTHING, Carry, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.core.records import (
+    NOTHING,
+    Payload,
+    Reply,
+    Stage,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
 from fedstill.core.rounds import Engine, Watch, demand_quorum, replies_of, told
 from fedstill.core.screen import Refusal, Rules, screen
 from fedstill.core.work import ClientWork
@@ -123,11 +133,18 @@ class SumUp(ClientWork):
     shape: tuple[int, ...]
     fixed: Collection[int] = ()
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(params={})
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={})
 
     def end(
-        self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
     ) -> tuple[Payload, Payload]:
         return self.sent(view.data.values.cpu()), NOTHING
 
@@ -159,7 +176,7 @@ class SumUp(ClientWork):
         sums = [
             one
             for name in SUMS
-            if isinstance(one := reply.up.get(name), Tensor) and one.dtype == torch.float64
+            if isinstance(one := reply.content.get(name), Tensor) and one.dtype == torch.float64
         ]
         if len(sums) < len(SUMS) or len({one.shape for one in sums}) > 1:
             return ""
@@ -209,5 +226,5 @@ def run_sums(work: SumUp, world: World, engine: Engine, watch: Watch, rules: Rul
         demand_quorum(
             replace(stage, clients=tuple(downs) or stage.clients), replies, refused, rules
         )
-        moments = work.moments([(reply.up, reply.examples) for reply in replies])
+        moments = work.moments([(reply.content, reply.examples) for reply in replies])
         return Summed(moments, stage, replies, refused, downs)

@@ -103,9 +103,9 @@ class Driver:
 
     def _start(self) -> Result:
         summed = self._sums()
-        with part(self.method, "setup", "before round 1"):
+        with part(self.method, "initial_state", "before round 1"):
             state = self.before = returned(
-                self.method.setup(self.world), State, self.method.setup, "a State"
+                self.method.initial_state(self.world), State, self.method.initial_state, "a State"
             )
         told = self._told() | (
             {"split": write_split(self.folder, s)} if (s := self.measuring.dealt_out) else {}

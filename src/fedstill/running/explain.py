@@ -53,12 +53,12 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
     at the start.
     """
     settings, world = prepared.settings, prepared.world
-    state = settings.method.setup(world)
+    state = settings.method.initial_state(world)
     down = up = steps = examples = trained = 0
     acting: set[int] = set()
     for stage in settings.topology(number, world):
         for client in stage.clients:
-            sent = settings.method.down(state, client, stage, world)
+            sent = settings.method.payload_for_client(state, client, stage, world)
             if sent is None:
                 continue
             acting.add(client)
@@ -66,7 +66,7 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
             if client != SERVER:  # what the server computes itself is not sent
                 down, up = (
                     down + sent.nbytes,
-                    up + with_asks(settings.method.expects, stage, world)(client).nbytes,
+                    up + with_asks(settings.method.expected_reply, stage, world)(client).nbytes,
                 )
             own = local_steps(prepared, stage, count)
             examples, steps, trained = (
@@ -292,13 +292,15 @@ def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
 
 
 def _shown(stages: list[Stage]) -> tuple[str, ...]:
-    hops = [s.name for s in stages if s.hop]
+    hops = [s.name for s in stages if s.sequential]
     chain = f"{len(hops)} × {hops[0]}, one client after another" if hops else ""
     who = [
         f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})"
         for s in stages
     ]
-    return tuple(dict.fromkeys(chain if s.hop else own for s, own in zip(stages, who, strict=True)))
+    return tuple(
+        dict.fromkeys(chain if s.sequential else own for s, own in zip(stages, who, strict=True))
+    )
 
 
 def told_of_examples(prepared: Prepared) -> list[str]:

@@ -62,8 +62,10 @@ class Hostile:
         if reply.client not in self.clients or reply.failure:
             return reply
         down = downs[reply.client]
-        up = Payload({name: self._group(group, down.get(name)) for name, group in reply.up.items()})
-        return Reply(reply.client, up, reply.examples, reply.metrics, reply.round, reply.stage)
+        content = Payload(
+            {name: self._group(group, down.get(name)) for name, group in reply.content.items()}
+        )
+        return Reply(reply.client, content, reply.examples, reply.metrics, reply.round, reply.stage)
 
     def _group(self, group: Group, start: Group | None) -> Group:
         if isinstance(group, Mapping):

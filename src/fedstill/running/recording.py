@@ -145,7 +145,7 @@ def _shown(seen: Happened) -> Lent:
                 name: {"params": state.params, "extra": state.extra}
                 for name, state in states.items()
             },
-            "replies": [reply.up for reply in seen.replies],
+            "replies": [reply.content for reply in seen.replies],
             "downs": seen.downs,
         }
     )
@@ -220,7 +220,7 @@ class Measuring:
         self.measures = measures(settings.measure)
         self.budget = (TrainingBudget if settings.privacy.trains else Budget).of(self.prepared)
         self.rounds = settings.measured_in
-        self._hops = {s.name for s in settings.topology(1, self.prepared.world) if s.hop}
+        self._hops = {s.name for s in settings.topology(1, self.prepared.world) if s.sequential}
         self._last = when_they_look(self.measures, self.prepared)
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world
@@ -266,7 +266,7 @@ class Measuring:
                 **where,
                 "client": r.client,
                 "examples": r.examples,
-                "bytes_up": bytes_of(r.up, bool(self.prepared.settings.privacy.secure_sum)),
+                "bytes_up": bytes_of(r.content, bool(self.prepared.settings.privacy.secure_sum)),
                 "bytes_down": downs[r.client].nbytes,
                 **event_fields(r.metrics),
                 **({"query": list(asked.get(r.client, ()))} if raises(stage, world) else {}),
@@ -284,7 +284,9 @@ class Measuring:
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
         self.budget.mark(
-            stage, events, {r.client: r.up for r in refused} | {r.client: r.up for r in replies}
+            stage,
+            events,
+            {r.client: r.content for r in refused} | {r.client: r.content for r in replies},
         )
         self._note(events)
         yield from events
@@ -298,7 +300,7 @@ class Measuring:
             return
         room = replace(room, world=as_asked(room.world, seen.after))
         torch.set_num_threads(self.prepared.settings.threads[1])
-        if seen.stage.hop and seen.replies:
+        if seen.stage.sequential and seen.replies:
             client, round = self._acted[0] if len(self._acted) == 2 else (None, None)
             seen = replace(seen, previous=client, previous_round=round)
         where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}
