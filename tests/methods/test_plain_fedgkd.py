@@ -116,7 +116,7 @@ def test_models_with_equal_losses_have_equal_votes() -> None:
     ready = ready_for({"name": "fedgkd_vote", "models": 3}, rounds=4, **PUBLIC)
     method, state = ready.settings.method, drive(ready)[0][3]
     equal = state.next(groups={f"loss.{r}": 1.7 for r in (2, 3, 4)})
-    assert method.open(equal, [], ready.world).extra.tensor("votes").tolist() == pytest.approx(
+    assert method.begin_round(equal, [], ready.world).extra.tensor("votes").tolist() == pytest.approx(
         [1 / 3] * 3
     )
 

@@ -246,7 +246,7 @@ class WandB:
         to be sent.
         """
         wandb = _wandb()
-        if wandb.initial_state().settings.mode == "online" and not wandb.login(prompt=False):
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise ConfigError(
                 "Weights & Biases knows no account here: run `wandb login`, or set "
                 "WANDB_MODE=offline"
