@@ -79,7 +79,7 @@ def in_turn(ready: list[Prepared], pairs: int) -> tuple[list[float], list[float]
 def stage_seconds(engine: SerialEngine, ready: Prepared) -> float:
     """Seconds that an engine takes for the first round's stage."""
     method, world = ready.settings.method, ready.world
-    (stage,) = ready.settings.topology(1, world)
+    (stage,) = ready.settings.schedule(1, world)
     state = method.initial_state(world)
     downs = {c: Payload(params=state.params) for c in stage.clients}
     began = time.perf_counter()

@@ -13,17 +13,17 @@ at 0.01.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fedstill.benchmark.recipes import load_recipe
-from fedstill.core.census import run_census
 from fedstill.core.records import Stage, State, View
-from fedstill.core.rounds import Unwatched
+from fedstill.core.rounds import run_round
 from fedstill.report import terminal
+from fedstill.running.context import run_context
 from fedstill.running.preparation import Prepared, prepare
 
 PIXELS = {
@@ -64,7 +64,8 @@ def first_client(pixels: str, seed: int, which: Which) -> tuple[Prepared, Stage,
 def counted(ready: Prepared) -> State:
     """The state before round 1, with every client's label counts."""
     start = ready.settings.method.initial_state(ready.world)
-    return run_census(start, ready.world, ready.engine(), Unwatched(), ready.settings.rules)
+    first = ready.settings.schedule(0, ready.world)
+    return run_round(replace(start, round=0), first, run_context(ready, ready.engine()))
 
 
 def ours(pixels: str, seed: int, which: Which) -> tuple[float, float, int]:

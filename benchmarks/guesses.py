@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedstill.core.results import StageResult
 from fedstill.core.trees import floats, norm, sub
-from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.measures.contributions import Contributions, StageGame
 
 OF, FALL = 7, 0.10
@@ -29,15 +30,17 @@ class Guesses(Measure):
 
     needs = frozenset({"test", "local_models"})
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """``first``: {rule: client}; ``fall``; ``harm``: what the class lost by the planted
         client.
         """
-        clients = [r.client for r in seen.replies]
+        clients = [r.client for r in seen.accepted]
         before, after = (_accuracy(room, state.params) for state in (seen.before, seen.after))
         if Planted.client not in clients or before - after < FALL:
             return None
-        game = StageGame(room.method, seen.before, seen.stage, seen.replies, seen.downs, room.world)
+        game = StageGame(
+            room.method, seen.before, seen.stage, seen.accepted, seen.payloads, room.world
+        )
         everyone = range(len(clients))
         told = Contributions(classes=(OF,)).look(seen, room)
         assert told is not None

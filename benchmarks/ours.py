@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fedstill.core.census import run_census
-from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.rounds import run_round
 from fedstill.engines.passes import correct_by_class
 from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.context import run_context
 from fedstill.running.preparation import Prepared
 
 
@@ -20,24 +21,16 @@ class Ours:
 
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.engine = ready, ready.engine()
-        method, rules = ready.settings.method, ready.settings.rules
-        self.state = method.initial_state(ready.world)
-        if "label_counts" in method.requires():
-            self.state = run_census(self.state, ready.world, self.engine, Unwatched(), rules)
+        self.context = run_context(ready, self.engine)
+        self.state = ready.settings.method.initial_state(ready.world)
+        first = self.context.schedule(0, ready.world)
+        if first:
+            self.state = run_round(replace(self.state, round=0), first, self.context)
 
     def run_round(self) -> None:
         """One round."""
-        settings = self.ready.settings
-        stages = settings.topology(self.state.round, self.ready.world)
-        self.state = run_round(
-            settings.method,
-            self.state,
-            stages,
-            self.ready.world,
-            self.engine,
-            Unwatched(),
-            settings.rules,
-        )
+        stages = self.context.schedule(self.state.round, self.ready.world)
+        self.state = run_round(self.state, stages, self.context)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The global model."""

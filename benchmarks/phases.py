@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedstill.core.stages import FIT
+from fedstill.methods.fit import FIT
 from fedstill.metrics import class_accuracy, query_accuracy_gain, query_forgetting
 from fedstill.metrics.ranks import paired_difference
 from fedstill.report import terminal

@@ -6,7 +6,7 @@ What differs is made from labels, and not by training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from fedstill import from_tensors
 from fedstill.config.resolve import settle
 from fedstill.core import registry
-from fedstill.core.census import run_census
-from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, State
+from fedstill.core.extensions import NoRecorder
+from fedstill.core.records import SERVER, Group, Payload
+from fedstill.core.results import StageResult
 from fedstill.core.rounds import run_round
-from fedstill.core.screen import Refusal
 from fedstill.data.dataset import Dataset
+from fedstill.running.context import run_context
 from fedstill.running.preparation import Prepared, prepare
 from tools.fitting_runs import fitting_run
 
@@ -57,28 +58,18 @@ def pictures(flip: bool) -> Dataset:
 
 
 @dataclass
-class Collected:
+class Collected(NoRecorder):
     """What each stage's clients sent: by stage, the first client's payload."""
 
     sent: dict[str, Payload] = field(default_factory=dict)
 
-    def stage(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: object,
-        state: State,
-    ) -> None:
-        """Keep the first reply of a client (``watch.Watch``)."""
-        if refused:
-            raise ValueError(f"{stage}: {refused[0].reason}")
-        for reply in replies[:1]:
+    def stage(self, result: StageResult) -> None:
+        """Keep the first reply of a client."""
+        if result.refused:
+            raise ValueError(f"{result.stage}: {result.refused[0].reason}")
+        for reply in result.accepted[:1]:
             if reply.client != SERVER:
-                self.sent.setdefault(stage.name, reply.content)
-
-    def failed(self, *_: object) -> None:
-        """Nothing: the error that comes next says it."""
+                self.sent.setdefault(result.stage.name, reply.content)
 
 
 def collected(method: str, flip: bool) -> dict[str, Payload]:
@@ -103,16 +94,14 @@ def collected(method: str, flip: bool) -> dict[str, Payload]:
 
 
 def _through(ready: Prepared) -> Iterator[tuple[str, Payload]]:
-    settings, world, watch = ready.settings, ready.world, Collected()
-    engine, rules = replace(ready.engine(), kept=None, stops=True), settings.rules
-    state = settings.method.initial_state(world)
-    if "label_counts" in settings.method.requires():
-        state = run_census(state, world, engine, watch, rules)
-    for round in range(1, settings.rounds + 1):
-        state = run_round(
-            settings.method, state, settings.topology(round, world), world, engine, watch, rules
-        )
-    yield from watch.sent.items()
+    recorder = Collected()
+    engine = replace(ready.engine(), kept=None, stops=True)
+    context = run_context(ready, engine, recorder)
+    state = replace(context.method.initial_state(ready.world), round=0)
+    for round in range(ready.settings.rounds + 1):
+        stages = context.schedule(round, ready.world)
+        state = run_round(state, stages, context)
+    yield from recorder.sent.items()
 
 
 def cells(method: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ def task_of(ready: Prepared, rounds: int) -> Task:
     plain ones.
     """
     world, sites, plan = ready.world, ready.sites, ready.world.plans["train"]
-    schedule = [ready.settings.topology(r, world) for r in range(1, rounds + 1)]
+    schedule = [ready.settings.schedule(r, world) for r in range(1, rounds + 1)]
     sizes = torch.tensor([0, *(len(p) for p in sites.parts)])
     by_client = torch.cat(list(sites.parts))
     examples = {

@@ -82,7 +82,7 @@ def test_steps_are_those_of_the_journals_that_ship(name: str, row: str, column: 
     (variant,) = suite.recipe.variants([(row, column)], (0,), {}, Path())
     ready = prepare(variant.settings)
     rounds = range(1, variant.settings.rounds + 1)
-    stages = [stage for number in rounds for stage in ready.settings.topology(number, ready.world)]
+    stages = [stage for number in rounds for stage in ready.settings.schedule(number, ready.world)]
     counted = sum(costs.trained_in(ready, stage)[0] for stage in stages)
     entries = (read_entry(place) for place in entries_below(RESULTS / f"{name}.runs.tar.xz"))
     entry = next(one for one in entries if one.row == row)

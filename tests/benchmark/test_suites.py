@@ -164,7 +164,7 @@ def drawn_here(folder: Path) -> dict[str, object]:
                 assert measuring.dealt_out is not None
                 rounds = range(1, min(3, run.settings.rounds) + 1)
                 stages = [
-                    [list(s.clients) for s in run.settings.topology(r, ready.world)] for r in rounds
+                    [list(s.clients) for s in run.settings.schedule(r, ready.world)] for r in rounds
                 ]
                 out[f"{name}, {column}, seed {run.seed}"] = {
                     "split": write_split(folder, measuring.dealt_out)["sha256"],

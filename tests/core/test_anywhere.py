@@ -11,20 +11,20 @@ import torch
 
 import toys
 from fedstill.config.resolve import settle
-from fedstill.core.census import run_census
 from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.extensions import NoRecorder
 from fedstill.core.records import (
     Payload,
-    Stage,
     Tensors,
     TrainingResult,
     TrainingStart,
     View,
     World,
 )
-from fedstill.core.rounds import Unwatched, run_round
-from fedstill.core.stages import Fit
+from fedstill.core.results import StageResult
+from fedstill.methods.fit import Fit
 from fedstill.running.preparation import Prepared, prepare
+from loops import context_of, first_state, next_state, states_after
 
 PLAN = {"epochs": 1, "batch": 50, "lr": 0.05}
 
@@ -45,13 +45,11 @@ def test_what_clients_remember_outlives_a_fit() -> None:
     run = ready("scaffold", topology={"clients": 4, "first": "fit", "after": "fit"}, rounds=1)
     engine, seen = run.engine(), list[tuple[str, list[bool]]]()
 
-    class Looking(Unwatched):
-        def stage(self, stage: Stage, *rest: Any) -> None:
-            seen.append((stage.name, ["control" in engine.memory.load(c) for c in range(4)]))
+    class Looking(NoRecorder):
+        def stage(self, result: StageResult) -> None:
+            seen.append((result.stage.name, ["control" in engine.memory.load(c) for c in range(4)]))
 
-    state = run.settings.method.initial_state(run.world)
-    stages = run.settings.topology(1, run.world)
-    run_round(run.settings.method, state, stages, run.world, engine, Looking(), run.settings.rules)
+    states_after(context_of(run, engine, Looking()), 1)
     engine.close()
     assert seen == [("fit", [False] * 4), ("train", [True] * 4), ("fit", [True] * 4)]
 
@@ -94,19 +92,11 @@ def test_among_peers_a_client_goes_on_from_the_model_it_ended_the_last_task_with
         partition="iid",
     )
     engine = run.engine()
-    state = run_census(
-        run.settings.method.initial_state(run.world),
-        run.world,
-        engine,
-        Unwatched(),
-        run.settings.rules,
-    )
+    context = context_of(run, engine)
+    state = first_state(context)
     while state.round <= 3:
         now[0] = state.round
-        stages = run.settings.topology(state.round, run.world)
-        state = run_round(
-            run.settings.method, state, stages, run.world, engine, Unwatched(), run.settings.rules
-        )
+        state = next_state(state, context)
     engine.close()
     for client in range(4):
         first = run.world.initial(client)

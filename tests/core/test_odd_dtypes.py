@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from fedstill.core.census import run_census
+from fedstill.core.census import CensusChecks, CensusStages
 from fedstill.core.codec import decode, encode
+from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply, Stage, State, World
+from fedstill.core.rounds import RunContext, run_round
+from fedstill.core.schedule import Schedule
 from fedstill.core.screen import Rules, screen
 from fedstill.privacy.noised_sums import NoisedSums
+from loops import Collecting
 
 ODD = [
     "uint16",
@@ -44,23 +48,23 @@ class Clients:
     def commit(self, stage: Stage, clients: Any) -> None: ...
 
 
-class Refused:
-    """A watch that keeps the reasons."""
-
-    def stage(self, stage: Any, replies: Any, refused: Any, downs: Any, state: Any) -> None:
-        self.why = {one.client: one.reason for one in refused}
-
-    def failed(self, *_: Any) -> None: ...
-
-
 @pytest.mark.parametrize("dtype", ODD)
 def test_the_census_goes_on_without_a_client_that_counts_in_another_dtype(dtype: str) -> None:
     world: World = SimpleNamespace(clients=3, classes=3, seed=0)  # type: ignore[assignment]
-    watch = Refused()
-    state = run_census(
-        State({}), world, Clients(torch.zeros(3).to(getattr(torch, dtype))), watch, Rules()
+    recorder = Collecting()
+    stages = CensusStages()
+    context = RunContext(
+        Schedule(Method(), lambda round, world: [], (stages,)),
+        world,
+        Clients(torch.zeros(3).to(getattr(torch, dtype))),
+        recorder=recorder,
+        hooks=(CensusChecks(Rules().max_examples),),
     )
-    assert watch.why == {1: f"labels is torch.{dtype}, not torch.int64"}
+    state = run_round(State({}, round=0), context.schedule(0, world), context)
+    (result,) = recorder.results
+    assert {r.client: r.reason for r in result.refused} == {
+        1: f"labels is torch.{dtype}, not torch.int64"
+    }
     assert state.extra.tensor("labels").sum(1).tolist() == [5, 0, 5]
 
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedstill.core.records import Payload, Reply, Stage
+from fedstill.core.census import CensusChecks
+from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.core.screen import MAX_EXAMPLES, MAX_STRING, Refusal, Rules, screen
 
 STAGE = Stage(3, 1, "train", (4, 0, 2, 7))
@@ -213,7 +214,16 @@ def test_a_claim_is_compared_with_the_census_where_there_is_one() -> None:
     labels[0, 3], labels[BAD, 1] = 10, 11
     # 10 and 12 examples; client 4 gave no census
     replies = [reply(0), reply(BAD), replace(reply(4), examples=11)]
-    accepted, refused = screen(lambda _: EXPECTED, STAGE, DOWNS, replies, DEFAULT, labels)
+    state = State({}, Payload(labels=labels))
+    census, needs = CensusChecks(MAX_EXAMPLES), frozenset({"label_counts"})
+    accepted, refused = screen(
+        lambda _: EXPECTED,
+        STAGE,
+        DOWNS,
+        replies,
+        DEFAULT,
+        lambda reply: census.check_reply(reply, STAGE, needs, state),
+    )
     assert [r.client for r in accepted] == [0, 4]
     assert refused == [Refusal(BAD, "claims 12 examples, and 11 in the census")]
 

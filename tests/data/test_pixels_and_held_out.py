@@ -129,7 +129,7 @@ SPLIT = {"kind": "hiper", "alpha": 1.0, "seed": 42}
 def halves(prepared: Prepared, client: int) -> list[tuple[list[int], list[int]]]:
     """(trained on, held out) of a client in each of its stages, as positions among all."""
     found = []
-    for stage in prepared.settings.topology(1, prepared.world):
+    for stage in prepared.settings.schedule(1, prepared.world):
         if client in stage.clients:
             share = prepared.settings.plans[stage.name].validation
             found.append(tuple(part.tolist() for part in prepared.sites._split(client, share)))

@@ -24,9 +24,10 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import register
+from fedstill.core.results import StageResult
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import AtClient
-from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.runner import run
 
@@ -80,7 +81,7 @@ class Writing(FedAvg):
 class WritingMeasure(Measure):
     """Writes into the state."""
 
-    def look(self, seen: Happened, room: Room) -> Numbers:
+    def look(self, seen: StageResult, room: Room) -> Numbers:
         for value in seen.after.params.values():
             value.zero_()
         return {"none": 0}

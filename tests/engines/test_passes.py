@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedstill.core.checks import within
 from fedstill.core.errors import MethodFailed
 from fedstill.core.records import Examples
-from fedstill.core.rounds import within
 from fedstill.data.inputs import SHARD, Inputs
 from fedstill.engines import passes
 from fedstill.engines.cores import torch_threads

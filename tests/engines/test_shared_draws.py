@@ -33,11 +33,12 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method, register
+from fedstill.core.results import StageResult
 from fedstill.core.work import ClientWork
 from fedstill.engines import pooled
 from fedstill.engines import pooled as shared_draws
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers
@@ -165,7 +166,7 @@ class Shaking(FedAvg):
 class Drawing(Measure):
     """A number that is drawn."""
 
-    def look(self, seen: Happened, room: Room) -> Numbers:
+    def look(self, seen: StageResult, room: Room) -> Numbers:
         return {"drawn": torch.rand(()).item()}
 
 

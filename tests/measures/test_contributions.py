@@ -14,7 +14,8 @@ import fedstill
 import toys
 from fedstill.core import trees
 from fedstill.core.records import Payload, Reply, Stage, State, World
-from fedstill.measures.base import Happened, Room
+from fedstill.core.results import StageResult
+from fedstill.measures.base import Room
 from fedstill.measures.contributions import Contributions, StageGame, at_most
 
 AFFINE = (
@@ -91,9 +92,9 @@ def test_other_topologies_have_a_part_for_each_link_stage_or_phase(
     assert {name.partition(" ")[0] if name.startswith("client") else name for name in told} == parts
 
 
-def last_round(method: str, folder: Path) -> tuple[Happened, Room]:
+def last_round(method: str, folder: Path) -> tuple[StageResult, Room]:
     """The last round of a method, as a measure sees it."""
-    kept: list[tuple[Happened, Room]] = []
+    kept: list[tuple[StageResult, Room]] = []
     plain = Contributions.look
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -106,21 +107,21 @@ def last_round(method: str, folder: Path) -> tuple[Happened, Room]:
 
 
 @pytest.fixture(scope="module")
-def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, Room]:
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, Room]:
     return last_round("fedavg", tmp_path_factory.mktemp("looked") / "run")
 
 
-def with_replies(seen: Happened, room: Room, replies: list[Reply]) -> Happened:
+def with_replies(seen: StageResult, room: Room, replies: list[Reply]) -> StageResult:
     after = room.method.aggregate(seen.before, replies, seen.stage, room.world)
     return replace(seen, replies=replies, after=after)
 
 
 def test_a_client_that_changed_nothing_has_contributed_nothing(
-    looked: tuple[Happened, Room],
+    looked: tuple[StageResult, Room],
 ) -> None:
     seen, room = looked
-    first, *rest = seen.replies
-    null = replace(first, content=Payload(params=seen.downs[first.client].params))
+    first, *rest = seen.accepted
+    null = replace(first, content=Payload(params=seen.payloads[first.client].params))
     told = Contributions(classes=range(5)).look(with_replies(seen, room, [null, *rest]), room)
     assert told is not None
     assert told["rule"] == "path"
@@ -128,10 +129,10 @@ def test_a_client_that_changed_nothing_has_contributed_nothing(
 
 
 def test_equal_replies_have_equal_shares_and_order_does_not_count(
-    looked: tuple[Happened, Room],
+    looked: tuple[StageResult, Room],
 ) -> None:
     seen, room = looked
-    first, second, *rest = seen.replies
+    first, second, *rest = seen.accepted
     twin = replace(second, content=first.content, examples=first.examples)
     told = Contributions(classes=range(5)).look(
         with_replies(seen, room, [first, twin, *rest]), room
@@ -172,21 +173,21 @@ def test_with_what_the_server_does_by_itself_contributions_sum_to_the_change(
 
 
 def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(
-    looked: tuple[Happened, Room],
+    looked: tuple[StageResult, Room],
 ) -> None:
     seen, room = looked
-    idle = StageGame(room.method, seen.before, seen.stage, seen.replies, seen.downs, room.world)
+    idle = StageGame(room.method, seen.before, seen.stage, seen.accepted, seen.payloads, room.world)
     absent = replace(idle, game="absent")
     nobody = idle.state(()).params
     assert all(torch.allclose(nobody[k], v, atol=1e-6) for k, v in seen.before.params.items())
     assert absent.state(()) is seen.before
-    sizes = [r.examples for r in seen.replies]
+    sizes = [r.examples for r in seen.accepted]
     one = idle.state((0,)).params
     for name, value in trees.floats(seen.before.params).items():
-        own = value + sizes[0] / sum(sizes) * (seen.replies[0].content.params[name] - value)
+        own = value + sizes[0] / sum(sizes) * (seen.accepted[0].content.params[name] - value)
         assert torch.allclose(one[name], own, atol=1e-6)
         assert torch.allclose(
-            absent.state((0,)).params[name], seen.replies[0].content.params[name], atol=1e-6
+            absent.state((0,)).params[name], seen.accepted[0].content.params[name], atol=1e-6
         )
 
 

@@ -19,11 +19,12 @@ from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Stage, World
 from fedstill.core.registry import method, register
+from fedstill.core.results import StageResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import standardize
 from fedstill.measures import leakage
-from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.measures.choice import MeasuredRun, check_fit, measures
 from fedstill.metrics.membership import attack, confidences, likelihood_ratios
 from fedstill.privacy.noise import clip_rows
@@ -32,7 +33,7 @@ from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
-LOOKS: list[tuple[Happened, Room]] = []
+LOOKS: list[tuple[StageResult, Room]] = []
 OWN: dict[int, Any] = {}
 """The clients' own models after the first stage that was looked at."""
 LOGITS = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 6}}
@@ -48,7 +49,7 @@ BY_HEART = {
 class LeakSpy(Measure):
     """Keeps what it was shown, and what ``leakage`` needs."""
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         LOOKS.append((seen, room))
         if len(LOOKS) == 1 and room.remembered is not None:
             OWN.update({c: room.remembered(c).get("params") for c in seen.stage.clients})
@@ -294,7 +295,8 @@ class Silent(Method):
 )
 def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, words: str) -> None:
     ready = prepare(settle(toys.toy("fedavg")), toys.blobs())
-    setting = MeasuredRun(sends, "mine", ready.settings.topology(1, ready.world), ready.world)
+    schedule = replace(ready.settings.schedule, method=sends)
+    setting = MeasuredRun(schedule, "mine", schedule(1, ready.world), ready.world)
     with pytest.raises(
         IncompatibleMethod,
         match=f"measure leakage: clients of method mine send neither models {words}",

@@ -22,10 +22,10 @@ from fedstill.core import registry, trees
 from fedstill.core.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.core.records import Payload
 from fedstill.core.registry import register
-from fedstill.core.topology import Topology
+from fedstill.core.results import StageResult
 from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
-from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.measures.choice import MeasuredRun, check_fit, measures
 from fedstill.measures.sphere import directions
 from fedstill.metrics.local_models import by_epoch
@@ -44,14 +44,14 @@ WITH_REPLIES = {"local", "epochs", "personal", "private_public"}
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
 ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
 MIXED = {"rounds": 1, "clients": {"models": ["mlp", "logistic"]}}
-STAGES: list[tuple[Happened, Room]] = []
+STAGES: list[tuple[StageResult, Room]] = []
 
 
 @register("measure", "toy_spy")
 class Spy(Measure):
     """Remembers what it was shown."""
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         STAGES.append((seen, room))
         return None
 
@@ -60,7 +60,7 @@ class Spy(Measure):
 class Broken(Measure):
     """Fails when it looks."""
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         raise ZeroDivisionError("nothing\nto divide")
 
 
@@ -129,7 +129,7 @@ def test_it_is_documented(whole: tuple[str, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, Any]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, dict[str, Any]]:
     """The last stage of a run with all measures that fit one model, and what they gave there."""
     names = [n for n in MEASURES if n not in ("landscape", "chain", "private_public", *ON_CIRCLE)]
     STAGES.clear()
@@ -171,7 +171,9 @@ def shares(client: int) -> np.ndarray:
     return counts / counts.sum()
 
 
-def test_the_stage_is_shown_with_its_start_and_end(seen: tuple[Happened, dict[str, Any]]) -> None:
+def test_the_stage_is_shown_with_its_start_and_end(
+    seen: tuple[StageResult, dict[str, Any]],
+) -> None:
     last, _ = seen
     assert last.ends_round
     assert all(d.params is last.before.params for d in last.downs.values())
@@ -181,7 +183,7 @@ def test_the_stage_is_shown_with_its_start_and_end(seen: tuple[Happened, dict[st
     assert all(torch.equal(last.after.params[k], v) for k, v in mean.items())
 
 
-def test_alignment_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+def test_alignment_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
     last, found = seen
     x, y = common_test()
 
@@ -208,7 +210,7 @@ def test_alignment_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
     assert units["classes"][-1] == classes(last.after.params, hidden).tolist()
 
 
-def test_divergence_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+def test_divergence_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
     last, found = seen
     x, y = common_test()
     right = (logits(last.before.params, x).argmax(1) == y).numpy()
@@ -227,7 +229,7 @@ def test_divergence_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> No
     assert got["mean_l2"] == pytest.approx(np.mean(got["l2"]))
 
 
-def test_personalised_accuracy_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+def test_personalised_accuracy_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
     last, found = seen
     x, y = common_test()
     local_train, personalised = [], []
@@ -252,7 +254,7 @@ def test_personalised_accuracy_as_a_plain_loop(seen: tuple[Happened, dict[str, A
     assert got["personalised_accuracy_std"] == pytest.approx(np.std(personalised))
 
 
-def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+def test_diversity_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
     last, found = seen
 
     def ratio(rows: list[np.ndarray]) -> float:
@@ -320,7 +322,7 @@ def test_clients_that_stop_earlier_leave_the_later_epochs(tmp_path: Path) -> Non
     assert by_epoch([{"name": "other"}], [4, 4]) == {}
 
 
-def test_a_joint_tsne_keeps_classes_together(seen: tuple[Happened, dict[str, Any]]) -> None:
+def test_a_joint_tsne_keeps_classes_together(seen: tuple[StageResult, dict[str, Any]]) -> None:
     got = seen[1]["tsne"]
     labels, x, y = np.array(got["labels"]), np.array(got["x"][-1]), np.array(got["y"][-1])
     assert np.array(got["x"]).shape == (len(got["models"]), 100)
@@ -403,9 +405,9 @@ AT_HOME = {"client_data", "test_at_clients"}
 @pytest.mark.parametrize("name", [n for n in MEASURES if AT_HOME & measures([n])[n].needs])
 def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
     ready = prepare(settle(measured(name)), toys.blobs())
-    topology: Topology = ready.settings.topology
+    schedule = ready.settings.schedule
     setting = MeasuredRun(
-        ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False
+        schedule, "fedavg", schedule(1, ready.world), ready.world, simulated=False
     )
     with pytest.raises(
         IncompatibleMethod, match=rf"measure {name}: .* leave flower\.data = 'sites' out"
@@ -416,15 +418,15 @@ def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> 
 
 def one_by_one(setting: MeasuredRun) -> MeasuredRun:
     """The same with its clients in a chain."""
-    return replace(setting, schedule=[replace(s, sequential=True) for s in setting.schedule])
+    return replace(setting, stages=[replace(s, sequential=True) for s in setting.stages])
 
 
 def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:
     ready = prepare(settle(measured()), toys.blobs())
     setting = MeasuredRun(
-        ready.settings.method,
+        ready.settings.schedule,
         "fedavg",
-        ready.settings.topology(1, ready.world),
+        ready.settings.schedule(1, ready.world),
         ready.world,
         tested=False,
     )
@@ -453,7 +455,7 @@ def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from fedstill.measures.base import Measure\n\n\n"
         "class Clients(Measure):\n    def look(self, seen, room):\n        return {'clients': "
-        "len(seen.replies)}\n"
+        "len(seen.accepted)}\n"
     )
     (tmp_path / "other.py").write_text("def look():\n    return 3\n")
     own = f"{tmp_path / 'mine.py'}:Clients"

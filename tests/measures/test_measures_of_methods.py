@@ -19,7 +19,8 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError, IncompatibleMethod
-from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.core.results import StageResult
+from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.models import contract
 from fedstill.running import recording
 from fedstill.running.preparation import prepare
@@ -113,7 +114,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     plain = recording.looked
 
-    def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
+    def looked(name: str, measure: Measure, seen: StageResult, room: Room) -> Numbers | None:
         for spec in {room.spec, seen.before.model or room.spec, seen.after.model or room.spec}:
             made = contract.module(spec, "frozen")
             with torch.no_grad():

@@ -21,15 +21,14 @@ import toys
 from double import NEAR, in_double
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
-from fedstill.core.census import run_census
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import State
 from fedstill.core.registry import register
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.core.topology import sample
 from fedstill.engines.client_memory import Memory
 from fedstill.models import contract, resnet
 from fedstill.running.preparation import Prepared, prepare
+from loops import context_of, states_after
 
 
 @register("model", "toy_slim")
@@ -194,18 +193,8 @@ def drive(ready: Prepared) -> tuple[list[State], Memory]:
     """The library's own run: its states, that before round 1 first, and what its clients
     remember.
     """
-    settings, world, engine = ready.settings, ready.world, ready.engine()
-    watch = Unwatched()
-    state = settings.method.initial_state(world)
-    if "label_counts" in settings.method.requires():
-        state = run_census(state, world, engine, watch, settings.rules)
-    states = [state]
-    for round in range(1, world.rounds + 1):
-        stages = settings.topology(round, world)
-        states.append(
-            run_round(settings.method, states[-1], stages, world, engine, watch, settings.rules)
-        )
-    return states, engine.memory
+    engine = ready.engine()
+    return states_after(context_of(ready, engine), ready.world.rounds), engine.memory
 
 
 def check(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:

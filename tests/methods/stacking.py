@@ -17,12 +17,11 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core import registry
-from fedstill.core.census import run_census
 from fedstill.core.records import Reply, State
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.core.screen import Refusal
 from fedstill.data.dataset import Dataset
 from fedstill.running.preparation import Prepared, prepare
+from loops import Collecting, context_of, states_after
 
 Rounds = tuple[State, list[Reply], list[Refusal]]
 """The state after some rounds, and all replies and refusals on the way."""
@@ -59,26 +58,12 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
 
 def rounds(ready: Prepared, count: int = 2) -> Rounds:
     """The state after some rounds, and all replies and refusals on the way."""
-    method, world, rules = ready.settings.method, ready.world, ready.settings.rules
-    replies: list[Reply] = []
-    refused: list[Refusal] = []
-
-    class Watching(Unwatched):
-        def stage(
-            self, stage: object, came: list[Reply], gone: list[Refusal], *rest: object
-        ) -> None:
-            replies.extend(came)
-            refused.extend(gone)
-
-    watch = Watching()
+    recorder = Collecting()
     with closing(ready.engine()) as engine:
-        state = method.initial_state(world)
-        if "label_counts" in method.requires():
-            state = run_census(state, world, engine, watch, rules)
-        for r in range(1, min(count, ready.settings.rounds) + 1):
-            state = run_round(
-                method, state, ready.settings.topology(r, world), world, engine, watch, rules
-            )
+        rounds = min(count, ready.settings.rounds)
+        state = states_after(context_of(ready, engine, recorder), rounds)[-1]
+    replies = [reply for result in recorder.results for reply in result.accepted]
+    refused = [refusal for result in recorder.results for refusal in result.refused]
     return state, replies, refused
 
 

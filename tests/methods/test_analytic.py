@@ -14,16 +14,16 @@ import torch
 import toys
 from double import in_double
 from fedstill.config.resolve import settle
-from fedstill.core import stages as ridge
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import State
-from fedstill.core.rounds import Unwatched, run_round
+from fedstill.methods import ridge
 from fedstill.methods.analytic import without_negative
 from fedstill.models import contract
 from fedstill.models.lifted import random_directions
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from loops import context_of, states_after
 
 STREAM = {"kind": "classes", "tasks": 3}
 UNTRAINED = {"plan": {"epochs": 0}}
@@ -33,20 +33,7 @@ def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
     """A run of three tasks in float64: the state after each round."""
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "topology": {"clients": 6}, **more}
     ready = in_double(prepare(settle(toys.toy(method, engine="serial", **values)), toys.blobs()))
-    engine, state, after = ready.engine(), ready.settings.method.initial_state(ready.world), []
-    while state.round <= ready.world.rounds:
-        stages = ready.settings.topology(state.round, ready.world)
-        state = run_round(
-            ready.settings.method,
-            state,
-            stages,
-            ready.world,
-            engine,
-            Unwatched(),
-            ready.settings.rules,
-        )
-        after.append(state)
-    return ready, after
+    return ready, states_after(context_of(ready), ready.world.rounds)[1:]
 
 
 def central(ready: Prepared, state: State, width: int, ridge: float) -> tuple[Any, Any]:

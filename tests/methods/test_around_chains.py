@@ -13,12 +13,11 @@ from torch import Tensor
 
 import toys
 from fedstill.config.resolve import settle
-from fedstill.core.census import run_census
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.labels import gini_index, proportions
 from fedstill.core.records import Payload, Stage, State, World
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.running.preparation import prepare
+from loops import context_of, states_after
 
 TASKS = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "compose": "clients_first"}
 SKEWED = {"kind": "dirichlet", "alpha": 0.15, "min_size": 2}
@@ -36,8 +35,8 @@ def sent(
     """
     values = {"plan": PLAN, "partition": SKEWED, "rounds": 4, **changes}
     ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
-    settings, world, engine = ready.settings, ready.world, ready.engine()
-    kind, all_of = type(settings.method), list[Sent]()
+    world, engine = ready.world, ready.engine()
+    kind, all_of = type(ready.settings.method), list[Sent]()
     original = kind.payload_for_client
 
     def down(self: Any, state: State, client: int, stage: Stage, world: World) -> Payload | None:
@@ -47,14 +46,7 @@ def sent(
         return given
 
     monkeypatch.setattr(kind, "payload_for_client", down)
-    state = run_census(
-        settings.method.initial_state(world), world, engine, Unwatched(), settings.rules
-    )
-    while state.round <= world.rounds:
-        stages = settings.topology(state.round, world)
-        state = run_round(
-            settings.method, state, stages, world, engine, Unwatched(), settings.rules
-        )
+    states_after(context_of(ready, engine), world.rounds)
     engine.close()
     return all_of, ready
 
@@ -72,7 +64,7 @@ def test_fedadkd_shares_phi_out_among_the_links_by_the_tasks_own_counts(
     for stage, client, given, state in each:
         cohort = [
             c
-            for s in ready.settings.topology(stage.round, world)
+            for s in ready.settings.schedule(stage.round, world)
             if s.sequential
             for c in s.clients
         ]

@@ -15,9 +15,10 @@ from test_every_method import METHODS, experiment
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core import docstrings, registry
-from fedstill.core.census import run_census
-from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.extensions import NoRecorder
+from fedstill.core.results import StageResult
 from fedstill.running.preparation import prepare
+from loops import context_of, states_after
 
 GROUPS = re.compile(r"([\w.]+(?:, [\w.]+)*) = (.*)", re.DOTALL)
 
@@ -69,17 +70,13 @@ def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
     state = settings.method.initial_state(world)
     in_state, in_memory = set(state.extra), set()
 
-    class Groups(Unwatched):
-        def stage(self, *of_stage: Any) -> None:
-            in_state.update(of_stage[-1].extra)
+    class Groups(NoRecorder):
+        def stage(self, result: StageResult) -> None:
+            in_state.update(result.after.extra)
             for client in range(-1, world.clients):
                 in_memory.update(engine.memory.load(client))
 
-    if "label_counts" in settings.method.requires():
-        state = run_census(state, world, engine, Groups(), settings.rules)
-    while state.round <= world.rounds:
-        stages = settings.topology(state.round, world)
-        state = run_round(settings.method, state, stages, world, engine, Groups(), settings.rules)
+    states_after(context_of(ready, engine, Groups()), world.rounds)
     engine.close()
     return in_state - OF_CHAINS, in_memory
 

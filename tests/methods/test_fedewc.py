@@ -19,12 +19,12 @@ from double import in_double
 from fedstill.config.resolve import settle
 from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
 from fedstill.core.registry import method
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.core.work import ClientWork
 from fedstill.losses import quadratic
 from fedstill.methods.fedewc import Anchored, FedEWC
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
+from loops import context_of, states_after
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
@@ -81,27 +81,14 @@ def states(method: Any, **more: Any) -> tuple[Any, list[State]]:
         **more,
     }
     ready = in_double(prepare(settle(toys.toy(method, **values)), toys.blobs()))
-    engine, state, after = ready.engine(), ready.settings.method.initial_state(ready.world), []
-    while state.round <= ready.world.rounds:
-        stages = ready.settings.topology(state.round, ready.world)
-        state = run_round(
-            ready.settings.method,
-            state,
-            stages,
-            ready.world,
-            engine,
-            Unwatched(),
-            ready.settings.rules,
-        )
-        after.append(state)
-    return ready, after
+    return ready, states_after(context_of(ready), ready.world.rounds)[1:]
 
 
 def by_hand(ready: Any, state: State, round: int) -> dict[str, np.ndarray]:
     """F of a logistic regression over all clients' examples of a task: p_y (p - y)² x², mean over
     all.
     """
-    stage = ready.settings.topology(round, ready.world)[-1]
+    stage = ready.settings.schedule(round, ready.world)[-1]
     total: dict[str, Any] = {"head.weight": 0.0, "head.bias": 0.0}
     count, w = 0, {k: v.numpy() for k, v in state.params.items()}
     classes = list(ready.world.stream.classes(ready.world.stream.task(round)))
@@ -139,7 +126,7 @@ def test_fisher_information_is_that_of_all_examples_and_adds_up_over_tasks(clien
 def test_no_more_examples_are_looked_at_than_asked_for() -> None:
     """One example of each client: its own squared gradient, by its probability."""
     ready, after = states({"name": "fedewc", "samples": 1}, topology={"clients": 1})
-    stage = ready.settings.topology(1, ready.world)[-1]
+    stage = ready.settings.schedule(1, ready.world)[-1]
     data = ready.sites.view(0, stage).data
     some = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[0]
     x, y = (

@@ -17,13 +17,13 @@ from double import in_double
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import State
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.data.sources import from_tensors
 from fedstill.methods.fot import orthogonal, with_directions
 from fedstill.models import contract
 from fedstill.models.layer_inputs import body_layers, input_products
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from loops import context_of, states_after
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
@@ -38,20 +38,7 @@ def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
     """A run of three tasks in float64: the state after each round."""
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "topology": {"clients": 6}, **more}
     ready = in_double(prepare(settle(toys.toy(method, engine="serial", **values)), toys.blobs()))
-    engine, state, after = ready.engine(), ready.settings.method.initial_state(ready.world), []
-    while state.round <= ready.world.rounds:
-        stages = ready.settings.topology(state.round, ready.world)
-        state = run_round(
-            ready.settings.method,
-            state,
-            stages,
-            ready.world,
-            engine,
-            Unwatched(),
-            ready.settings.rules,
-        )
-        after.append(state)
-    return ready, after
+    return ready, states_after(context_of(ready), ready.world.rounds)[1:]
 
 
 def test_what_enters_layers_is_what_their_weights_are_multiplied_with() -> None:
@@ -125,7 +112,7 @@ def test_a_change_is_kept_orthogonal_and_answers_along_the_basis_stay() -> None:
 
 def test_in_a_run_no_layer_of_the_body_moves_along_its_kept_directions() -> None:
     ready, after = gone_through({"name": "fot", "keeps": 0.8})
-    stage = ready.settings.topology(1, ready.world)[-1]
+    stage = ready.settings.schedule(1, ready.world)[-1]
     each = [ready.sites.view(c, stage).input_products(after[0].params) for c in range(6)]
     for name, u in after[0].extra.tensors("basis").items():
         whole = torch.stack([own[name] for own in each]).sum(0)

@@ -13,11 +13,9 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.aggregation import ROBUST
-from fedstill.core.census import run_census
 from fedstill.core.errors import ConfigError, Diverged, IncompatibleMethod
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.core.screen import Rules
 from fedstill.core.trees import norm
 from fedstill.running.hostile_clients import hostile_clients, with_hostile
@@ -25,6 +23,7 @@ from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
 from flowers import needs_flower
+from loops import context_of, first_state, next_state
 from run_bits import assert_same_bits, bits, stopped
 
 
@@ -88,16 +87,11 @@ def test_one_liar_does_not_carry_any_such_method_away(name: str) -> None:
     sizes = {"uniform": float("inf")}  # where the guard of the server's own norm stops it
     for how in ("median", "uniform"):
         run = ready(name, aggregation=how)
-        method, world, lies = run.settings.method, run.world, Lies(run.engine())
-        state, stages = method.initial_state(world), run.settings.topology(1, world)
-        if "label_counts" in method.requires():
-            state = run_census(state, world, lies.engine, Unwatched(), Rules())
+        engine = run.engine()
+        state = first_state(context_of(run, engine, rules=Rules()))
+        lying = context_of(run, Lies(engine), rules=Rules(norm_limit=1e9))
         with suppress(Diverged):
-            sizes[how] = norm(
-                run_round(
-                    method, state, stages, world, lies, Unwatched(), Rules(norm_limit=1e9)
-                ).params
-            )
+            sizes[how] = norm(next_state(state, lying).params)
     assert sizes["median"] < 1e3 < 1e4 < sizes["uniform"]
 
 
@@ -140,7 +134,7 @@ def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: flo
     alone = prepare(
         settle(toys.toy("fedavg", rounds=1, topology={"clients": 5}, measure=())), toys.blobs()
     )
-    stages = alone.settings.topology(1, alone.world)
+    stages = alone.settings.schedule(1, alone.world)
     start = alone.settings.method.initial_state(alone.world)
     downs = {c: Payload(params=start.params) for c in stages[0].clients}
     honest = alone.engine().run(
@@ -163,7 +157,7 @@ def test_flipped_labels_are_seen_by_the_hostile_client_alone() -> None:
     (liar,) = hostile_clients(settings)
     bad = prepare(settings, toys.blobs())
     good = prepare(settle(toys.toy(rounds=1, topology={"clients": 5}, measure=())), toys.blobs())
-    stage = settings.topology(1, bad.world)[0]
+    stage = settings.schedule(1, bad.world)[0]
     for client in range(5):
         false, true = (
             bad.sites.view(client, stage).data.labels,
@@ -206,7 +200,7 @@ def test_who_turns_labels_round_counts_them_so_whether_or_not_some_are_held_out(
         settle(toys.toy("fedavg", topology={"clients": 6}, plan=plan, clients=clients)),
         toys.blobs(),
     )
-    stage = given.settings.topology(1, given.world)[0]
+    stage = given.settings.schedule(1, given.world)[0]
     flipped = sorted(given.sites.flipped)
     assert flipped
     for client in range(6):

@@ -122,7 +122,7 @@ def test_fedcurvs_pull_has_the_gradient_of_its_quadratics() -> None:
 
 def test_moons_contrast_is_log_two_while_global_and_previous_model_coincide() -> None:
     ready = ready_for({"name": "moon", "mu": 1.0})
-    method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
+    method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     state = method.initial_state(ready.world)
     downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
     for reply in ready.engine().run(method.work(stage), stage, downs, 7):  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_a_round_can_be_explained_before_the_census(method: dict[str, str]) -> N
 
 
 def _sent_later(ready) -> set[str]:
-    stages = ready.settings.topology(1, ready.world)
+    stages = ready.settings.schedule(1, ready.world)
     return {
         g
         for s in stages
@@ -235,7 +235,7 @@ def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(
         "toy_slim" if "slim" in registry.lookup("method", name).build().requires() else "logistic"
     )
     ready = ready_for(name, **{"model": model, **toys.suited(name)})
-    method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
+    method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     sends = set(method.expected_reply(stage.clients[0], stage, ready.world))
     assert not method.permits & {"linear_fold", "central_noise"} or sends == set(Payload(params={}))
     assert "noisy_logits" not in method.permits or "logits" in sends | _sent_later(ready)
@@ -243,7 +243,7 @@ def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(
 
 def test_a_lie_about_the_gini_index_cannot_leave_its_range() -> None:
     ready = ready_for("fedadkd")
-    method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
+    method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     state: Tensor = method.initial_state(ready.world)  # type: ignore[assignment]
     replies = [
         SimpleNamespace(

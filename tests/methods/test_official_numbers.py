@@ -198,7 +198,7 @@ def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[st
     """The objective of the batch that is given, and its gradient, as the engine steps along it."""
     ready, name = prepared(entry, **fields), entry.get("stage", "train")
     method, world = ready.settings.method, ready.world
-    stage = next(s for s in ready.settings.topology(2, world) if s.name == name)
+    stage = next(s for s in ready.settings.schedule(2, world) if s.name == name)
     x, y = given.batch(entry.get("batch", BATCH))
     view = ready.sites.view(stage.clients[0], stage)
     view = replace(view, data=Examples(x, y), counts=torch.tensor(COUNTS), validation=None)
@@ -221,7 +221,7 @@ def solved_head(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     method, world, stage = (
         ready.settings.method,
         ready.world,
-        ready.settings.topology(1, ready.world)[0],
+        ready.settings.schedule(1, ready.world)[0],
     )
     x, y = (
         torch.cat([given.batch()[0], drawn("more x", 20, INPUTS)]),

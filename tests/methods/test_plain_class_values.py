@@ -205,7 +205,7 @@ def test_networks_may_differ_but_for_the_number_of_features() -> None:
 
 def test_where_a_client_has_its_own_test_the_nearest_prototype_answers_too() -> None:
     ready = ready_for("fedproto", rounds=1)
-    stage = ready.settings.topology(1, ready.world)[0]
+    stage = ready.settings.schedule(1, ready.world)[0]
     k, fed = stage.clients[0], Federation(ready)
     view, work = ready.sites.view(k, stage), ready.settings.method.work(stage)
     x, y = fed.data(k)

@@ -197,7 +197,7 @@ def test_a_fold_averages_buffers_and_moves_them_no_further(name: str) -> None:
     """
     ready = ready_for(name, model="toy_batchnorm")
     method, world = ready.settings.method, ready.world
-    stage = ready.settings.topology(1, world)[0]
+    stage = ready.settings.schedule(1, world)[0]
     state, key = method.initial_state(world), "body.1.running_var"
     replies = []
     for client, examples, value in ((stage.clients[0], 1, 0.1), (stage.clients[1], 3, 0.4)):

@@ -136,7 +136,7 @@ def after_training(method: dict[str, object]):
     """The state between the clients' stage and the server's, the server's stage, and the world."""
     ready = ready_for(method, **PUBLIC)
     made, world, engine = ready.settings.method, ready.world, ready.engine()
-    train, teach = ready.settings.topology(1, world)
+    train, teach = ready.settings.schedule(1, world)
     state = made.initial_state(world)
     downs = {c: made.payload_for_client(state, c, train, world) for c in train.clients}
     replies = engine.run(made.work(train), train, downs, world.seed)
@@ -227,7 +227,7 @@ def test_drawn_models_have_the_buffers_of_the_average() -> None:
     )
     names = [k for k in states[-1].params if "running" in k]
     assert names
-    train, teach = ready.settings.topology(1, world)
+    train, teach = ready.settings.schedule(1, world)
     state = made.initial_state(world)
     replies = ready.engine().run(
         made.work(train),

@@ -56,7 +56,7 @@ def plain_run(
 
 
 def public_labels(fed: Federation) -> Tensor:
-    stage = fed.ready.settings.topology(1, fed.ready.world)[-1]
+    stage = fed.ready.settings.schedule(1, fed.ready.world)[-1]
     view = fed.ready.sites.view(-1, stage)
     assert view.public is not None
     assert int(view.public.labels.min()) >= 0, "the server reads them in this stage"
@@ -116,9 +116,9 @@ def test_models_with_equal_losses_have_equal_votes() -> None:
     ready = ready_for({"name": "fedgkd_vote", "models": 3}, rounds=4, **PUBLIC)
     method, state = ready.settings.method, drive(ready)[0][3]
     equal = state.next(groups={f"loss.{r}": 1.7 for r in (2, 3, 4)})
-    assert method.begin_round(equal, [], ready.world).extra.tensor("votes").tolist() == pytest.approx(
-        [1 / 3] * 3
-    )
+    assert method.begin_round(equal, [], ready.world).extra.tensor(
+        "votes"
+    ).tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_the_state_forgets_models_beyond_the_window() -> None:

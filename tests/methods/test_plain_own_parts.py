@@ -157,7 +157,7 @@ def test_what_a_client_measures_and_what_is_loaded_is_the_sum_of_both_heads(tmp_
 def test_the_answer_is_the_sum_of_both_heads_logits() -> None:
     ready = ready_for("fedrod", rounds=1)
     states, memory = drive(ready)
-    client, stage = Federation(ready).cohort(1)[0], ready.settings.topology(1, ready.world)[0]
+    client, stage = Federation(ready).cohort(1)[0], ready.settings.schedule(1, ready.world)[0]
     own = memory.load(client).params
     x = Federation(ready).data(client)[0]
     h = features(own, x)

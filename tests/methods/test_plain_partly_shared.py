@@ -125,7 +125,7 @@ def test_statistics_of_normalisation_travel_with_their_layer(method: str) -> Non
     ready = ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})
     sent = set(
         ready.settings.method.expected_reply(
-            0, ready.settings.topology(1, ready.world)[0], ready.world
+            0, ready.settings.schedule(1, ready.world)[0], ready.world
         ).tensors("shared")
     )
     assert ("body.1.running_var" in sent) == (method == "fedbabu")
@@ -136,7 +136,7 @@ def test_statistics_of_normalisation_travel_with_their_layer(method: str) -> Non
 @pytest.mark.parametrize("name", ["lg_fedavg", "fedbabu"])
 def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -> None:
     ready = ready_for(name)
-    method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
+    method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     state = method.initial_state(ready.world)
     downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
     big = {k: 1000 * v + 1000 for k, v in downs[stage.clients[0]].tensors("shared").items()}
@@ -188,7 +188,7 @@ def test_fedreps_head_is_trained_under_the_received_statistics() -> None:
         "fedrep", model="toy_batchnorm", rounds=1, plan={"lr": 0.02, "train": {"epochs": 0}}
     )
     states, memory = drive(ready)
-    start, client = ready.world.initial(0), ready.settings.topology(1, ready.world)[0].clients[0]
+    start, client = ready.world.initial(0), ready.settings.schedule(1, ready.world)[0].clients[0]
     assert all(
         torch.equal(states[-1].params[k], v)
         for k, v in start.items()

@@ -95,7 +95,7 @@ def test_fedcurvs_information_is_that_of_augmented_images() -> None:
     """
     ready = ready_for({"name": "fedcurv", "samples": SAMPLES}, data={"augment": ("flip",)})
     fed, params = Federation(ready), Federation(ready).start
-    stage = ready.settings.topology(2, ready.world)[0]
+    stage = ready.settings.schedule(2, ready.world)[0]
     client = stage.clients[0]
     (x, y), view = fed.data(client), ready.sites.view(client, stage)
     draw, total, batches = generator(seed_for(7, 2, 0, client, "fisher")), {}, 0

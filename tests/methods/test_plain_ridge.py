@@ -14,7 +14,7 @@ import toys
 from double import in_double
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, IncompatibleMethod
-from fedstill.core.stages import feature_sums, solved
+from fedstill.methods.ridge import feature_sums, solved
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 

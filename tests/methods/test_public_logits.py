@@ -101,7 +101,7 @@ def test_a_client_without_examples_has_nothing_to_say() -> None:
     empty = replace(
         ready, sites=replace(ready.sites, parts=[*ready.sites.parts[:3], ready.sites.parts[3][:0]])
     )
-    stage = empty.settings.topology(1, empty.world)[0]
+    stage = empty.settings.schedule(1, empty.world)[0]
     state = empty.settings.method.initial_state(empty.world)
     downs = {
         c: empty.settings.method.payload_for_client(state, c, stage, empty.world)
@@ -210,7 +210,7 @@ def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tm
 
 def test_the_mean_is_of_those_who_answered() -> None:
     ready = federation({"name": "hiper_baseline"})
-    method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
+    method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     state = method.initial_state(ready.world)
     downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
     replies = ready.engine().run(method.work(stage), stage, downs, 7)[1:]
@@ -231,7 +231,7 @@ def test_a_stage_that_most_fail_ends_the_run_by_name(tmp_path) -> None:
 
 def test_the_server_distils_by_the_clients_work() -> None:
     ready = federation("hiper_fedkd")
-    stages = ready.settings.topology(1, ready.world)
+    stages = ready.settings.schedule(1, ready.world)
     teach, distil = (next(s for s in stages if s.name == n) for n in ("teach_server", "distil"))
     assert teach.clients == (SERVER,)
     assert ready.settings.method.work(teach) == ready.settings.method.work(distil)
@@ -241,7 +241,7 @@ def test_a_round_sends_public_logits_and_no_weights() -> None:
     ready = federation("hiper_fedkd")
     sent = toys.PUBLIC * toys.CLASSES * 8  # tests train in float64
     states, _ = drive(ready)
-    method, (local, _, distil) = ready.settings.method, ready.settings.topology(1, ready.world)
+    method, (local, _, distil) = ready.settings.method, ready.settings.schedule(1, ready.world)
     assert method.expected_reply(0, local, ready.world).nbytes == sent
     assert method.payload_for_client(states[1], 0, distil, ready.world).nbytes == sent
     assert method.payload_for_client(states[1], 0, local, ready.world).nbytes == 8, "a temperature"

@@ -18,7 +18,6 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Payload, State, TrainingStart
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.step import Networks, Seen
 from fedstill.methods.replay import Rehearse, Replay, herded, lowest, merged
@@ -26,6 +25,7 @@ from fedstill.models.contract import initial, module, spec_for
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from loops import context_of, states_after
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "seen"}
@@ -45,18 +45,8 @@ def gone_through(method: Any, until: int = 3, **more: Any) -> tuple[Prepared, St
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "engine": "serial", **more}
     ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
     engine = ready.engine()
-    state = ready.settings.method.initial_state(ready.world)
-    while state.round <= min(until, ready.world.rounds):
-        stages = ready.settings.topology(state.round, ready.world)
-        state = run_round(
-            ready.settings.method,
-            state,
-            stages,
-            ready.world,
-            engine,
-            Unwatched(),
-            ready.settings.rules,
-        )
+    rounds = min(until, ready.world.rounds)
+    state = states_after(context_of(ready, engine), rounds)[-1]
     return ready, state, engine.memory
 
 
@@ -193,13 +183,13 @@ def test_stored_logits_are_those_of_the_model_at_the_tasks_end() -> None:
     method = {"name": "replay", "size": 300, "alpha": 0.5}
     ready, _, memory = gone_through(method, rounds=2, stream=stream)
     _, first, _ = gone_through(method, rounds=2, stream=stream, until=1)
-    view = ready.sites.view(0, ready.settings.topology(1, ready.world)[-1])
+    view = ready.sites.view(0, ready.settings.schedule(1, ready.world)[-1])
     assert torch.equal(memory.load(0).tensor("logits"), view.logits(first.params))
 
 
 def test_class_means_are_those_of_all_clients_data_and_memories() -> None:
     ready, state, memory = gone_through({"name": "replay", "size": 9, "nearest_mean": True})
-    stage = ready.settings.topology(3, ready.world)[-1]
+    stage = ready.settings.schedule(3, ready.world)[-1]
     sums, counts = np.zeros((5, 8)), np.zeros(5)
     for client in range(6):
         view, kept = ready.sites.view(client, stage), memory.load(client)

@@ -27,15 +27,15 @@ from fedstill.core.errors import (
 )
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply, State
-from fedstill.core.rounds import Unwatched, run_round
 from fedstill.core.screen import Rules
 from fedstill.methods.fedavg import FedAvg
 from fedstill.privacy import masking
 from fedstill.privacy.compatibility import with_masking
 from fedstill.privacy.masking import MaskedEngine, Masking
 from fedstill.running.journal import read_journal
-from fedstill.running.preparation import prepare
+from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
+from loops import Collecting, context_of, first_state, next_state
 from run_bits import assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -109,10 +109,10 @@ def near(folder: Path, most: float = 1e-3) -> None:
         assert float((one[name].double() - other[name].double()).abs().max()) < most, name
 
 
-def began(asked, engine: str = "serial"):
+def began(asked, engine: str = "serial") -> tuple[Prepared, State]:
+    """A prepared run, and its state before round 1."""
     ready = prepare(settle(replace(asked, engine=engine)), toys.blobs())
-    method, world = ready.settings.method, ready.world
-    return ready, method, method.initial_state(world), ready.settings.topology(1, world), world
+    return ready, first_state(context_of(ready))
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
@@ -121,14 +121,14 @@ def test_one_round_s_mean_is_within_the_stated_error_on_every_engine(
     engine: str, weighting: str
 ) -> None:
     privacy = {**ON, "secure_bits": 16, "secure_range": 2.0}
-    ready, method, state, stages, world = began(
+    ready, state = began(
         secret({"name": "fedavg", "aggregation": weighting}, privacy=privacy), engine
     )
     inner = ready.engine()
-    plain_state = run_round(method, state, stages, world, inner, Unwatched(), Rules())
+    plain_state = next_state(state, context_of(ready, inner, rules=Rules()))
     summed = with_masking(inner, ready.settings)
     assert isinstance(summed, MaskedEngine)
-    hidden = run_round(method, state, stages, world, summed, Unwatched(), Rules())
+    hidden = next_state(state, context_of(ready, summed, rules=Rules()))
     error = 2.0 / (2**15 - 1) / 2
     for name, entry in plain_state.params.items():
         off = float((entry - hidden.params[name]).abs().max())
@@ -139,25 +139,20 @@ def test_one_round_s_mean_is_within_the_stated_error_on_every_engine(
 
 
 def test_a_model_with_counters_and_running_statistics_is_summed_too() -> None:
-    ready, method, state, stages, world = began(
-        secret(model="toy_batchnorm", plan={"epochs": 1, "batch": 10})
-    )
+    ready, state = began(secret(model="toy_batchnorm", plan={"epochs": 1, "batch": 10}))
     inner = ready.engine()
-    replies = inner.run(
-        method.work(stages[0]),
-        stages[0],
-        {c: Payload(params=state.params) for c in stages[0].clients},
-        7,
-    )
-    hidden = run_round(
-        method, state, stages, world, with_masking(inner, ready.settings), Unwatched(), Rules()
+    (stage,) = ready.settings.schedule(1, ready.world)
+    payloads = {c: Payload(params=state.params) for c in stage.clients}
+    replies = inner.run(ready.settings.method.work(stage), stage, payloads, 7)
+    hidden = next_state(
+        state, context_of(ready, with_masking(inner, ready.settings), rules=Rules())
     )
     counts = [int(r.content.params["body.1.num_batches_tracked"]) for r in replies]
     weights = [r.examples for r in replies]
     mean = sum(n * w for n, w in zip(counts, weights, strict=True)) / sum(weights)
     assert len(set(counts)) > 1
     assert int(hidden.params["body.1.num_batches_tracked"]) == round(mean)
-    plain_state = run_round(method, state, stages, world, inner, Unwatched(), Rules())
+    plain_state = next_state(state, context_of(ready, inner, rules=Rules()))
     torch.testing.assert_close(
         hidden.params["body.1.running_var"],
         plain_state.params["body.1.running_var"],
@@ -167,11 +162,11 @@ def test_a_model_with_counters_and_running_statistics_is_summed_too() -> None:
 
 
 def test_the_server_is_told_nothing_of_a_single_client() -> None:
-    ready, method, state, stages, world = began(secret())
+    ready, state = began(secret())
     summed = with_masking(ready.engine(), ready.settings)
-    (stage,) = stages
+    (stage,) = ready.settings.schedule(1, ready.world)
     downs = {c: Payload(params=state.params) for c in stage.clients}
-    first, *others = summed.run(method.work(stage), stage, downs, world.seed)
+    first, *others = summed.run(ready.settings.method.work(stage), stage, downs, ready.world.seed)
     assert first.metrics["report"]["summed"] == sum(
         ready.sites.trains_on(c, "train") for c in stage.clients
     )
@@ -213,42 +208,34 @@ TEN = {"topology": {"clients": 10}, "clients": toys.TOLERANT}
 
 @pytest.mark.parametrize("dropped", range(5))
 def test_with_0_to_40_percent_gone_the_mean_is_that_of_the_others(dropped: int) -> None:
-    ready, method, state, stages, world = began(secret(**TEN))
+    ready, state = began(secret(**TEN))
     wild = frozenset({9}) if dropped > 2 else frozenset()
     engine = Drops(ready.engine(), frozenset(range(dropped - len(wild))), wild)
     rules = Rules(failures="tolerate")
-    want = run_round(method, state, stages, world, engine, Unwatched(), rules)
-    got = run_round(
-        method, state, stages, world, with_masking(engine, ready.settings), Unwatched(), rules
-    )
+    want = next_state(state, context_of(ready, engine, rules=rules))
+    got = next_state(state, context_of(ready, with_masking(engine, ready.settings), rules=rules))
     for name in want.params:
         torch.testing.assert_close(got.params[name], want.params[name], atol=1e-6, rtol=0)
 
 
-class Noted(Unwatched):
-    refused: tuple = ()
-
-    def failed(self, stage, replies, refused, downs) -> None:
-        self.refused = tuple(refused)
-
-
 def test_below_the_threshold_the_round_ends_by_name_and_the_state_stays() -> None:
-    ready, method, state, stages, world = began(secret(**TEN))
-    before, watch = trees.clone(state.params), Noted()
+    ready, state = began(secret(**TEN))
+    before, recorder = trees.clone(state.params), Collecting()
     summed = with_masking(Drops(ready.engine(), frozenset(range(5))), ready.settings)
     said = (
         "no secure sum: .* 5 of 10 clients sent masked vectors, and the secure sum needs 6 .*; "
         "client 0: it is gone"
     )
     with pytest.raises(TooFewReplies, match=said):
-        run_round(
-            method, state, stages, world, summed, watch, Rules(quorum=0.1, failures="tolerate")
+        next_state(
+            state,
+            context_of(ready, summed, recorder, rules=Rules(quorum=0.1, failures="tolerate")),
         )
     assert trees.same_bits(before, state.params)
-    assert len(watch.refused) == 10
-    assert all(not refusal.content for refusal in watch.refused), (
-        "nothing of a single client is left"
-    )
+    assert recorder.failure is not None
+    refused = recorder.failure.refused
+    assert len(refused) == 10
+    assert all(not refusal.content for refusal in refused), "nothing of a single client is left"
 
 
 def test_the_journal_counts_the_bytes_of_masked_models_and_no_examples(tmp_path: Path) -> None:
@@ -273,7 +260,7 @@ def test_a_threshold_of_one_s_own() -> None:
     settings = settle(secret(privacy={**ON, "secure_threshold": 0.8}))
     made = Masking.of(settings.privacy, settings.method)
     assert made is not None
-    stage = settings.topology(1, prepare(settings, toys.blobs()).world)[0]
+    stage = settings.schedule(1, prepare(settings, toys.blobs()).world)[0]
     assert made.begun(stage, range(10)).threshold == 9
     assert Masking(1.0, 32, 0.5, True).begun(stage, range(10)).threshold == 6
     assert Masking(1.0, 32, 0.5, True).begun(stage, range(3)).threshold == 3, (
@@ -291,11 +278,11 @@ def test_a_change_out_of_range_is_refused_at_the_client_by_name(tmp_path: Path) 
 
 
 def test_clients_that_were_sent_different_models_are_not_summed() -> None:
-    ready, method, state, stages, world = began(secret())
-    (stage,) = stages
+    ready, state = began(secret())
+    (stage,) = ready.settings.schedule(1, ready.world)
     downs = {c: Payload(params=trees.scale(state.params, 1.0 + c)) for c in stage.clients}
     came = with_masking(ready.engine(), ready.settings).run(
-        method.work(stage), stage, downs, world.seed
+        ready.settings.method.work(stage), stage, downs, ready.world.seed
     )
     assert all("were sent different ones" in reply.failure for reply in came)
 
@@ -410,18 +397,14 @@ def test_masks_are_drawn_anew_for_every_sum(monkeypatch: pytest.MonkeyPatch) -> 
             seen.append(self.secrets)
 
     monkeypatch.setattr(masking, "Summand", Watched)
-    ready, method, state, stages, world = began(secret())
+    ready, state = began(secret())
     for _ in range(2):
-        run_round(
-            method,
+        next_state(
             state,
-            stages,
-            world,
-            with_masking(ready.engine(), ready.settings),
-            Unwatched(),
-            Rules(),
+            context_of(ready, with_masking(ready.engine(), ready.settings), rules=Rules()),
         )
-    assert len(set(seen)) == len(seen) == 2 * len(stages[0].clients)
+    (stage,) = ready.settings.schedule(1, ready.world)
+    assert len(set(seen)) == len(seen) == 2 * len(stage.clients)
 
 
 TASKS = {"kind": "classes", "tasks": 2}

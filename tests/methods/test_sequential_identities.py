@@ -127,7 +127,7 @@ def test_cwcs_importance_is_zero_for_the_first_client_and_halves_over_a_round() 
     method, world, stages = (
         ready.settings.method,
         ready.world,
-        ready.settings.topology(1, ready.world),
+        ready.settings.schedule(1, ready.world),
     )
     state = method.begin_round(method.initial_state(world), stages, world)
     first = method.payload_for_client(state, stages[0].clients[0], stages[0], world)
@@ -154,7 +154,7 @@ def test_the_penalty_is_nothing_at_the_anchor() -> None:
 def test_a_sliding_memory_holds_the_last_cycle() -> None:
     method = CWC(memory="sliding")
     ready = ready_for(method)
-    world, stages = ready.world, ready.settings.topology(1, ready.world)
+    world, stages = ready.world, ready.settings.schedule(1, ready.world)
     state = method.begin_round(method.initial_state(world), stages, world)
     zeros = state.extra.tensors("importance")
     for i in range(1, 8):
@@ -242,7 +242,7 @@ def test_a_round_sends_as_much_as_the_method_says(name: str, k: int, down: int, 
         4 * up * size,
     )
     method, world = ready.settings.method, ready.world
-    stages = ready.settings.topology(2, world)
+    stages = ready.settings.schedule(2, world)
     state = method.begin_round(
         drive(ready_for({"name": name, **({"k": k} if k else {})}, rounds=1))[0][-1], stages, world
     )
@@ -273,7 +273,7 @@ def test_a_client_that_missed_the_census_does_not_teach() -> None:
     ready = ready_for({"name": "sfedkd", "k": 4})
     method, world = ready.settings.method, ready.world
     states = drive(ready)[0]
-    state, stages = states[1], ready.settings.topology(2, world)
+    state, stages = states[1], ready.settings.schedule(2, world)
     labels = state.extra.tensor("labels").clone()
     (gone, *_) = state.extra.tensor("trained").tolist()
     labels[gone] = 0

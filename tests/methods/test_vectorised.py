@@ -132,7 +132,7 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     engine = ready.engine()
     assert isinstance(engine, VectorisedEngine)
     engine.most, engine.stack_bytes = most, room
-    stage = ready.settings.topology(1, ready.world)[0]
+    stage = ready.settings.schedule(1, ready.world)[0]
     downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
     work = ready.settings.method.work(stage)
     cohorts = engine._cohorts(stage.clients, ready.world.plans["train"])

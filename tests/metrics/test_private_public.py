@@ -98,7 +98,7 @@ def test_the_numbers_are_those_of_the_models_themselves(finished: Path) -> None:
     from fedstill.core.codec import decode
 
     last = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"][-1]
-    public, stage = prepared.sites.public, prepared.settings.topology(2, prepared.world)[2]
+    public, stage = prepared.sites.public, prepared.settings.schedule(2, prepared.world)[2]
     for client in range(4):
         (path,) = (finished / "memory").glob(f"client{client}-round2-stage2.safetensors")
         params = decode(path.read_bytes()).params

@@ -71,7 +71,7 @@ def test_a_step_is_that_of_the_algorithm_written_out() -> None:
     )
     ready = prepare(settle(asked), toys.blobs())
     settings, world = ready.settings, ready.world
-    stage = settings.topology(1, world)[0]
+    stage = settings.schedule(1, world)[0]
     start = settings.method.initial_state(world).params
     (got, *_) = ready.engine().run(
         settings.method.work(stage), stage, {0: Payload(params=start)}, world.seed
@@ -112,7 +112,7 @@ def test_without_noise_and_with_a_wide_clip_a_full_batch_is_plain_training() -> 
         ready = prepare(
             settle(private(privacy=privacy, rounds=1, plan={"batch": 1000})), toys.blobs()
         )
-        stage = ready.settings.topology(1, ready.world)[0]
+        stage = ready.settings.schedule(1, ready.world)[0]
         start = ready.settings.method.initial_state(ready.world).params
         work = ready.settings.method.work(stage)
         each.append(
@@ -378,8 +378,10 @@ def test_every_method_that_permits_it_trains_and_reads_nothing_else(
     monkeypatch.setattr(
         engine.sites.__class__, "view", lambda _, client, stage: closed(client, stage)
     )
-    stage = next(s for s in ready.settings.topology(1, world) if len(s.clients) > 1)
-    state = method.begin_round(method.initial_state(world), ready.settings.topology(1, world), world)
+    stage = next(s for s in ready.settings.schedule(1, world) if len(s.clients) > 1)
+    state = method.begin_round(
+        method.initial_state(world), ready.settings.schedule(1, world), world
+    )
     downs = {c: method.payload_for_client(state, c, stage, world) for c in stage.clients}
     replies = engine.run(method.work(stage), stage, downs, world.seed)
     assert [r.failure for r in replies] == [""] * len(replies)

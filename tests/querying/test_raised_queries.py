@@ -17,9 +17,8 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import BadPayload, ConfigError, IncompatibleMethod
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Reply, Stage, State
-from fedstill.core.stages import ASKS
 from fedstill.engines.passes import ModelPasses
-from fedstill.querying.raised import as_sent, queries_raised, with_asks
+from fedstill.querying.hooks import ASKS, QueriesAtClient, QueriesAtServer, queries_raised
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
@@ -222,7 +221,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
             IncompatibleMethod,
             "there is no stage 'fit'; set topology.first = 'fit'",
         ),
-        ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.core.stages.Fit"),
+        ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.methods.fit.Fit"),
         (
             {
                 "partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 1},
@@ -280,15 +279,17 @@ def test_what_cannot_raise_a_query_is_refused_before_round_1(
 def test_what_a_client_says_is_checked_and_what_it_is_sent_too() -> None:
     prepared = ready(by_accuracy())
     world, fit, later = prepared.world, Stage(1, 0, "fit", (0,)), Stage(1, 1, "transfer", (0,))
-    expects = prepared.settings.method.expected_reply
-    assert set(with_asks(expects, fit, world)(0)) == {"params", ASKS}
-    assert set(with_asks(expects, later, world)(0)) == {"params"}
+    asking = world.asking
+    server, client = QueriesAtServer(asking), QueriesAtClient(asking)
+    expected = prepared.settings.method.expected_reply(0, fit, world)
+    assert set(server.extend_expected(expected, 0, fit, world)) == {"params", ASKS}
+    assert set(server.extend_expected(expected, 0, later, world)) == {"params"}
     loud = Reply(0, Payload({ASKS: torch.full((toys.CLASSES,), -3, dtype=torch.int8)}), 1)
-    asked = queries_raised([loud], fit, world)[0]
+    asked = queries_raised(asking, [loud], fit)[0]
     assert set(asked) <= set(range(toys.CLASSES)), "whatever the numbers, they are classes"
     view = prepared.sites.view(0, later)
     query = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int8)
-    assert as_sent(view, Payload(query=query)).query == (1, 4)
-    assert as_sent(view, Payload()) is view
+    assert client.extend_view(view, Payload(query=query), later).query == (1, 4)
+    assert client.extend_view(view, Payload(), later) is view
     with pytest.raises(BadPayload, match=r"a query of shape \(2,\) for 5 classes"):
-        as_sent(view, Payload(query=query[:2]))
+        client.extend_view(view, Payload(query=query[:2]), later)

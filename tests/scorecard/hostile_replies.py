@@ -12,15 +12,15 @@ import torch
 
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
-from fedstill.core.census import run_census
 from fedstill.core.errors import Diverged, FedstillError, TooFewReplies, on_one_line
+from fedstill.core.extensions import Engine, NoRecorder, Recorder
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, State
-from fedstill.core.rounds import Engine, Unwatched, run_round
-from fedstill.core.screen import Refusal
+from fedstill.core.results import StageResult
 from fedstill.core.trees import same_bits
 from fedstill.core.work import ClientWork
 from fedstill.running.preparation import Prepared, prepare
+from loops import context_of, first_state, next_state
 from scorecard.trials import STEADY, Trials, small_run
 
 Change = Callable[[list[Reply]], list[Reply]]
@@ -48,16 +48,14 @@ class Tampered:
 
 
 @dataclass
-class NotesRefusals(Unwatched):
+class NotesRefusals(NoRecorder):
     """The clients whose replies were refused."""
 
     clients: list[int] = field(default_factory=list)
 
-    def stage(self, *told: object) -> None:
-        """Note the refusals (``watch.Watch``)."""
-        refused = told[2]
-        assert isinstance(refused, Sequence)
-        self.clients += [r.client for r in refused if isinstance(r, Refusal)]
+    def stage(self, result: StageResult) -> None:
+        """Note the refusals."""
+        self.clients += [refusal.client for refusal in result.refused]
 
 
 def _spoilt(change: Callable[[torch.Tensor], Any]) -> Callable[[Reply], Reply]:
@@ -204,12 +202,8 @@ def prepared(experiment: Experiment) -> Prepared:
     return prepare(settle(experiment))
 
 
-def one_round(ready: Prepared, change: Change, watch: Unwatched | None = None) -> State:
+def one_round(ready: Prepared, change: Change, recorder: Recorder | None = None) -> State:
     """The state after round 1, with replies changed on their way."""
-    settings, world, engine = ready.settings, ready.world, ready.engine()
-    state = settings.method.initial_state(world)
-    if "label_counts" in settings.method.requires():
-        state = run_census(state, world, engine, Unwatched(), settings.rules)
-    stages = settings.topology(1, world)
-    tampered, rules = Tampered(engine, change), settings.rules
-    return run_round(settings.method, state, stages, world, tampered, watch or Unwatched(), rules)
+    engine = ready.engine()
+    state = first_state(context_of(ready, engine))
+    return next_state(state, context_of(ready, Tampered(engine, change), recorder))

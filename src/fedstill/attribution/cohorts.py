@@ -12,7 +12,8 @@ from fedstill.attribution.replay import OnAgain, TakenUp, gone_to
 from fedstill.core.errors import ConfigError
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Stage
-from fedstill.core.rounds import Unwatched, run_round
+from fedstill.core.rounds import run_round
+from fedstill.running.context import run_context
 from fedstill.running.evaluation import evaluated, evaluated_answers
 from fedstill.running.hostile_clients import with_hostile
 
@@ -56,9 +57,7 @@ def round_of_others(
         cohorts = []
         for number, stages in enumerate(drawn):
             own = with_hostile(replace(engine, memory=memory.in_process()), settings)
-            after = run_round(
-                settings.method, state, stages, world, own, Unwatched(), settings.rules
-            )
+            after = run_round(state, stages, run_context(kept.prepared, own))
             named = evaluated_answers(settings.method, after, world)
             accuracy = evaluated(named, kept.prepared.sites, world.classes)["class_accuracy"]
             clients = _clients(stages)
@@ -76,11 +75,11 @@ def _drawn(kept: TakenUp, round: int, count: int) -> list[list[Stage]]:
     if there are none.
     """
     settings, world = kept.prepared.settings, kept.prepared.world
-    own = list(settings.topology(round, world))
+    own = list(settings.schedule(round, world))
     different = {_everybody(own): own}
     for number in range(TRIES * count):
         other = replace(world, seed=seed_for(world.seed, round, number, SERVER, "cohort"))
-        stages = list(settings.topology(round, other))
+        stages = list(settings.schedule(round, other))
         different.setdefault(_everybody(stages), stages)
         if len(different) > count:
             return list(different.values())

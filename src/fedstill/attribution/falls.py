@@ -13,7 +13,7 @@ from typing import Any
 
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import write_whole
-from fedstill.core.stages import FIT
+from fedstill.methods.fit import FIT
 from fedstill.running import journal as journals
 from fedstill.running.directory import settings_of
 

@@ -4,27 +4,24 @@ or without one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
-from fedstill.core.census import run_census
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import digest
-from fedstill.core.records import Payload, Reply, Stage, State
-from fedstill.core.rounds import Unwatched, run_round
-from fedstill.core.screen import Refusal
+from fedstill.core.records import Stage, State
+from fedstill.core.results import StageResult
+from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.serial import SerialEngine
-from fedstill.measures.base import Happened, Measure, Room
+from fedstill.measures.base import Measure, Room
 from fedstill.metrics.shapley import MOST_EXACT
-from fedstill.querying.raised import as_asked
 from fedstill.running.checkpoint import Checkpoints, Restored
+from fedstill.running.context import run_context, world_in
 from fedstill.running.directory import settings_of
 from fedstill.running.evaluation import evaluated, evaluated_answers
 from fedstill.running.hostile_clients import with_hostile
@@ -52,7 +49,7 @@ class TakenUp:
             return 1
         state, settings = self.restored.state, self.prepared.settings
         return state.round + (
-            state.stage >= len(settings.topology(state.round, self.prepared.world))
+            state.stage >= len(settings.schedule(state.round, self.prepared.world))
         )
 
     def memory(self) -> Memory:
@@ -108,43 +105,22 @@ class _Looking:
     measure: Measure | None
     round: int
     room: Room | None
-    before: State | None = None
-    last: int = 0
+    prepared: Prepared
     seen: list[dict[str, object]] = field(default_factory=list)
 
-    def stage(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-        state: State,
-    ) -> None:
-        """Look at a stage that is done (``watch.Watch``)."""
-        if (
-            self.measure is not None
-            and self.room is not None
-            and stage.round == self.round
-            and self.before
-        ):
-            ends = stage.index == self.last
-            happened = Happened(stage, replies, downs, self.before, state, ends, False)
-            room = replace(self.room, world=as_asked(self.room.world, state))
-            told = looked("contributions", self.measure, happened, room)
-            if told is not None:
-                where = {"round": stage.round, "stage": stage.index, "name": stage.name}
-                self.seen.append(
-                    {
-                        "event": "measure",
-                        "measure": "contributions",
-                        **where,
-                        **told,
-                        "seconds": 0.0,
-                    }
-                )
-        self.before = state
+    def stage(self, result: StageResult) -> None:
+        """Look at a stage that is done (``core.extensions.Recorder``)."""
+        stage = result.stage
+        if self.measure is None or self.room is None or stage.round != self.round:
+            return
+        room = replace(self.room, world=world_in(self.prepared, result.after))
+        told = looked("contributions", self.measure, result, room)
+        if told is not None:
+            where = {"round": stage.round, "stage": stage.index, "name": stage.name}
+            event = {"event": "measure", "measure": "contributions", **where, **told}
+            self.seen.append({**event, "seconds": 0.0})
 
-    def failed(self, *_: object) -> None:
+    def failed(self, result: StageResult, error: Exception) -> None:
         """Nothing: the error that comes next says it."""
 
 
@@ -155,7 +131,7 @@ def refuse_many(kept: TakenUp, round: int) -> None:
     settings, world = kept.prepared.settings, kept.prepared.world
     stages = [
         s
-        for s in settings.topology(round, world)
+        for s in settings.schedule(round, world)
         if not s.sequential and s.name not in settings.method.personal
     ]
     if (many := max((len(s.clients) for s in stages), default=0)) > MOST_EXACT:
@@ -180,10 +156,12 @@ def looked_at(
         raise ConfigError(
             f"{kept.folder} has no common test set, and contributions are measured on one"
         )
-    looking = _Looking(measure, round, room)
-    with closing(kept.prepared.engine(memory)) as made:
+    looking = _Looking(measure, round, room, kept.prepared)
+    with closing(kept.prepared.engine(memory, measured=False)) as made:
         engine = replace(
-            made, measures=ClientMeasures({"contributions": measure}, frozenset({round})), kept=None
+            made,
+            hooks=(*made.hooks, ClientMeasures({"contributions": measure}, frozenset({round}))),
+            kept=None,
         )
         _through(kept, engine, round, looking, again)
     return looking.seen
@@ -209,7 +187,13 @@ def accuracies(
 
     with closing(kept.prepared.engine(kept.memory(), measured=False)) as engine:
         _through(
-            kept, replace(engine, kept=None), last, _Looking(None, 0, None), again, without, after
+            kept,
+            replace(engine, kept=None),
+            last,
+            _Looking(None, 0, None, kept.prepared),
+            again,
+            without,
+            after,
         )
     if not any(a is not None for row in known.values() for a in row):
         raise ConfigError(f"{kept.folder} has no global model on a common test set to compare")
@@ -236,7 +220,7 @@ def gone_to(kept: TakenUp, engine: SerialEngine, round: int, again: OnAgain) -> 
     """The state before a round, after the rounds since the checkpoint have been gone through
     again.
     """
-    return _through(kept, engine, round - 1, _Looking(None, 0, None), again)
+    return _through(kept, engine, round - 1, _Looking(None, 0, None, kept.prepared), again)
 
 
 def _through(
@@ -252,20 +236,19 @@ def _through(
     state = (
         kept.restored.state if kept.restored is not None else settings.method.initial_state(world)
     )
-    if kept.restored is None and "label_counts" in settings.method.requires():
-        state = run_census(state, world, engine, Unwatched(), settings.rules)
-    watch.before = state
-    torch.set_num_threads(settings.threads[1])
+    first = settings.schedule(0, world)
+    if kept.restored is None and first:
+        context = run_context(kept.prepared, engine)
+        state = run_round(replace(state, round=0), first, context)
     while state.round <= last:
         if state.round >= kept.start:
             again(state.round, last)
-        stages: Sequence[Stage] = settings.topology(state.round, world)
-        watch.last = stages[-1].index
+        stages: Sequence[Stage] = settings.schedule(state.round, world)
         acts = engine
         if without is not None:
             every, stages = stages, without.leave_out(stages, state.round)
             acts = as_in_company(engine) if _is_left_alone(every, stages) else engine
         hostile = with_hostile(acts, settings)
-        state = run_round(settings.method, state, stages, world, hostile, watch, settings.rules)
+        state = run_round(state, stages, run_context(kept.prepared, hostile, watch))
         after(state)
     return state

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from fedstill.attribution.replay import OnAgain, TakenUp, as_in_company, gone_to
 from fedstill.core.errors import ConfigError
-from fedstill.core.records import SERVER, Payload, Reply, Stage, State
-from fedstill.core.rounds import Unwatched, run_round
-from fedstill.core.screen import Refusal
-from fedstill.core.stages import FIT
+from fedstill.core.extensions import NoRecorder
+from fedstill.core.records import SERVER, Stage, State
+from fedstill.core.results import StageResult
+from fedstill.core.rounds import run_round
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.serial import SerialEngine
+from fedstill.methods.fit import FIT
 from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import exact, two_ends
 from fedstill.models import contract
-from fedstill.querying.raised import as_asked
+from fedstill.running.context import run_context, world_in
 from fedstill.running.hostile_clients import with_hostile
 
 FEW = 4
@@ -56,31 +57,28 @@ class Taught:
 
 
 @dataclass
-class _Exchange(Unwatched):
+class _Exchange(NoRecorder):
     """The states after each stage of an exchange, and who taught the client."""
 
     client: int
     after: dict[str, State] = field(default_factory=dict)
     teachers: list[int] = field(default_factory=list)
 
-    def stage(  # type: ignore[override]
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-        state: State,
-    ) -> None:
-        """Keep the state after a stage (``watch.Watch``)."""
-        self.after[stage.name] = state
-        if stage.name != FIT and self.client in downs:
+    def stage(self, result: StageResult) -> None:
+        """Keep the state after a stage (``core.extensions.Recorder``)."""
+        stage = result.stage
+        payloads = result.payloads
+        self.after[stage.name] = result.after
+        if stage.name != FIT and self.client in payloads:
             said = [
                 r.metrics.get("report", {}).get("teachers")
-                for r in replies
+                for r in result.accepted
                 if r.client == self.client
             ]
             used = (
-                said[0] if said and said[0] is not None else list(downs[self.client].many("peer"))
+                said[0]
+                if said and said[0] is not None
+                else list(payloads[self.client].many("peer"))
             )
             self.teachers = self.teachers or sorted(map(int, used))
 
@@ -103,7 +101,7 @@ class _Lesson:
         ]
         engine = replace(as_in_company(self.engine), memory=self.engine.memory.in_process())
         acts = with_hostile(engine, settings)
-        run_round(settings.method, state, own, self.kept.prepared.world, acts, seen, settings.rules)
+        run_round(state, own, run_context(self.kept.prepared, acts, seen))
         return seen
 
     def with_some(self, fit: State, teachers: Sequence[int]) -> Tensor:
@@ -134,7 +132,7 @@ def taught_by_peers(
     through. Raises ConfigError for a method without such an exchange, a client that had no teacher,
     or no common test set.
     """
-    stages = list(kept.prepared.settings.topology(round, kept.prepared.world))
+    stages = list(kept.prepared.settings.schedule(round, kept.prepared.world))
     if stages[0].name != FIT or len(stages) == 1 or kept.prepared.sites.common_test is None:
         raise ConfigError(
             f"{kept.folder} has no exchange between clients that is measured on a common test set"
@@ -159,7 +157,7 @@ def taught_by_peers(
     known = {name: _known(kept, client, after) for name, after in whole.after.items()}
     return Taught(
         client,
-        tuple(as_asked(kept.prepared.world, fit).queries.get(client, ())),
+        tuple(world_in(kept.prepared, fit).queries.get(client, ())),
         kept.prepared.sites.counts(client, round),
         known[FIT],
         {name: known[name] - known[was] for was, name in pairwise(known)},
@@ -174,7 +172,7 @@ def _known(kept: TakenUp, client: int, state: State) -> Tensor:
     """Class accuracies (C,) float64 of a client's model, or of what it answers with; NaN without
     test examples.
     """
-    test, world = kept.prepared.sites.common_test, as_asked(kept.prepared.world, state)
+    test, world = kept.prepared.sites.common_test, world_in(kept.prepared, state)
     assert test is not None
     predict = kept.prepared.settings.method.predictors(state, world).get(f"client {client}")
     if predict is None:

@@ -79,7 +79,7 @@ def _of_run(suite: Suite, cell: tuple[str, str], each: Seconds, trial: bool = Fa
     stages = [
         s
         for n in range(1, variant.settings.rounds + 1)
-        for s in prepared.settings.topology(n, prepared.world)
+        for s in prepared.settings.schedule(n, prepared.world)
     ]
     steps, examples = map(sum, zip(*(trained_in(prepared, stage) for stage in stages), strict=True))
     training = each.step * steps + each.example * examples

@@ -61,7 +61,7 @@ def setting_of(prepared: Prepared) -> Setting | None:
     """
     sites, world = prepared.sites, prepared.world
     acting = [
-        s for s in prepared.settings.topology(1, world) if any(c != SERVER for c in s.clients)
+        s for s in prepared.settings.schedule(1, world) if any(c != SERVER for c in s.clients)
     ]
     dealt = split_of_sites(sites) if sites.tasks is None and len(acting) == 1 else None
     if (

@@ -26,7 +26,9 @@ from fedstill.config.tables import (
 )
 from fedstill.config.unknown_keys import named_better
 from fedstill.config.unseen_data import NO_DATA, unseen_kind
+from fedstill.continual.task_test import TASK_TEST, TaskTests
 from fedstill.core import registry
+from fedstill.core.census import CENSUS, CensusStages
 from fedstill.core.errors import (
     ConfigError,
     IncompatibleMethod,
@@ -35,6 +37,7 @@ from fedstill.core.errors import (
     on_one_line,
     suggestion,
 )
+from fedstill.core.extensions import StageProvider
 from fedstill.core.fields import (
     Count,
     Typed,
@@ -46,13 +49,15 @@ from fedstill.core.fields import (
 )
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
-from fedstill.core.stages import ANYWHERE, FIT, FITTING, NO_TRAINING, RIDGE
-from fedstill.core.topology import CountedAnew, SitesTest, Topology
+from fedstill.core.schedule import Schedule
+from fedstill.core.topology import Topology
 from fedstill.data.sources.likely import likely_kind
 from fedstill.data.time_cuts import cut_times
 from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
+from fedstill.methods.fit import FIT, FITTING, FitStage
+from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
 from fedstill.models.parameters import ADDED
 from fedstill.privacy.noise import Privacy
 
@@ -130,7 +135,7 @@ def _check_declared(what: str, method: Method, base: Path | None) -> None:
     for name, (kind, how) in _TYPES.items():
         if is_users_own(method, name) and not isinstance(value := getattr(method, name), kind):
             raise ConfigError(f"{what}: {name} = {shown(value)} must be {how}")
-    stages = method.stages | ANYWHERE.keys()
+    stages = method.stages | SHARED_STAGES
     for name, known in [*NAMES.items(), *((name, stages) for name in OF_STAGES)]:
         for each in getattr(method, name) if is_users_own(method, name) else ():
             if each not in known:
@@ -266,17 +271,18 @@ def refuse_with_stream(settings: Settings) -> None:
         )
 
 
-def with_tasks(topology: Topology, method: Method, kind: str, table: StreamTable) -> Topology:
-    """A run's schedule with what its tasks ask for: label counts anew, and real sites' tests at
-    task ends.
-    """
-    if kind == SITES and not method.personal:
-        topology = SitesTest(topology)
-    return (
-        CountedAnew(topology)
-        if table.tasks > 1 and "label_counts" in method.requires()
-        else topology
-    )
+SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS, TASK_TEST})
+"""Stages that a method need not know itself."""
+
+
+def schedule_of(method: Method, topology: Topology, stream_kind: str) -> Schedule:
+    """A run's schedule: the topology's stages, and those that method and tasks ask for."""
+    providers: list[StageProvider] = [FitStage(), RidgeStage()]
+    if stream_kind == SITES and not method.personal:
+        providers.append(TaskTests())
+    if "label_counts" in method.requires():
+        providers.append(CensusStages())
+    return Schedule(method, topology, tuple(providers))
 
 
 def _cut_by_time(table: StreamTable, cuts: tuple[str, ...], said: bool) -> StreamTable:
@@ -478,7 +484,7 @@ def _settled(experiment: Experiment) -> Settings:
         stream=stream,
         plans=_plans(method, experiment, named_topology, stream.longest(top.rounds)),
         method=method,
-        topology=with_tasks(named_topology.build(), method, named_stream.name, stream),
+        schedule=schedule_of(method, named_topology.build(), named_stream.name),
         origins=experiment.origins,
     )
     _refuse_contradictions(settings, experiment.device)

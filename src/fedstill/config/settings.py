@@ -24,8 +24,8 @@ from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.registry import LIVE
+from fedstill.core.schedule import Schedule
 from fedstill.core.screen import Rules
-from fedstill.core.topology import Topology
 from fedstill.measures.choice import measured_rounds
 from fedstill.privacy.noise import Privacy
 
@@ -53,7 +53,7 @@ class NamedTables:
 class Settings(TopKeys):
     """Every value of a run, resolved and checked, and the things built from them.
 
-    ``method``, ``topology``: built from what ``named`` names. ``clients``: how many there
+    ``method``, ``schedule``: built from what ``named`` names. ``clients``: how many there
     are; ``of_clients``: the table ``[clients]``. ``plans``: by stage. ``origins``: where a dotted
     key came from.
     """
@@ -69,7 +69,7 @@ class Settings(TopKeys):
     stream: StreamTable
     plans: Mapping[str, Plan]
     method: Method
-    topology: Topology
+    schedule: Schedule
     origins: Mapping[str, str]
 
     @property

@@ -1,60 +1,149 @@
-"""The census: the stage before round 1 in which clients send label counts, for methods that need
-them.
+"""The census: clients send their label counts, for methods that need them.
+
+It is a stage of its own: before round 1 (as round 0), and at the start of every task. Later stages
+compare what clients claim with what they said in the census.
+
+State: labels = (clients, C) int64, the label counts; zeros for a client that did not answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedstill.core.records import Payload, Reply, Stage, State, World
-from fedstill.core.rounds import Engine, Watch, demand_quorum, replies_of, told
-from fedstill.core.screen import Rules, screen
-from fedstill.core.topology import CENSUS
-from fedstill.core.work import Census
+from fedstill.core.extensions import RoundHook, StageActor
+from fedstill.core.method import Method
+from fedstill.core.records import (
+    KEEP,
+    Payload,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
+from fedstill.core.topology import everyone
+from fedstill.core.work import ClientWork
+
+CENSUS = "census"
+"""The name of the stage."""
+
+LABELS = "labels"
+"""The group of a client's label counts (C,), and the state of all clients' (clients, C)."""
+
+
+class Census(ClientWork):
+    """Send the label counts; nothing is trained, and client states stay as they are."""
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={})
+
+    def end(
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> tuple[Payload, Payload]:
+        return Payload(labels=view.counts), KEEP
+
+
+@dataclass(frozen=True)
+class CensusTaker(Method):
+    """The actor of the stage: each client's label counts replace its earlier ones.
+
+    A client that is absent, or fails, has zeros: it has no example that could count.
+    """
+
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        return Payload()
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Census()
+
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
+        for reply in replies:
+            labels[reply.client] = reply.content.tensor(LABELS)
+        return state.next(labels=labels)
+
+
+class CensusStages:
+    """Provides the stage: before round 1 for all clients, then wherever the clients' task
+    changes.
+    """
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """Who takes the census."""
+        return {CENSUS: CensusTaker()}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """A round's stages, after a census where one is due."""
+        if round == 0:
+            return [census_stage(world), *stages]
+        if not world.stream.changes(round):
+            return stages
+        return [Stage(round, 0, CENSUS, everyone(world, round)), *stages]
 
 
 def census_stage(world: World) -> Stage:
-    """The stage before round 1 in which every client sends its label counts."""
+    """The stage before round 1."""
     return Stage(0, 0, CENSUS, tuple(range(world.clients)))
 
 
-def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:
-    """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing
-    client's are zeros.
+@dataclass(frozen=True)
+class CensusChecks(RoundHook):
+    """Refuses label counts that cannot be true, and claims that contradict the census.
+
+    ``max_examples``: the most examples that a client may claim.
     """
-    stage, work = census_stage(world), Census()
-    downs = {c: Payload() for c in stage.clients}
-    expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    came, downs = replies_of(
-        lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch
-    )
-    came = [_counted(reply, rules) for reply in came]
-    replies, refused = screen(lambda _: expected, stage, downs, came, rules)
-    with told(watch, stage, replies, refused, downs):
-        demand_quorum(replace(stage, clients=tuple(downs)), replies, refused, rules)
-    labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
-    for reply in replies:
-        labels[reply.client] = reply.content.tensor("labels")
-    state = replace(state.next(labels=labels), round=1, stage=0)
-    watch.stage(stage, replies, refused, downs, state)
-    return state
 
+    max_examples: int
 
-def _counted(reply: Reply, rules: Rules) -> Reply:
-    """The reply, or a failure where its label counts are no counts of as many examples as it
-    claims.
+    def check_reply(self, reply: Reply, stage: Stage, needs: frozenset[str], state: State) -> str:
+        if stage.name == CENSUS:
+            return self._check_counts(reply)
+        if "label_counts" not in needs or LABELS not in state.extra or reply.client < 0:
+            return ""
+        return self._check_claim(reply, state.extra.tensor(LABELS).sum(1))
 
-    One that is of another form is for the screen to judge.
-    """
-    labels = reply.content.get("labels")
-    if reply.failure or not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-        return reply
-    total = float(labels.double().sum())
-    if bool((labels < 0).any()) or not reply.examples <= total <= rules.max_examples:
-        return replace(
-            reply, failure=f"its census counts {total:g} examples, and it claims {reply.examples}"
-        )
-    return reply
+    def _check_counts(self, reply: Reply) -> str:
+        """Why label counts are no counts of as many examples as the client claims.
+
+        Whether they have the right form is for the screen to judge.
+        """
+        labels = reply.content.get(LABELS)
+        if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+            return ""
+        total = float(labels.double().sum())
+        is_negative = bool((labels < 0).any())
+        if is_negative or not reply.examples <= total <= self.max_examples:
+            return f"its census counts {total:g} examples, and it claims {reply.examples}"
+        return ""
+
+    def _check_claim(self, reply: Reply, totals: Tensor) -> str:
+        count = reply.examples
+        own = int(totals[reply.client])
+        largest = int(totals.max())
+        if 0 < own < count:
+            return f"claims {count} examples, and {own} in the census"
+        # A client with 0 said that it has none, or its answer to the census was refused.
+        if 0 < largest < count:
+            return f"claims {count} examples, and the largest client {largest} in the census"
+        return ""

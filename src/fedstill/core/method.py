@@ -76,7 +76,7 @@ class Method:
     ...     model="logistic", partition="iid", topology={"clients": 4}, engine="serial"
     ... )
     >>> ready = prepare(settle(what), data)
-    >>> near, world, engine, topology = Near(), ready.world, ready.engine(), ready.settings.topology
+    >>> near, world, engine, topology = Near(), ready.world, ready.engine(), ready.settings.schedule
     >>> state = near.setup(world)
     >>> while state.round <= 3:
     ...     stages = topology(state.round, world)

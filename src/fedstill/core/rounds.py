@@ -1,366 +1,298 @@
-"""One round: ``run_round`` loops over its stages and notifies observers of each."""
+"""The federated loop: ``run_round`` runs the stages of a round, ``run_stage`` one of them.
+
+It is the same for every method, topology and engine. What a stage consists of:
+
+1. The server makes a payload for each client (``build_requests``).
+2. The engine runs the clients' work and brings their replies.
+3. The screen accepts or refuses each reply, and enough of them must be accepted.
+4. The engine commits the states of the accepted clients.
+5. The actor of the stage aggregates the accepted replies to the next state.
+6. The recorder writes the journal and a checkpoint.
+
+Capabilities extend these steps through the hooks of ``core.extensions``.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
 
-from fedstill.core import trees
-from fedstill.core.errors import (
-    TRACEBACK,
-    BadPayload,
-    BadReturn,
-    ClientFailed,
-    Diverged,
-    FedstillError,
-    MethodFailed,
-    TooFewReplies,
+import torch
+
+from fedstill.core.checks import (
+    check_anyone_asked,
+    check_entries,
+    check_norm,
+    check_quorum,
+    in_hook,
+    place,
+    written_in,
 )
+from fedstill.core.errors import ClientFailed
+from fedstill.core.extensions import Engine, NoRecorder, Recorder, RoundHook, StageActor
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, World
-from fedstill.core.screen import MODELS, Refusal, Rules, other_group, screen
-from fedstill.core.stages import acting
-from fedstill.core.user_code import bad_return, definition, is_users, reason, returned
+from fedstill.core.results import Requests, StageResult
+from fedstill.core.schedule import Schedule
+from fedstill.core.screen import Refusal, Rules, screen
+from fedstill.core.user_code import returned
 from fedstill.core.work import ClientWork
-from fedstill.querying.raised import as_asked, noted, with_asks, with_query
 
-# Who is told the result of each stage: of a good one, and of one that ends the run.
-
-
-class Watch(Protocol):
-    """Who is told the result of each stage."""
-
-    def stage(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-        state: State,
-    ) -> None:
-        """A stage is done: its accepted replies, its refusals, what was sent down, and the state
-        after it.
-        """
-
-    def failed(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-    ) -> None:
-        """A stage ends the run: the error that says why comes next, and the state is still the one
-        before the stage.
-        """
+ANSWERED = "answered"
+"""State during a round with a chain: how many of its links have replied."""
 
 
-class Unwatched:
-    """A watch that takes no notice."""
+@dataclass(frozen=True)
+class RunContext:
+    """What all rounds of a run share; it is built once.
 
-    def stage(self, *_: object) -> None:
-        """Nothing."""
-
-    def failed(self, *_: object) -> None:
-        """Nothing."""
-
-
-@contextmanager
-def told(
-    watch: Watch,
-    stage: Stage,
-    replies: Sequence[Reply],
-    refused: Sequence[Refusal],
-    downs: Mapping[int, Payload],
-) -> Iterator[None]:
-    """Where a stage may end the run: the watch is told of its refusals first."""
-    try:
-        yield
-    except Exception:
-        watch.failed(stage, replies, refused, downs)
-        raise
-
-
-def place(stage: Stage) -> str:
-    """Where in a run a stage is, in words."""
-    return f"round {stage.round}, stage {stage.name!r}"
-
-
-def replies_of(
-    run: Callable[[], list[Reply]],
-    stage: Stage,
-    downs: Mapping[int, Payload],
-    rules: Rules,
-    watch: Watch,
-) -> tuple[list[Reply], dict[int, Payload]]:
-    """What an engine's ``run`` gives, and what was sent, both without the clients that had nothing
-    to do.
-
-    Raises ClientFailed for a client that failed, unless the rules tolerate that.
-    An engine may raise it itself, at the first one. The watch is told before.
-    """
-    try:
-        came = run()
-        for reply in came if rules.failures == "stop" else ():
-            if reply.failure:
-                raise ClientFailed(place(stage), [reply.client], reply.failure)
-    except ClientFailed as error:
-        watch.failed(
-            stage, (), [Refusal(c, f"failed: {error.why}", "failed") for c in error.clients], downs
-        )
-        raise
-    idle = {reply.client for reply in came if reply.idle and not reply.failure}
-    return [r for r in came if r.client not in idle], {
-        c: down for c, down in downs.items() if c not in idle
-    }
-
-
-# When a stage does not count: too few good replies, parameters that blow up, a mistake in the
-# method at the server.
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-GROWTH = 100.0
-"""The norm guard: global parameters this many times the norm of the initial ones (at least 1) have
-diverged.
-"""
-
-
-@contextmanager
-def part(method: object, name: str, where: str) -> Iterator[None]:
-    """A call of a part of a method at the server: what a mistake in it raises becomes MethodFailed,
-    chained.
-
-    The library's errors that a method raises on purpose stay what they are.
-    """
-    try:
-        yield
-    except Exception as error:
-        meant = isinstance(error, FedstillError) and not isinstance(error, BadReturn)
-        if meant and not (isinstance(error, BadPayload) and is_users(error)):
-            raise
-        # there, no line of the method raised
-        hint = "" if isinstance(error, BadReturn) else TRACEBACK
-        text = f"{where}: {type(method).__name__}.{name} failed: {reason(error, method)}"
-        raise MethodFailed(text, text + hint) from error
-
-
-def within(method: object, name: str, where: str, function: Callable[P, T]) -> Callable[P, T]:
-    """A function that a part of a method gave, to be called later: a mistake in it is named as one
-    in the part.
+    ``hooks``: extensions of the server's part, in their order. ``threads``: the number of torch
+    threads of the server's own computations; None: whatever the process has.
     """
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with part(method, name, where):
-            return function(*args, **kwargs)
+    schedule: Schedule
+    world: World
+    engine: Engine
+    rules: Rules = field(default_factory=Rules)
+    recorder: Recorder = field(default_factory=NoRecorder)
+    hooks: Sequence[RoundHook] = ()
+    threads: int | None = None
 
-    # inspect.unwrap finds the function
-    return functools.update_wrapper(call, function, assigned=(), updated=())
+    @property
+    def method(self) -> Method:
+        """The run's method."""
+        return self.schedule.method
 
+    def world_in(self, state: State) -> World:
+        """The world in a state, as the hooks extend it."""
+        world = self.world
+        for hook in self.hooks:
+            world = hook.extend_world(world, state)
+        return world
 
-def demand_quorum(
-    stage: Stage,
-    replies: Sequence[Reply],
-    refused: Sequence[Refusal],
-    rules: Rules,
-    written: str = "",
-) -> None:
-    """Raises TooFewReplies, or Diverged; ``written``: where a user's code says what is sent and
-    what is expected.
-    """
-    least = math.ceil(rules.quorum * len(stage.clients))
-    if len(replies) >= least:
-        return
-    first = f"client {refused[0].client} {refused[0].reason}" if refused else "no client answered"
-    if refused and all(r.diverged for r in refused):
-        raise Diverged(
-            f"{place(stage)}: {first}; lower plan.lr, or clip gradients with plan.clip_norm"
-        )
-    if refused and refused[0].kind == "unlike":
-        first += written
-    text = (
-        f"{place(stage)}: {len(replies)} of {len(stage.clients)} clients replied well, {least} are "
-        "needed "
-        f"(clients.quorum = {rules.quorum:g}); the first refused: {first}"
-    )
-    failed = bool(refused) and refused[0].kind == "failed"
-    raise TooFewReplies(
-        text + "; see the traceback with debug=True" * failed, text + TRACEBACK * failed
-    )
+    def use_server_threads(self) -> None:
+        """Give the server's computations their number of threads: an engine may have changed it."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
 
 
-def refuse_idle(down: Callable[..., Any], stage: Stage) -> None:
-    """Raises BadReturn where a user's ``down`` gave nothing to anybody in the whole of round 1."""
-    if definition(down):
-        many = f"all {len(stage.clients)} clients" if len(stage.clients) > 1 else "every client"
-        raise bad_return(
-            down,
-            f"gives None to {many} in every stage, so nobody does anything: does it lack a return?",
-        )
-
-
-def written(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:
-    """Where a user's code says what is sent, and what is expected; empty for the library's own."""
-    sent, expected = definition(sends), definition(expects)
-    both = [f"sent by {sent}"] * bool(sent) + [f"expected by {expected}"] * bool(expected)
-    return f" ({'; '.join(both)})" if both else ""
-
-
-def guard_entries(
-    fold: Callable[..., Any], predictors: Callable[..., Any], before: State, after: State
-) -> None:
-    """Raises BadReturn for parameters that a user's ``aggregate`` dropped, added, cut or cast, and
-    could not go on with.
-
-    Not where it gave another network, or where the user's code says what is evaluated.
-    """
-    if not definition(fold) or definition(predictors) or after.model != before.model:
-        return
-    if before.params and (why := other_group("params", after.params, before.params)):
-        raise bad_return(fold, f"gives other parameters than the model has: {why}")
-
-
-def guard_norm(state: State, stage: Stage, replies: Sequence[Reply], world: World) -> None:
-    """Raises Diverged if a fold gave parameters beyond the norm guard; names the client that sent
-    the largest.
-    """
-    norm, limit = trees.norm(state.params), GROWTH * max(1.0, trees.norm(world.initial(SERVER)))
-    if norm <= limit:
-        return
-    sizes = {
-        r.client: trees.norm(r.content.tensors(g))
-        for r in replies
-        for g in MODELS
-        if g in r.content
-    }
-    worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
-    raise Diverged(
-        f"{place(stage)}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; the "
-        "largest came from "
-        f"client {worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
-    )
-
-
-# run_round: the one short loop over a round's stages, which hosts every method and topology.
-
-
-class Engine(Protocol):
-    """Carries a stage out. The method decides what is done, the engine decides how."""
-
-    def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
-    ) -> list[Reply]:
-        """The replies of the clients that were sent something; a client that fails replies with the
-        reason.
-        """
-
-    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what these clients remember of a stage; what the others remember of it is
-        dropped.
-        """
-
-
-def run_round(
-    method: Method,
-    state: State,
-    stages: Sequence[Stage],
-    world: World,
-    engine: Engine,
-    watch: Watch,
-    rules: Rules,
-) -> State:
-    """One round, from the stage that the state names: the same for every method, topology and
-    engine.
+def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> State:
+    """One round, from the stage that the state names.
 
     Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of
     a chain is skipped instead, unless the whole chain failed), Diverged if parameters blow up,
-    MethodFailed for a mistake in the method. Then ``watch`` has been told of the stage's refusals,
-    and the last good state is the one that it was given last. Within a chain's round the state
-    holds ``answered``, too: how many of its clients have replied.
+    MethodFailed for a mistake in the method. The recorder then has the refusals of the stage, and
+    the last good state is the one that it got last.
     """
-    if state.stage == 0:
-        draws = drawing_from(seed_for(world.seed, state.round, 0, SERVER, "open"))
-        with draws, part(method, "begin_round", f"round {state.round}"):
-            state = returned(
-                method.begin_round(state, stages, world), State, method.begin_round, "a State"
-            )
-    asked_in = set(range(state.stage))
+    number = state.round
+    state = _begin_round(state, stages, context)
+    # A resumed round has begun with stages in which somebody was asked.
+    is_anyone_asked = state.stage > 0
+
     for stage in stages[state.stage :]:
-        with drawing_from(seed_for(world.seed, state.round, stage.index, SERVER, "server")):
-            state = _run_stage(method, state, stage, stages, world, engine, watch, rules, asked_in)
-    return replace(state.without("answered"), round=state.round + 1, stage=0)
+        with drawing_from(seed_for(context.world.seed, number, stage.index, SERVER, "server")):
+            requests = build_requests(state, stage, context)
+            is_anyone_asked = is_anyone_asked or bool(requests.payloads)
+            is_last = stage.index == stages[-1].index
+            if number == 1 and is_last and not is_anyone_asked:
+                actor = context.schedule.actor(stage)
+                with in_hook(actor, "payload_for_client", place(stage)):
+                    check_anyone_asked(actor.payload_for_client, stage)
+
+            result = run_stage(
+                state,
+                requests,
+                context,
+                optional=_is_optional(stage, stages, state),
+                ends_round=is_last,
+            )
+            context.recorder.stage(result)
+            state = result.after
+    return replace(state.without(ANSWERED), round=number + 1, stage=0)
 
 
-def _run_stage(
-    method: Method,
+def build_requests(state: State, stage: Stage, context: RunContext) -> Requests:
+    """What the server asks of each client of a stage."""
+    context.use_server_threads()
+    actor = context.schedule.actor(stage)
+    world = context.world_in(state)
+    with in_hook(actor, "payload_for_client", place(stage)):
+        needs = actor.requires()
+        payloads = _payloads(actor, state, stage, world)
+    for client, payload in payloads.items():
+        for hook in context.hooks:
+            payload = hook.extend_payload(payload, client, stage, needs, world)
+        payloads[client] = payload
+    return Requests(stage, payloads, world)
+
+
+def run_stage(
     state: State,
-    stage: Stage,
-    stages: Sequence[Stage],
-    world: World,
-    engine: Engine,
-    watch: Watch,
-    rules: Rules,
-    asked_in: set[int],
-) -> State:
-    """The state after one stage; ``asked_in``: the stages of the round in which clients were sent
-    something.
+    requests: Requests,
+    context: RunContext,
+    *,
+    optional: bool = False,
+    ends_round: bool = True,
+) -> StageResult:
+    """One stage: work, replies, screen, quorum, commit, aggregation.
+
+    ``optional``: whether the stage may pass without an accepted reply. Raises the errors of
+    ``run_round``, after the recorder has the refusals.
     """
-    method, where, world = acting(method, stage), place(stage), as_asked(world, state)
-    with part(method, "payload_for_client", where):
-        needs, sent = method.requires(), _sent_down(method, state, stage, world)
-        asked_in.update({stage.index} if sent else ())
-        if stage.round == 1 and stage.index == stages[-1].index and not asked_in:
-            refuse_idle(method.payload_for_client, stage)
-        downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
-    with part(method, "work", where):
-        work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
-    came, downs = replies_of(
-        lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch
-    )
-    with part(method, "expected_reply", where):
-        labels = state.extra.get("labels") if "label_counts" in needs else None
-        expected = with_asks(method.expected_reply, stage, world)
-        replies, refused = screen(expected, stage, downs, came, rules, labels)
-    done = int(state.extra.get("answered", 0))
-    with told(watch, stage, replies, refused, downs):
-        onward = any(later.sequential for later in stages[stage.index + 1 :])
-        if downs and not (stage.sequential and (replies or done or onward)):
-            asked = replace(stage, clients=tuple(downs))
-            demand_quorum(asked, replies, refused, rules, written(work.end, method.expected_reply))
-        engine.commit(stage, [r.client for r in replies])
-        if replies:
-            state = noted(_folded(method, state, replies, stage, world), replies, stage, world)
-            if stage.sequential:
-                state = state.next(answered=done + 1)
-    state = replace(state, stage=stage.index + 1)
-    watch.stage(stage, replies, refused, downs, state)
-    return state
+    stage = requests.stage
+    actor = context.schedule.actor(stage)
+    result = StageResult(stage, requests.payloads, (), (), state, state, ends_round)
+
+    with in_hook(actor, "work", place(stage)):
+        work = returned(actor.work(stage), ClientWork, actor.work, "a ClientWork")
+    with _recording_failures(result, context):
+        replies = context.engine.run(work, stage, requests.payloads, context.world.seed)
+        if context.rules.failures == "stop":
+            _check_failures(replies, stage)
+
+    context.use_server_threads()
+    idle = {reply.client for reply in replies if reply.idle and not reply.failure}
+    result = replace(result, payloads=_without(requests.payloads, idle))
+    replies = [reply for reply in replies if reply.client not in idle]
+    result = _screened(result, replies, actor, requests.world, context)
+    with _recording_refusals(result, context):
+        if result.payloads and not optional:
+            asked = replace(stage, clients=tuple(result.payloads))
+            written = written_in(work.end, actor.expected_reply)
+            check_quorum(asked, result.accepted, result.refused, context.rules, written)
+        context.engine.commit(stage, [reply.client for reply in result.accepted])
+        after = state
+        if result.accepted:
+            after = _aggregated(result, actor, requests.world, context)
+    return replace(result, after=_moved_on(after, stage))
 
 
-def _sent_down(method: Method, state: State, stage: Stage, world: World) -> dict[int, Payload]:
-    """What each client is sent in a stage, without those that are sent nothing."""
-    given = {c: method.payload_for_client(state, c, stage, world) for c in stage.clients}
-    return {
-        c: returned(d, Payload, method.payload_for_client, "a Payload")
-        for c, d in given.items()
-        if d is not None
-    }
+def expected_reply(
+    client: int, stage: Stage, world: World, schedule: Schedule, hooks: Sequence[RoundHook]
+) -> Payload:
+    """A payload with the groups, names, shapes and types of a client's valid reply."""
+    payload = schedule.actor(stage).expected_reply(client, stage, world)
+    for hook in hooks:
+        payload = hook.extend_expected(payload, client, stage, world)
+    return payload
 
 
-def _folded(
-    method: Method, state: State, replies: Sequence[Reply], stage: Stage, world: World
-) -> State:
-    """The state that a method makes of the accepted replies, and that can be gone on with."""
-    with part(method, "aggregate", place(stage)):
-        after = returned(
-            method.aggregate(state, replies, stage, world), State, method.aggregate, "a State"
+def _begin_round(state: State, stages: Sequence[Stage], context: RunContext) -> State:
+    """The state with which a round begins. Round 0 belongs to capabilities, not to the method."""
+    if state.stage > 0 or state.round == 0:
+        return state
+    context.use_server_threads()
+    method = context.method
+    seed = seed_for(context.world.seed, state.round, 0, SERVER, "open")
+    with drawing_from(seed), in_hook(method, "begin_round", f"round {state.round}"):
+        begun = method.begin_round(state, stages, context.world)
+        return returned(begun, State, method.begin_round, "a State")
+
+
+def _payloads(actor: StageActor, state: State, stage: Stage, world: World) -> dict[int, Payload]:
+    """The payloads that an actor makes, without those of clients that have no work."""
+    payloads = {}
+    for client in stage.clients:
+        payload = actor.payload_for_client(state, client, stage, world)
+        if payload is not None:
+            payloads[client] = returned(payload, Payload, actor.payload_for_client, "a Payload")
+    return payloads
+
+
+def _is_optional(stage: Stage, stages: Sequence[Stage], state: State) -> bool:
+    """Whether the round can do without a stage: a link of a chain of which another link has
+    answered, or may still answer.
+    """
+    if not stage.sequential:
+        return False
+    later = stages[stage.index + 1 :]
+    return ANSWERED in state.extra or any(other.sequential for other in later)
+
+
+def _check_failures(replies: Sequence[Reply], stage: Stage) -> None:
+    """Raises ClientFailed for the first client that failed."""
+    for reply in replies:
+        if reply.failure:
+            raise ClientFailed(place(stage), [reply.client], reply.failure)
+
+
+@contextmanager
+def _recording_failures(result: StageResult, context: RunContext) -> Iterator[None]:
+    """Where a client's failure may end the run: the recorder gets it first."""
+    try:
+        yield
+    except ClientFailed as error:
+        failed = [Refusal(c, f"failed: {error.why}", "failed") for c in error.clients]
+        context.recorder.failed(replace(result, refused=failed), error)
+        raise
+
+
+@contextmanager
+def _recording_refusals(result: StageResult, context: RunContext) -> Iterator[None]:
+    """Where a stage may end the run: the recorder gets its refusals first."""
+    try:
+        yield
+    except Exception as error:
+        context.recorder.failed(result, error)
+        raise
+
+
+def _without(payloads: Mapping[int, Payload], clients: Collection[int]) -> dict[int, Payload]:
+    """The payloads without those of some clients."""
+    return {client: payload for client, payload in payloads.items() if client not in clients}
+
+
+def _screened(
+    result: StageResult,
+    replies: Sequence[Reply],
+    actor: StageActor,
+    world: World,
+    context: RunContext,
+) -> StageResult:
+    """The result with the replies accepted or refused."""
+    stage = result.stage
+    needs = actor.requires()
+
+    def expected(client: int) -> Payload:
+        return expected_reply(client, stage, world, context.schedule, context.hooks)
+
+    def refusal(reply: Reply) -> str:
+        reasons = (hook.check_reply(reply, stage, needs, result.before) for hook in context.hooks)
+        return next(filter(None, reasons), "")
+
+    with in_hook(actor, "expected_reply", place(stage)):
+        accepted, refused = screen(
+            expected, stage, result.payloads, replies, context.rules, refusal
         )
-        guard_entries(method.aggregate, method.predictors, state, after)
-        guard_norm(after, stage, replies, world)
+    return replace(result, accepted=accepted, refused=refused)
+
+
+def _aggregated(result: StageResult, actor: StageActor, world: World, context: RunContext) -> State:
+    """The state that the accepted replies make, if the run can go on with it."""
+    stage, before, accepted = result.stage, result.before, result.accepted
+    with in_hook(actor, "aggregate", place(stage)):
+        aggregated = actor.aggregate(before, accepted, stage, world)
+        after = returned(aggregated, State, actor.aggregate, "a State")
+        check_entries(actor.aggregate, _predictors_of(actor), before, after)
+        if after.params is not before.params:
+            check_norm(after, stage, accepted, world)
+
+    for hook in context.hooks:
+        after = hook.extend_state(after, accepted, stage, world)
+    if stage.sequential:
+        after = after.next(answered=int(before.extra.get(ANSWERED, 0)) + 1)
     return after
+
+
+def _predictors_of(actor: StageActor) -> Callable[..., object]:
+    """What says which models of a state are evaluated."""
+    return getattr(actor, "predictors", Method.predictors)
+
+
+def _moved_on(state: State, stage: Stage) -> State:
+    """The state at the next stage; round 0 leads to round 1."""
+    if stage.round == 0:
+        return replace(state, round=1, stage=0)
+    return replace(state, stage=stage.index + 1)

@@ -86,21 +86,23 @@ def screen(
     downs: Mapping[int, Payload],
     replies: Sequence[Reply],
     rules: Rules,
-    labels: Tensor | None = None,
+    refusal: Callable[[Reply], str] = lambda reply: "",
 ) -> tuple[list[Reply], list[Refusal]]:
     """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats,
     claims and reports that cannot be, and payloads other than expected.
 
-    ``labels``: what the clients said in the census, (clients, C). A check that raises refuses the
-    reply.
+    ``refusal``: why a reply of this stage cannot be true, empty if it can. A check that raises
+    refuses the reply.
     """
     accepted: dict[int, Reply] = {}
     sent: dict[int, float] = {}
     refused = []
     for reply in replies:
         kind: Kind = "failed" if reply.failure else "strange"
-        why = _outcome(_envelope, reply, stage, downs, accepted) or _outcome(
-            _claim, reply, rules.max_examples, labels
+        why = (
+            _outcome(_envelope, reply, stage, downs, accepted)
+            or _outcome(_claim, reply, rules.max_examples)
+            or _outcome(refusal, reply)
         )
         if not why:
             kind, why = "unlike", _outcome(_content, reply.content, expected(reply.client))
@@ -147,27 +149,14 @@ def of_other_stage(reply: Reply, stage: Stage) -> str:
     )
 
 
-def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:
+def _claim(reply: Reply, most: int) -> str:
     count = reply.examples
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         return f"claims {count!r} examples"
     if count > most:
-        return (
-            f"claims {count if count < MAX_NUMBER else 'endless'} examples, over "
-            f"clients.max_examples = {most}"
-        )
-    if labels is None or reply.client < 0:
-        return ""
-    totals = labels.sum(1)
-    said, largest = int(totals[reply.client]), int(totals.max())
-    if 0 < said < count:
-        return f"claims {count} examples, and {said} in the census"
-    # whose row is 0 said that it has none, or its answer to the census was refused
-    return (
-        f"claims {count} examples, and the largest client {largest} in the census"
-        if 0 < largest < count
-        else ""
-    )
+        claimed = count if count < MAX_NUMBER else "endless"
+        return f"claims {claimed} examples, over clients.max_examples = {most}"
+    return ""
 
 
 def _content(content: Payload, expected: Payload) -> str:

@@ -19,14 +19,6 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Stage, World
 from fedstill.core.registry import register
 
-CENSUS = "census"
-"""The stage in which clients send their label counts."""
-
-TASK_TEST = "task_test"
-"""The stage at a task's end in which real sites test the global model on their own data of the
-tasks so far.
-"""
-
 
 class Topology(Protocol):
     """A schedule: the stages of each round."""
@@ -91,7 +83,7 @@ class _Sampled:
         """
         ends = round == world.rounds or world.stream.ends(round)
         return (
-            [Stage(round, 0, self.task_end, _everyone(world, round))]
+            [Stage(round, 0, self.task_end, everyone(world, round))]
             if self.task_end and ends
             else []
         )
@@ -123,12 +115,12 @@ class Parallel(_Sampled):
             Stage(round, 0, name, clients) for name in (self.before, "train", self.after) if name
         ]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
+            stages.insert(0, Stage(round, 0, self.first, everyone(world, round)))
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
         stages += self.ending(round, world)
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+            stages.append(Stage(round, 0, self.last, everyone(world, round)))
         if self.closing and round == world.rounds:
             stages.append(Stage(round, 0, self.closing, (SERVER,), "public"))
         return _numbered(stages)
@@ -155,15 +147,15 @@ class Sequential(_Sampled):
     """
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        everyone = self.order == "fixed" and self.sampled is None
-        clients = _everyone(world, round) if everyone else self.drawn(round, world)
+        is_everyone_in = self.order == "fixed" and self.sampled is None
+        clients = everyone(world, round) if is_everyone_in else self.drawn(round, world)
         chain = sorted(clients) if self.order == "fixed" else clients
         stages = [Stage(round, 0, "train", (c,), sequential=True) for c in chain]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
+            stages.insert(0, Stage(round, 0, self.first, everyone(world, round)))
         stages += self.ending(round, world)
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+            stages.append(Stage(round, 0, self.last, everyone(world, round)))
         return _numbered(stages)
 
 
@@ -185,17 +177,17 @@ class PublicLogits(_Sampled):
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         starting = round == 1 and bool(self.start)
-        clients = _everyone(world, round) if starting else tuple(sorted(self.drawn(round, world)))
+        clients = everyone(world, round) if starting else tuple(sorted(self.drawn(round, world)))
         stages = [
             Stage(round, 0, self.start if starting else "local", clients),
             Stage(round, 0, "teach_server", (SERVER,), "public"),
             Stage(round, 0, "distil", clients, "public"),
         ]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round), "public"))
+            stages.insert(0, Stage(round, 0, self.first, everyone(world, round), "public"))
         stages += self.ending(round, world)
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+            stages.append(Stage(round, 0, self.last, everyone(world, round)))
         return _numbered(stages)
 
 
@@ -216,14 +208,14 @@ class PeerToPeer:
     """Whether students refine what they have learned."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        everyone = _everyone(world, round)
+        present = everyone(world, round)
         strangers = sorted(set(self.students) - set(range(world.clients)))
         if strangers:
             raise ConfigError(
                 f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}"
             )
-        students = tuple(sorted(set(self.students) & set(everyone))) if self.students else everyone
-        stages = [Stage(round, 0, "fit", everyone)]
+        students = tuple(sorted(set(self.students) & set(present))) if self.students else present
+        stages = [Stage(round, 0, "fit", present)]
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
         later = [
@@ -234,36 +226,6 @@ class PeerToPeer:
         return _numbered([*stages, *(Stage(round, 0, name, students) for name in later)])
 
 
-@dataclass(frozen=True)
-class CountedAnew:
-    """A topology for methods that need label counts: where a client's task changes, a census stands
-    first.
-    """
-
-    of: Topology
-
-    def __call__(self, round: int, world: World) -> list[Stage]:
-        stages = self.of(round, world)
-        if not world.stream.changes(round):
-            return stages
-        return _numbered([Stage(round, 0, CENSUS, _everyone(world, round)), *stages])
-
-
-@dataclass(frozen=True)
-class SitesTest:
-    """A topology for real sites with tasks: at each task's end, after all else, they test the
-    global model.
-    """
-
-    of: Topology
-
-    def __call__(self, round: int, world: World) -> list[Stage]:
-        stages = self.of(round, world)
-        if not world.stream.ends(round):
-            return stages
-        return _numbered([*stages, Stage(round, 0, TASK_TEST, _everyone(world, round))])
-
-
 def has_links(stages: Sequence[Stage]) -> bool:
     """Whether a round is a chain, in which a client hands the model on to the next, whatever stages
     stand around it.
@@ -271,8 +233,8 @@ def has_links(stages: Sequence[Stage]) -> bool:
     return any(stage.sequential for stage in stages)
 
 
-def _everyone(world: World, round: int) -> tuple[int, ...]:
-    """All clients; with tasks, all that are there in a round."""
+def everyone(world: World, round: int) -> tuple[int, ...]:
+    """All clients; with tasks, those that take part in a round."""
     return tuple(world.stream.present(round) if world.stream.tasks > 1 else range(world.clients))
 
 

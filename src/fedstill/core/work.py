@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from fedstill.core.records import (
-    KEEP,
     NOTHING,
     ModelSpec,
     Payload,
@@ -121,24 +120,3 @@ class ClientWork:
     def trainable(self, name: str) -> bool:
         """Whether the parameter of this name is trained."""
         return True
-
-
-class Census(ClientWork):
-    """Send the label counts, before round 1 and where tasks change: for methods that need
-    ``label_counts``.
-    """
-
-    def begin(
-        self, payload: Payload, client_state: Payload, view: View, world: World
-    ) -> TrainingStart:
-        return TrainingStart(params={})
-
-    def end(
-        self,
-        params: Tensors,
-        start: TrainingStart,
-        result: TrainingResult,
-        view: View,
-        world: World,
-    ) -> tuple[Payload, Payload]:
-        return Payload(labels=view.counts), KEEP

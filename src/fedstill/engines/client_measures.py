@@ -12,16 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import FedstillError
-from fedstill.core.records import SERVER, Examples, Stage, Tensors, View
+from fedstill.core.extensions import ClientHook
+from fedstill.core.records import SERVER, Examples, Stage, Tensors, View, World
 from fedstill.core.reports import ENGINE, OWN, PROBE, TAKEN
-from fedstill.core.stages import FIT
-from fedstill.core.stream import OFF, Stream
-from fedstill.core.topology import TASK_TEST
+from fedstill.core.stream import OFF
 from fedstill.core.user_code import reason
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
+from fedstill.engines.reply_cache import class_identity
 from fedstill.engines.user_functions import Lent, journal_fields
+from fedstill.methods.fit import FIT
 from fedstill.models.contract import predictor
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
@@ -46,8 +48,13 @@ class AtClient:
     test: Examples | None
     public: Examples | None
     inputs: Inputs
-    classes: int
+    world: World
     sent: frozenset[str] = frozenset()
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return self.world.classes
 
     @property
     def is_server(self) -> bool:
@@ -82,7 +89,7 @@ class ClientMeasure(Protocol):
 
 
 @dataclass(frozen=True)
-class ClientMeasures:
+class ClientMeasures(ClientHook):
     """The measures that clients take, by name, and the rounds in which they do; by default none.
 
     If there are any rounds, models of the stage ``fit`` are measured in every round.
@@ -97,10 +104,24 @@ class ClientMeasures:
             return False
         return stage.round in self.rounds or (stage.name == FIT and bool(self.rounds))
 
-    def each_epoch(self, stage: Stage) -> bool:
-        """Whether parameters are kept after every epoch of this stage."""
+    def keeps_epochs(self, stage: Stage) -> bool:
+        """Whether a measure of this stage looks at every epoch."""
         private = stage.view == "private" and SERVER not in stage.clients
         return private and self.due(stage) and any(m.each_epoch for m in self.named.values())
+
+    def reads_test_set(self, stage: Stage) -> bool:
+        """Whether clients measure in this stage."""
+        return self.due(stage)
+
+    def cache_key(self, stage: Stage) -> str:
+        """The measures that are taken in this stage."""
+        if not self.due(stage):
+            return ""
+        return repr([(name, class_identity(type(m))) for name, m in self.named.items()])
+
+    def measured(self, seen: AtClient) -> dict[str, Any]:
+        """What the measures give, if they are due."""
+        return self.take(seen) if self.due(seen.stage) else {}
 
     def take(self, seen: AtClient) -> dict[str, Any]:
         """All fields that the measures give, each measure's seconds beside them; empty if there are
@@ -156,17 +177,31 @@ class ClientMeasures:
         )
 
 
-def tested_by_task(seen: AtClient, params: Tensors, stream: Stream) -> dict[str, Any]:
+@dataclass(frozen=True)
+class OwnTestSets(ClientHook):
+    """Tests a client's model on the client's own test set, or on those of its tasks."""
+
+    def measured(self, seen: AtClient) -> dict[str, Any]:
+        """``site_accuracy``, and with tasks ``site_by_task``; nothing without a test set."""
+        if seen.view.tests:
+            return tested_by_task(seen)
+        test = seen.view.test
+        if test is None or not len(test):
+            return {}
+        return {"site_accuracy": sum(seen.correct_by_class(seen.end, test)) / len(test)}
+
+
+def tested_by_task(seen: AtClient) -> dict[str, Any]:
     """What a real site's model is worth on its own test sets of the tasks so far, among the classes
     seen by then.
 
     ``site_by_task``: the accuracy on each task, None where the site has no test examples of it, or
     it is still to come. ``site_accuracy``: on all of them.
     """
-    tests, right = seen.view.tests, dict[int, int]()
+    tests, stream, right = seen.view.tests, seen.world.stream, dict[int, int]()
     on = torch.zeros(seen.classes, dtype=torch.bool)
     on[list(stream.seen(stream.task(seen.stage.round)))] = True
-    predict = predictor(seen.view.model, params)
+    predict = predictor(seen.view.model, seen.end)
     for task, own in tests.items():
         some = correct_by_class(lambda x: _among(predict(x), on), own, seen.inputs, seen.classes)
         right[task] = int(some.sum())

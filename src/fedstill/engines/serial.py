@@ -10,13 +10,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fedstill.core.checks import place
 from fedstill.core.codec import encode
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
+from fedstill.core.extensions import ClientHook, Fields
 from fedstill.core.files import digest
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import (
@@ -26,27 +28,24 @@ from fedstill.core.records import (
     Payload,
     Reply,
     Stage,
+    Tensors,
     TrainingResult,
     TrainingStart,
     View,
     World,
 )
 from fedstill.core.reports import OWN
-from fedstill.core.rounds import place
 from fedstill.core.user_code import reason
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import examples_digest
 from fedstill.data.inputs import Inputs
-from fedstill.engines.client_measures import AtClient, ClientMeasures, tested_by_task
+from fedstill.engines.client_measures import AtClient
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
-from fedstill.engines.reply_cache import KeptReplies, class_identity, key_of
+from fedstill.engines.reply_cache import KeptReplies, key_of
 from fedstill.engines.user_functions import Lent, carry_of, journal_fields, sent_and_remembered
-from fedstill.privacy.noise import Privacy
-from fedstill.privacy.private_training import Private
-from fedstill.querying.raised import as_sent, raises
 
 # What the C library does with memory that was freed: kept for the next batch, not returned and
 # requested again.
@@ -128,11 +127,9 @@ class SerialEngine:
 
     ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack
     of them; part of a run's definition, because the last bit of a sum depends on
-    them. ``measures``: what clients measure of their own models, in float32 whatever the
-    ``precision`` of training is. ``kept``: replies that other runs have kept, for the stages that
-    allow it. ``privacy``: what is done to logits before they leave a client; ``secret``: with noise
-    that no seed repeats, as on real sites. ``stops``: the first client that fails ends the run,
-    with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives an
+    them. ``kept``: replies that other runs have kept, for the stages that allow it. ``hooks``:
+    extensions of what clients do, in their order. ``stops``: the first client that fails ends the
+    run, with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives an
     engine that differs in some of this and has threads of its own; the memory is the same one.
     """
 
@@ -141,10 +138,8 @@ class SerialEngine:
     memory: Memory = field(default_factory=Memory)
     threads: tuple[int, int] = (1, 1)
     precision: Precision = "fp32"
-    measures: ClientMeasures = field(default_factory=ClientMeasures)
+    hooks: tuple[ClientHook, ...] = ()
     kept: KeptReplies | None = None
-    privacy: Privacy = field(default_factory=Privacy)
-    secret: bool = False
     stops: bool = False
 
     def run(
@@ -225,40 +220,37 @@ class SerialEngine:
 
     def _key(self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int) -> str:
         """Everything that a client's reply depends on, as a key."""
-        view, test = self.sites.view(client, stage), self.sites.common_test
-        remembered = digest(encode(self.memory.load(client)))
-        taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
-        measured = (
-            (taken, examples_digest(test) if test is not None else "")
-            if self.measures.due(stage)
-            else ()
-        )
-        how = (
+        view = self.sites.view(client, stage)
+        test = self.sites.common_test
+        is_test_read = test is not None and any(h.reads_test_set(stage) for h in self.hooks)
+        further = [
             self.sites.inputs,
             torch.get_num_threads(),
             self.precision,
-            remembered,
-            measured,
-            self.privacy,
-        )
-        head, now = self._head(stage, client), self.world.stream.within(stage.round)
-        tasks = (
-            (now, "all" if head is None else head.tolist()) if self.world.stream.tasks > 1 else ()
-        )
-        more = (*how, self.world.asking if raises(stage, self.world) else "", *tasks)
-        return key_of(work, stage, view, self.world.plans.get(stage.name), seed, payload, *more)
+            digest(encode(self.memory.load(client))),
+            examples_digest(test) if test is not None and is_test_read else "",
+            tuple(hook.cache_key(stage) for hook in self.hooks),
+        ]
+        if self.world.stream.tasks > 1:
+            head = self._head(stage, client)
+            further.append(self.world.stream.within(stage.round))
+            further.append("all" if head is None else head.tolist())
+        return key_of(work, stage, view, self.world.plans.get(stage.name), seed, payload, *further)
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, payload: Payload) -> Begun:
         start = time.perf_counter()
-        view, sent, head = (
-            as_sent(self.sites.view(client, stage), payload),
-            Lent(payload),
-            self._head(stage, client),
-        )
-        view = view if head is None else replace(view, head=head)
+        sent = Lent(payload)
+        view = self.sites.view(client, stage)
+        for hook in self.hooks:
+            view = hook.extend_view(view, payload, stage)
+        head = self._head(stage, client)
+        if head is not None:
+            view = replace(view, head=head)
+
         carry = carry_of(work, work.begin(payload, self.memory.load(client), view, self.world))
         sent.check(work.begin, client)
-        carry = carry if head is None else replace(carry, head=head)
+        if head is not None:
+            carry = replace(carry, head=head)
         return Begun(view, carry, time.perf_counter() - start, sent)
 
     def _head(self, stage: Stage, client: int) -> Tensor | None:
@@ -277,13 +269,20 @@ class SerialEngine:
             return None, 0.0
         start = time.perf_counter()
         view, inputs = begun.view, self.sites.inputs
-        by_epoch = self.measures.each_epoch(stage) and begun.carry.model is None
+        by_epoch = self._keeps_epochs(stage) and begun.carry.model is None
         within = self.world.stream.within(stage.round)
-        own = view.client != SERVER and stage.view == "private"
-        private = Private.of(self.privacy, self.secret) if own else None
-        how = (self.precision, by_epoch, within, private)
+        how = (self.precision, by_epoch, within, self._gradient_rule(view, stage))
         trained = train(work, begun.carry, plan, stage, view, inputs, seed, *how)
         return trained, time.perf_counter() - start
+
+    def _keeps_epochs(self, stage: Stage) -> bool:
+        """Whether a hook needs the parameters after every epoch of a stage."""
+        return any(hook.keeps_epochs(stage) for hook in self.hooks)
+
+    def _gradient_rule(self, view: View, stage: Stage) -> Any:
+        """How single examples' gradients combine, if a hook has a rule."""
+        rules = (hook.gradient_rule(view, stage) for hook in self.hooks)
+        return next((rule for rule in rules if rule is not None), None)
 
     def _end(
         self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float
@@ -291,49 +290,78 @@ class SerialEngine:
         """The reply of a client, given what it began with, what training gave, and how long that
         took.
         """
-        start, view, carry = time.perf_counter(), begun.view, begun.carry
-        metrics: dict[str, object] = {}
-        params, ran = carry.params, TrainingResult(0, 0.0, carry.trace)
+        started = time.perf_counter()
+        view, start = begun.view, begun.carry
+        params, result = start.params, TrainingResult(0, 0.0, start.trace)
         if trained is not None:
-            params, ran = trained.params, trained.ran
-            metrics |= {"loss": dict(trained.losses), "steps": ran.steps, "epochs": trained.epochs}
-            metrics |= {"scores": list(trained.scores)} if trained.scores else {}
-            metrics |= {"teachers": list(carry.teachers)} if carry.teachers else {}
-        content, memory = sent_and_remembered(work, work.end(params, carry, ran, view, self.world))
-        seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
-        content = self.privacy.protect(content, None if self.secret else seed)
-        self.memory.hold(view.client, memory)
-        own = journal_fields(work.report, work.report(params, carry, view, self.world))
-        metrics |= {OWN: own} if own else {}
+            params, result = trained.params, trained.ran
+
+        content, client_state = sent_and_remembered(
+            work, work.end(params, start, result, view, self.world)
+        )
+        for hook in self.hooks:
+            content = hook.extend_reply(content, params, view, stage, self.world)
+        self.memory.hold(view.client, client_state)
+
+        metrics = _training_metrics(start, trained)
+        report = self._report(work, params, start, view, stage)
+        if report:
+            metrics[OWN] = report
         begun.sent.check(type(work), view.client)
         metrics["seconds_training"] = seconds
-        models = (
-            [carry.params, params, *(trained.by_epoch if trained else ())]
-            if params and carry.model is None
-            else []
-        )
-        answers = [frozen(work.answer(m, view.model), view.model) for m in models]
-        metrics |= self._measure(stage, view, answers, frozenset(content))
-        metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
+        if params and start.model is None:
+            by_epoch = trained.by_epoch if trained else ()
+            models = [start.params, params, *by_epoch]
+            answers = [frozen(work.answer(model, view.model), view.model) for model in models]
+            metrics |= self._measured(stage, view, answers, frozenset(content))
+        metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - started
         return Reply(view.client, content, len(view.data), metrics, stage.round, stage.index)
 
-    def _measure(
-        self, stage: Stage, view: View, models: Sequence[FrozenModel], sent: frozenset[str]
-    ) -> dict[str, object]:
-        """What this client measures: as the measures say, and at a real site on its own test set.
+    def _report(
+        self, work: ClientWork, params: Tensors, start: TrainingStart, view: View, stage: Stage
+    ) -> Fields:
+        """What the work and the hooks report."""
+        report = dict(journal_fields(work.report, work.report(params, start, view, self.world)))
+        for hook in self.hooks:
+            report |= hook.report(params, view, stage, self.world)
+        return report
 
-        models: what it answers with before and after its work, and after each epoch where that is
-        asked for. sent: the groups of its reply.
+    def _measured(
+        self, stage: Stage, view: View, models: Sequence[FrozenModel], sent: frozenset[str]
+    ) -> Fields:
+        """What the hooks measure. ``models``: what the client answers with before and after its
+        work, and after each epoch if that is kept; ``sent``: the groups of its reply.
         """
-        if not models:
-            return {}
-        sites, classes, view = self.sites, self.world.classes, replace(view, model=models[0].spec)
-        start, params, *by_epoch = (model.params for model in models)
-        common = (sites.common_test, sites.public, sites.inputs, classes)
-        seen = AtClient(stage, view, start, params, by_epoch, *common, sent)
-        taken = self.measures.take(seen) if self.measures.due(stage) else {}
-        if view.tests:
-            taken |= tested_by_task(seen, params, self.world.stream)
-        elif view.test is not None and len(view.test):
-            taken["site_accuracy"] = sum(seen.correct_by_class(params, view.test)) / len(view.test)
-        return taken
+        before, after, *by_epoch = (model.params for model in models)
+        seen = AtClient(
+            stage=stage,
+            view=replace(view, model=models[0].spec),
+            start=before,
+            end=after,
+            by_epoch=by_epoch,
+            test=self.sites.common_test,
+            public=self.sites.public,
+            inputs=self.sites.inputs,
+            world=self.world,
+            sent=sent,
+        )
+        measured: Fields = {}
+        for hook in self.hooks:
+            measured |= hook.measured(seen)
+        return measured
+
+
+def _training_metrics(start: TrainingStart, trained: Trained | None) -> Fields:
+    """What training itself reports."""
+    if trained is None:
+        return {}
+    metrics: Fields = {
+        "loss": dict(trained.losses),
+        "steps": trained.ran.steps,
+        "epochs": trained.epochs,
+    }
+    if trained.scores:
+        metrics["scores"] = list(trained.scores)
+    if start.teachers:
+        metrics["teachers"] = list(start.teachers)
+    return metrics

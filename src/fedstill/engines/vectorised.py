@@ -163,12 +163,12 @@ class VectorisedEngine(PooledEngine):
         if (
             plan is None
             or len(clients) < 2
-            or self.privacy.trains
+            or not all(hook.stackable for hook in self.hooks)
             or any(why_not(spec, plan) for spec in specs)
         ):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
-        by_epoch, within = self.measures.each_epoch(stage), self.world.stream.within(stage.round)
+        by_epoch, within = self._keeps_epochs(stage), self.world.stream.within(stage.round)
         how = How(plan, stage, self.sites.inputs, seed, self.precision, by_epoch, within)
         replies: dict[int, Reply] = {}
         with suppress(Drew), self._sharing(stage, seed):

@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedstill.config.settings import Settings
+from fedstill.core.checks import in_hook
 from fedstill.core.errors import ConfigError, CorruptFile, DataError, UnknownName
 from fedstill.core.fields import plain_value
 from fedstill.core.files import digest, in_shell, named_path
 from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
-from fedstill.core.rounds import part
 from fedstill.core.trees import same_bits
 from fedstill.data.cache import about_of
 from fedstill.data.dataset import Dataset
@@ -294,7 +294,7 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
         raise ConfigError(
             f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other"
         )
-    with part(method, "predictors", f"after the last checkpoint of {run.folder}"):
+    with in_hook(method, "predictors", f"after the last checkpoint of {run.folder}"):
         # Where clients have models of their own, the server's may be one that nobody trained.
         learned = not method.personal or not same_bits(run.state.params, world.initial(SERVER))
         named = dict(method.predictors(run.state, world)) if learned else {}
@@ -324,7 +324,7 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
         raise ConfigError(
             f"client {client} has no model of its own in {run.folder}: it has not trained one"
         )
-    after = [s for s in run.settings.topology(world.rounds, world) if s.name in method.personal]
+    after = [s for s in run.settings.schedule(world.rounds, world) if s.name in method.personal]
     spec = world.model(client)
     answer = frozen(method.work(after[-1]).answer(own, spec) if after else own, spec)
     return f"client {client}", predictor(answer.spec, answer.params)

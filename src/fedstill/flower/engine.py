@@ -32,7 +32,7 @@ class FlowerEngine:
     """``here`` does the stages of the server; ``request`` makes a request of what is known of the
     run and a payload.
 
-    ``measures``: those that its clients take; None: those of ``here``. ``truth``: what the server
+    ``measures``: those that its clients take. ``truth``: what the server
     knows of a client's data in a round. What clients remember is on their own disks;
     ``memory.index`` says which version of each counts.
     """
@@ -41,7 +41,7 @@ class FlowerEngine:
     fleet: Asks
     request: Callable[..., Request]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    measures: ClientMeasures | None = None
+    measures: ClientMeasures = field(default_factory=ClientMeasures)
     truth: Callable[[int, int], Truth] = lambda client, round: Truth()
     _held: dict[int, Version | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -87,8 +87,7 @@ class FlowerEngine:
         """
         a = answer
         try:
-            measures = self.measures or self.here.measures
-            failure = a.failure or measures.refuses(a.metrics, stage, self.here.world.classes)
+            failure = a.failure or self.measures.refuses(a.metrics, stage, self.here.world.classes)
             failure = failure or untrue(a.examples, a.metrics, self.truth(a.client, stage.round))
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"

@@ -11,13 +11,11 @@ from filelock import FileLock
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
-from fedstill.core.census import census_stage
+from fedstill.core.census import CENSUS, Census, census_stage
 from fedstill.core.errors import FedstillError, Refused, cut_reason, on_one_line
 from fedstill.core.files import digest, make_folder
 from fedstill.core.records import Stage
-from fedstill.core.stages import acting
-from fedstill.core.topology import CENSUS
-from fedstill.core.work import Census, ClientWork
+from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory
 from fedstill.flower.facts import Facts
@@ -145,7 +143,7 @@ class Clerk:
         work = self._named_work(ready, request)
         if settings.privacy.protects_logits and not isinstance(work, SumUp):
             most = rows_of(
-                acting(settings.method, stage).expected_reply(client, stage, ready.world)
+                settings.schedule.actor(stage).expected_reply(client, stage, ready.world)
             )
         else:
             most = work.rows if isinstance(work, SumUp) else 0
@@ -193,9 +191,9 @@ class Clerk:
         if ready.by.origin == "summed" and not ready.by.mean:
             raise Refused("the request has no mean and spread, which the sites' sums would give")
         within = 1 <= stage.round <= settings.rounds
-        if not within or stage not in settings.topology(stage.round, ready.world):
+        if not within or stage not in settings.schedule(stage.round, ready.world):
             raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
-        return acting(method, stage).work(stage)
+        return settings.schedule.actor(stage).work(stage)
 
     def _ready(self, request: Request) -> Ready:
         key = f"{request.sha} {digest(repr(sorted(request.facts.items())).encode())}"

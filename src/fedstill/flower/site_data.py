@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fedstill.config.settings import Settings
+from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import Refused
 from fedstill.core.files import digest, write_secret
 from fedstill.core.records import Examples
 from fedstill.core.stream import Stream
-from fedstill.core.topology import TASK_TEST
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.data.form import MANY
 from fedstill.data.sources import load_dataset

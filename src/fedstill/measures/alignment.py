@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedstill.core.records import Tensors
 from fedstill.core.registry import register
-from fedstill.measures.base import Happened, Measure, Numbers, Room, comparable, is_global, layers
+from fedstill.core.results import StageResult
+from fedstill.measures.base import Measure, Numbers, Room, comparable, is_global, layers
 from fedstill.metrics.distances import alignment, preferred_classes
 from fedstill.metrics.local_models import over_clients
 
@@ -30,7 +31,7 @@ class Alignment(Measure):
         {"test", "global_model", "local_models", "features"}
     )
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """Alignment of each layer between the received global model and each local one, and with
         the new global one.
 

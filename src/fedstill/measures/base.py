@@ -21,12 +21,12 @@ from fedstill.core.records import (
     Examples,
     ModelSpec,
     Payload,
-    Reply,
-    Stage,
     State,
     Tensors,
     World,
 )
+from fedstill.core.results import StageResult
+from fedstill.core.schedule import Schedule
 from fedstill.core.user_code import reject_misspelt_hooks
 from fedstill.data.dataset import stratified
 from fedstill.data.inputs import Inputs
@@ -95,38 +95,6 @@ Numbers = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Happened:
-    """A stage that is done: its accepted replies, what was sent down, the state before and after
-    it.
-
-    ``ends_round``: no stage comes after it in this round; ``ends_run``: nor in any
-    other. ``previous``: in a chain, the client whose model was handed over, None for the very
-    first; ``previous_round``: in which round it acted.
-    """
-
-    stage: Stage
-    replies: Sequence[Reply]
-    downs: Mapping[int, Payload]
-    before: State
-    after: State
-    ends_round: bool
-    ends_run: bool
-    previous: int | None = None
-    previous_round: int | None = None
-
-    @property
-    def local_models(self) -> dict[int, Tensors]:
-        """What each client's training ended with, where replies hold models; the server is not
-        among them.
-        """
-        return {
-            r.client: r.content.params
-            for r in self.replies
-            if r.client != SERVER and "params" in r.content
-        }
-
-
-@dataclass(frozen=True)
 class Reports:
     """What clients reported in a round, for a measure to sum up.
 
@@ -147,20 +115,28 @@ class Room:
     """What a measure may use: the world, the common test set, and, in a simulation only, the
     clients' own data.
 
-    ``folder``: the run's directory, for what is too large for the journal. ``method``, ``privacy``:
-    the run's.
+    ``folder``: the run's directory, for what is too large for the journal.
+    ``schedule``, ``privacy``: the run's.
     ``remembered``: what a client remembers after the stage; None where clients are reached over
-    Flower.
+    Flower. ``previous``: in a chain, the client whose model was handed over, None for the very
+    first; ``previous_round``: in which round it acted.
     """
 
     world: World
     test: Examples
     inputs: Inputs
     sites: Sites
+    schedule: Schedule
     folder: Path | None = None
-    method: Method = field(default_factory=Method)
     privacy: Privacy = field(default_factory=Privacy)
     remembered: Callable[[int], Payload] | None = None
+    previous: int | None = None
+    previous_round: int | None = None
+
+    @property
+    def method(self) -> Method:
+        """The run's method."""
+        return self.schedule.method
 
     def keep(self, name: str, tensors: Tensors) -> str:
         """Write tensors to a file under ``measures/`` and return its name for the journal; empty
@@ -266,7 +242,7 @@ class Measure:
             warnings.warn(text, DeprecationWarning, stacklevel=2)
             cls.examples = vars(cls)["images"]  # type: ignore[method-assign]
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """Numbers for the journal, without times; None where there is nothing to see in this
         stage.
         """
@@ -356,7 +332,7 @@ def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
 # Local models beside the global one that clients received, and the one that was made of them.
 
 
-def comparable(seen: Happened, room: Room) -> dict[int, Tensors]:
+def comparable(seen: StageResult, room: Room) -> dict[int, Tensors]:
     """What each client's training ended with, where a global model of the same network was there
     before it; else none.
 
@@ -371,7 +347,7 @@ def is_global(state: State, room: Room) -> bool:
     return bool(state.params) and state.model in (None, room.spec)
 
 
-def named_models(seen: Happened, room: Room, most: int) -> Iterator[tuple[str, Tensors]]:
+def named_models(seen: StageResult, room: Room, most: int) -> Iterator[tuple[str, Tensors]]:
     """The model that was received, at most ``most`` local ones (lowest ids first), and the new
     global one.
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fedstill.core.records import Tensors
 from fedstill.core.registry import register
+from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
-from fedstill.measures.base import Happened, Measure, Numbers, Room, WholePasses, rounded_lists
+from fedstill.measures.base import Measure, Numbers, Room, WholePasses, rounded_lists
 from fedstill.metrics import class_accuracy
 from fedstill.models import contract
 
@@ -40,7 +41,7 @@ class Boundaries(Measure):
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "features", "queries", "client_data"})
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """The client, its classes, places x, y and labels (n,) of images, and the classes (48, 48)
         of the plane.
 

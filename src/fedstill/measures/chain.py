@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
+from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
-from fedstill.measures.base import Happened, Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.metrics.values import Values
 
 
@@ -30,7 +31,7 @@ class Chain(Measure):
         {"chain", "test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """Class accuracies of the model that the client left, and the two accuracies on the
         previous client's data.
         """
@@ -39,18 +40,18 @@ class Chain(Measure):
         ((client, params),) = seen.local_models.items()
         accuracy = room.accuracy_by_class(params, room.test)
         fields: dict[str, object] = {"client": client, "class_accuracy": _or_none(accuracy)}
-        if seen.previous is not None:
+        if room.previous is not None:
             then = (
                 seen.stage
-                if seen.previous_round is None
-                else replace(seen.stage, round=seen.previous_round)
+                if room.previous_round is None
+                else replace(seen.stage, round=room.previous_round)
             )
-            own = room.sites.view(seen.previous, then).data
+            own = room.sites.view(room.previous, then).data
             kept = {
                 "handed_over": _share(seen.before.params, own, room),
                 "kept": _share(params, own, room),
             }
-            fields |= {"previous": seen.previous, **kept}
+            fields |= {"previous": room.previous, **kept}
         return fields
 
     def examples(self, test: int, clients: int, own: int) -> int:

@@ -8,9 +8,8 @@ from pathlib import PurePath
 
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, IncompatibleMethod, UnknownName
-from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage, World
-from fedstill.core.stages import acting
+from fedstill.core.schedule import Schedule
 from fedstill.measures.base import Measure, SaysLogits
 from fedstill.models import contract
 from fedstill.privacy.noise import GROUP
@@ -68,16 +67,16 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What measures have to fit: the method and its stages, the world, and whether clients' and
-    test data are here.
+    """What measures have to fit: the schedule and some of its stages, the world, and whether
+    clients' and test data are here.
 
     ``remembered``: whether what clients remember is in this process, too. ``labelled``: whether
     there are public data with labels.
     """
 
-    method: Method
+    schedule: Schedule
     name: str
-    schedule: Sequence[Stage]
+    stages: Sequence[Stage]
     world: World
     simulated: bool = True
     tested: bool = True
@@ -103,22 +102,22 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
             "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
             "write [query.classes]"
         )
-    if need == "chain" and not any(stage.sequential for stage in setting.schedule):
+    if need == "chain" and not any(stage.sequential for stage in setting.stages):
         return "it looks at clients one after another; set topology.kind = 'sequential'"
     if need == "side_by_side" and not any(
-        len(s.clients) > 1 and _sends_models(s, setting) for s in setting.schedule
+        len(s.clients) > 1 and _sends_models(s, setting) for s in setting.stages
     ):
         return (
             "no two clients send models in one stage; set topology.kind = 'parallel' and "
             "topology.sampled above 1"
         )
-    if need == "global_model" and not setting.method.initial_state(world).params:
+    if need == "global_model" and not setting.schedule.method.initial_state(world).params:
         return (
             f"the server of method {setting.name} has no model of its own; choose a method whose "
             "server has one"
         )
     if need == "local_models":
-        if not any(_sends_models(stage, setting) for stage in setting.schedule):
+        if not any(_sends_models(stage, setting) for stage in setting.stages):
             return (
                 f"clients of method {setting.name} send no models; choose a method whose clients do"
             )
@@ -137,12 +136,12 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
             "clients measure it on the common test set, which real sites lack; leave flower.data = "
             "'sites' out"
         )
-    if need == "epochs" and not any(_trains(stage, world) for stage in setting.schedule):
+    if need == "epochs" and not any(_trains(stage, world) for stage in setting.stages):
         return "no client trains on its own data here; set plan.epochs above 0"
     if (
         need == "held_out"
         and not setting.labelled
-        and not any(_holds_out(stage, world) for stage in setting.schedule)
+        and not any(_holds_out(stage, world) for stage in setting.stages)
     ):
         todo = "set plan.validation = 0.2, or data.public_labels = true with public data"
         return (
@@ -158,10 +157,10 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
 
 
 def _never_looks(measure: Measure, setting: MeasuredRun) -> str:
-    ends = [stage for stage in setting.schedule if stage.round == setting.schedule[-1].round]
+    ends = [stage for stage in setting.stages if stage.round == setting.stages[-1].round]
     if (
         not measure.only_last
-        or looks_last(measure, ends, setting.method, setting.world) is not None
+        or looks_last(measure, ends, setting.schedule, setting.world) is not None
     ):
         return ""
     name = setting.name
@@ -172,7 +171,7 @@ def _never_looks(measure: Measure, setting: MeasuredRun) -> str:
 
 
 def looks_last(
-    measure: Measure, stages: Sequence[Stage], method: Method, world: World
+    measure: Measure, stages: Sequence[Stage], schedule: Schedule, world: World
 ) -> int | None:
     """In which of the last round's stages a measure with ``only_last`` looks; None if there is
     nothing to see in any.
@@ -182,13 +181,13 @@ def looks_last(
     seen = [
         s
         for s in stages
-        if "local_models" not in measure.needs or "params" in _sent(s, method, world)
+        if "local_models" not in measure.needs or "params" in _sent(s, schedule, world)
     ]
     return seen[-1].index if seen else None
 
 
 def _no_uploads(setting: MeasuredRun) -> str:
-    sent = set().union(*(_sent(stage, setting.method, setting.world) for stage in setting.schedule))
+    sent = set().union(*(_sent(stage, setting.schedule, setting.world) for stage in setting.stages))
     if "params" in sent:
         return ""
     if GROUP not in sent:
@@ -197,7 +196,7 @@ def _no_uploads(setting: MeasuredRun) -> str:
             f"clients of method {setting.name} send neither models nor logits{other}; choose a "
             "method whose clients do"
         )
-    if not isinstance(setting.method, SaysLogits):
+    if not isinstance(setting.schedule.method, SaysLogits):
         return (
             f"method {setting.name} does not say what its clients would send of other images' "
             "logits; give it "
@@ -210,18 +209,16 @@ def _no_uploads(setting: MeasuredRun) -> str:
     )
 
 
-def _sent(stage: Stage, method: Method, world: World) -> set[str]:
+def _sent(stage: Stage, schedule: Schedule, world: World) -> set[str]:
     """The groups that clients send in a stage."""
     client = stage.clients[0]
-    return (
-        set()
-        if client == SERVER
-        else set(acting(method, stage).expected_reply(client, stage, world))
-    )
+    if client == SERVER:
+        return set()
+    return set(schedule.actor(stage).expected_reply(client, stage, world))
 
 
 def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
-    return "params" in _sent(stage, setting.method, setting.world)
+    return "params" in _sent(stage, setting.schedule, setting.world)
 
 
 def _holds_out(stage: Stage, world: World) -> bool:

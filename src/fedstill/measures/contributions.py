@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
+from fedstill.core.extensions import StageActor
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -28,13 +29,13 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import register
-from fedstill.core.stages import acting
+from fedstill.core.results import StageResult
 from fedstill.core.trees import floats, norm, sub
 from fedstill.data.inputs import Inputs
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class, shards
-from fedstill.measures.base import Happened, Measure, Numbers, Room, are_counts, rounded_lists
+from fedstill.measures.base import Measure, Numbers, Room, are_counts, rounded_lists
 from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import (
     MOST_EXACT,
@@ -140,7 +141,7 @@ class StageGame:
     counts. absent: it does not reply. ``before``: the state in which the replies were folded.
     """
 
-    method: Method
+    actor: StageActor
     before: State
     stage: Stage
     replies: Sequence[Reply]
@@ -155,11 +156,15 @@ class StageGame:
 
     @cached_property
     def _idle(self) -> list[Reply] | None:
-        made = [self.method.idle_reply(r, self.downs[r.client]) for r in self.replies]
-        pairs = zip(self.replies, made, strict=True)
-        return (
-            None if None in made else [replace(r, content=up) for r, up in pairs if up is not None]
-        )
+        if not isinstance(self.actor, Method):
+            return None
+        idle = []
+        for reply in self.replies:
+            content = self.actor.idle_reply(reply, self.downs[reply.client])
+            if content is None:
+                return None
+            idle.append(replace(reply, content=content))
+        return idle
 
     def can_idle(self) -> bool:
         """Whether it is known what clients that change nothing would have sent."""
@@ -176,7 +181,7 @@ class StageGame:
         return self._fold([r if i in acting else still for i, (r, still) in enumerate(pairs)])
 
     def _fold(self, replies: Sequence[Reply]) -> State:
-        return self.method.aggregate(self.before, replies, self.stage, self.world)
+        return self.actor.aggregate(self.before, replies, self.stage, self.world)
 
     def _moved(self, start: Tensors, coalition: Sequence[int]) -> Tensors | None:
         """How far a coalition moves the parameters from a start; None where it makes another
@@ -370,25 +375,25 @@ class Contributions(Measure):
         """Counts must be whole numbers, one a class."""
         return are_counts(report, self.gives, classes)
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """Whose model it is, its accuracies before and after the stage, the parts of the change,
         and contributions.
         """
-        if not seen.replies:
+        if not seen.accepted:
             return None
         data = at_most(room.test, EACH, room.world.classes)
         ends = [global_model(room.method, state, room.world) for state in (seen.before, seen.after)]
         if ends[0] is None or ends[1] is None or not _is_moved(seen):
             return _of_own_models(seen, room, data)
         before, after = (accuracies_of(predict, data, room) for predict in ends)
-        clients = [r.client for r in seen.replies]
+        clients = [r.client for r in seen.accepted]
         told: dict[str, Any] = {
             "model": "global",
             "clients": clients,
             "before": _listed(before),
             "after": _listed(after),
         }
-        if seen.stage.sequential or seen.replies[0].client == SERVER:
+        if seen.stage.sequential or seen.accepted[0].client == SERVER:
             return {**told, "parts": {_name(seen): _listed(after - before)}}
         if seen.local_models and is_plain(ends[1], seen.after):
             local = torch.stack(
@@ -411,17 +416,17 @@ class Contributions(Measure):
         }
 
     def _contributed(
-        self, seen: Happened, room: Room, data: Examples, before: Tensor, after: Tensor
+        self, seen: StageResult, room: Room, data: Examples, before: Tensor, after: Tensor
     ) -> dict[str, Any]:
         there = set(data.labels.tolist())
         classes = [c for c in self.classes if c in there]
         classes = classes or moved_classes(before.tolist(), after.tolist(), LEAST, MOST)
         game = StageGame(
-            acting(room.method, seen.stage),
+            room.schedule.actor(seen.stage),
             seen.before,
             seen.stage,
-            seen.replies,
-            seen.downs,
+            seen.accepted,
+            seen.payloads,
             room.world,
         )
         chosen: Game = self.game or ("idle" if game.can_idle() else "absent")
@@ -491,16 +496,16 @@ def _by_class(room: Room, client: int, params: Tensors, data: Examples) -> Tenso
     return accuracies_of(room.predictor(params, client), data, room)
 
 
-def _weights(seen: Happened) -> Tensor:
+def _weights(seen: StageResult) -> Tensor:
     """Shares of examples (m,) of the clients with local models."""
     sizes = torch.tensor(
-        [float(r.examples) for r in seen.replies if r.client in seen.local_models],
+        [float(r.examples) for r in seen.accepted if r.client in seen.local_models],
         dtype=torch.float64,
     )
     return sizes / sizes.sum() if sizes.sum() > 0 else torch.full_like(sizes, 1 / len(sizes))
 
 
-def _is_moved(seen: Happened) -> bool:
+def _is_moved(seen: StageResult) -> bool:
     """Whether the stage's fold made another global model."""
     one, two = seen.before.params, seen.after.params
     same = one.keys() == two.keys() and all(
@@ -509,16 +514,16 @@ def _is_moved(seen: Happened) -> bool:
     return bool(one) and not same
 
 
-def _name(seen: Happened) -> str:
-    client = seen.replies[0].client
+def _name(seen: StageResult) -> str:
+    client = seen.accepted[0].client
     return f"{seen.stage.name} at the server" if client == SERVER else f"client {client}"
 
 
-def _of_own_models(seen: Happened, room: Room, data: Examples) -> Numbers | None:
+def _of_own_models(seen: StageResult, room: Room, data: Examples) -> Numbers | None:
     """The clients' mean change by class in a stage, where each keeps a model of its own."""
     totals = torch.bincount(data.labels.cpu(), minlength=room.world.classes)
     ends = {
-        r.client: both for r in seen.replies if (both := _both_ends(r, seen, room, data, totals))
+        r.client: both for r in seen.accepted if (both := _both_ends(r, seen, room, data, totals))
     }
     if not ends:
         return None
@@ -534,7 +539,7 @@ def _of_own_models(seen: Happened, room: Room, data: Examples) -> Numbers | None
 
 
 def _both_ends(
-    reply: Reply, seen: Happened, room: Room, data: Examples, totals: Tensor
+    reply: Reply, seen: StageResult, room: Room, data: Examples, totals: Tensor
 ) -> tuple[Tensor, ...]:
     """Class accuracies (C,) of a client's own model before and after the stage; none where nobody
     knows it.
@@ -551,7 +556,7 @@ def _both_ends(
     return tuple(_by_class(room, reply.client, params, data) for params in ends)
 
 
-def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:
+def _shares_of_data(seen: StageResult, room: Room) -> dict[str, Any]:
     """Each class's share of the acting clients' data in the round over its share of all clients',
     where these are here.
 
@@ -561,7 +566,7 @@ def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:
     sites = room.sites
     if not isinstance(sites, SiteViews) or not len(every := sites.all_counts(seen.stage.round)):
         return {}
-    stream, clients = room.world.stream, [r.client for r in seen.replies]
+    stream, clients = room.world.stream, [r.client for r in seen.accepted]
     had = every[clients]
     acted, overall = had.sum(0).double(), every.sum(0).double()
     ratio = (acted / acted.sum().clamp(min=1)) / (overall / overall.sum().clamp(min=1))

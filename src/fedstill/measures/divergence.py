@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstill.core.registry import register
+from fedstill.core.results import StageResult
 from fedstill.core.trees import only
-from fedstill.measures.base import Happened, Measure, Numbers, Room, comparable
+from fedstill.measures.base import Measure, Numbers, Room, comparable
 from fedstill.metrics.distances import distribution_distance, weight_divergence
 from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
@@ -28,7 +29,7 @@ class Divergence(Measure):
         {"test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """The three distances of each client, and their means."""
         locals_ = comparable(seen, room)
         if not locals_:

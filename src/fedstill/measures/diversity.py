@@ -10,10 +10,11 @@ import torch
 
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
+from fedstill.core.results import StageResult
 from fedstill.core.trees import only, sub
 from fedstill.data.inputs import SHARD
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Happened, Measure, Numbers, Room, comparable
+from fedstill.measures.base import Measure, Numbers, Room, comparable
 from fedstill.metrics.distances import gradient_diversity
 from fedstill.models import contract
 
@@ -32,7 +33,7 @@ class Diversity(Measure):
         {"side_by_side", "test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """Both diversities over the clients of the stage; None for a stage of one client."""
         locals_ = comparable(seen, room)
         if len(locals_) < 2:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.registry import register
+from fedstill.core.results import StageResult
 from fedstill.engines.passes import shards
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Happened, Measure, Numbers, Room, whole
+from fedstill.measures.base import Measure, Numbers, Room, whole
 from fedstill.metrics import loss_surface
 from fedstill.models import contract
 
@@ -38,7 +39,7 @@ class Landscape(Measure):
     needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models"})
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """For each of the two models: losses (11, 11) in each plane, and (scales,) under noise."""
         locals_ = seen.local_models
         if not locals_ or not seen.after.params:

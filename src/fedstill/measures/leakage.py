@@ -17,7 +17,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Examples, Payload, Stage, Tensors
 from fedstill.core.registry import register
-from fedstill.measures.base import Happened, Measure, Numbers, Room, SaysLogits
+from fedstill.core.results import StageResult
+from fedstill.measures.base import Measure, Numbers, Room, SaysLogits
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
 from fedstill.metrics.values import Values
 from fedstill.privacy.noise import GROUP
@@ -61,7 +62,7 @@ class Leakage(Measure):
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "client_data", "uploads"})
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """The attacks on the stage's uploads, if there are any; at the end of a round on the global
         model, too.
         """
@@ -91,9 +92,9 @@ class _Candidates:
         return attack(*np.split(scores, 2))
 
 
-def _models(seen: Happened, room: Room) -> Iterator[tuple[int, Tensors]]:
+def _models(seen: StageResult, room: Room) -> Iterator[tuple[int, Tensors]]:
     """The models that a stage's replies hold, or whose logits they hold, by client."""
-    for reply in seen.replies:
+    for reply in seen.accepted:
         if reply.client == SERVER:
             continue
         if "params" in reply.content:
@@ -164,7 +165,7 @@ def _by_ratio(phi: Values, clients: Sequence[int], tried: _Candidates) -> Values
     return scores
 
 
-def _on_global(seen: Happened, room: Room) -> dict[str, Any]:
+def _on_global(seen: StageResult, room: Room) -> dict[str, Any]:
     """The loss under the server's model, if there is one and it was trained."""
     params, start = seen.after.params, room.world.initial(SERVER)
     if not params or (

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedstill.core.registry import register
-from fedstill.measures.base import Happened, Measure, Numbers, Room, comparable, named_models
+from fedstill.core.results import StageResult
+from fedstill.measures.base import Measure, Numbers, Room, comparable, named_models
 
 MODELS, BINS = 3, 72
 
@@ -31,7 +32,7 @@ class Sphere(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """(models, C, bins) counts of test examples; bin 0 begins at -180 degrees."""
         if not comparable(seen, room):
             return None

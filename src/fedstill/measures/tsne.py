@@ -10,15 +10,8 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from fedstill.core.registry import register
-from fedstill.measures.base import (
-    Happened,
-    Measure,
-    Numbers,
-    Room,
-    comparable,
-    named_models,
-    rounded_lists,
-)
+from fedstill.core.results import StageResult
+from fedstill.measures.base import Measure, Numbers, Room, comparable, named_models, rounded_lists
 
 IMAGES, MODELS, DIGITS = 200, 10, 1
 PERPLEXITY = 30.0
@@ -40,7 +33,7 @@ class JointTSNE(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image
         under each.
         """

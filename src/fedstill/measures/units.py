@@ -7,15 +7,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstill.core.registry import register
-from fedstill.measures.base import (
-    Happened,
-    Measure,
-    Numbers,
-    Room,
-    comparable,
-    layers,
-    named_models,
-)
+from fedstill.core.results import StageResult
+from fedstill.measures.base import Measure, Numbers, Room, comparable, layers, named_models
 from fedstill.metrics.distances import preferred_classes
 
 MODELS = 10
@@ -34,7 +27,7 @@ class Units(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
         """(models, U) class ids."""
         if not comparable(seen, room):
             return None

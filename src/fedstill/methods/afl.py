@@ -49,9 +49,9 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
+from fedstill.methods.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
 
 SUMS = ("gram", "cross")
 

@@ -54,7 +54,11 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import (
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.methods.afl import SUMS, SendChange
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.ridge import (
     NO_TRAINING,
     empty_group_sums,
     empty_sums,
@@ -63,10 +67,6 @@ from fedstill.core.stages import (
     no_linear_head,
     solved,
 )
-from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
-from fedstill.methods.afl import SUMS, SendChange
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.models.lifted import lifted_body, lifted_spec
 
 SUM_UP = "sums"

@@ -49,11 +49,11 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import NO_TRAINING, no_linear_head
 from fedstill.core.topology import has_links
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.ridge import NO_TRAINING, no_linear_head
 from fedstill.models.contract import predictor, width
 
 STATISTICS, CALIBRATE = "statistics", "calibrate"

@@ -47,11 +47,11 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT, probe_seed, probed
 from fedstill.core.teachers import as_inputs, noise
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
+from fedstill.methods.fit import FIT, probe_seed, probed
 from fedstill.methods.local_only import LocalOnly, answered, fitted, with_students
 from fedstill.methods.naive_kd import TRANSFER, own_and_peers
 from fedstill.methods.qkt import highest

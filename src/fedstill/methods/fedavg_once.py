@@ -18,8 +18,8 @@ from typing import ClassVar
 from fedstill.core.aggregation import Aggregation, weighted_mean
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, World
 from fedstill.core.registry import method
-from fedstill.core.stages import GOES_ON
 from fedstill.methods.fedavg import Suspected
+from fedstill.methods.fit import GOES_ON
 from fedstill.methods.local_only import LocalOnly
 
 

@@ -49,12 +49,12 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import NO_TRAINING
 from fedstill.core.stream import OFF
 from fedstill.core.trees import add, only, scale, zeros_like
 from fedstill.core.work import ClientWork
 from fedstill.losses import quadratic
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.ridge import NO_TRAINING
 from fedstill.models.contract import trainable_names
 
 IMPORTANCE = "importance"

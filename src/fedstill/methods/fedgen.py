@@ -54,11 +54,11 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import no_linear_head
 from fedstill.core.trees import dtype_of, only
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.ridge import no_linear_head
 from fedstill.models import contract
 
 GENERATE = "generate"

@@ -48,9 +48,9 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import NO_TRAINING
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.ridge import NO_TRAINING
 from fedstill.models.contract import module, trainable_names
 from fedstill.models.layer_inputs import beside_layers, body_layers
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from fedstill.core.records import Plan, Reply, Stage, State, World
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT, FITTING
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.fit import FIT, FITTING
 from fedstill.methods.local_only import with_students
 
 LAST = "finetune"

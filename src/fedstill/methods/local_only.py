@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Plan, Reply, Stage, State, Tensors, World, many
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT, FITTING, Fit
 from fedstill.core.work import ClientWork
+from fedstill.methods.fit import FIT, FITTING, Fit
 
 
 @method("local_only")

@@ -39,10 +39,10 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT, FITTING, Fit
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.ensemble import asked_peers
+from fedstill.methods.fit import FIT, FITTING, Fit
 from fedstill.methods.local_only import LocalOnly, fitted, with_students
 
 TRANSFER = "transfer"

@@ -48,9 +48,9 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg_once import FedAvgOnce
+from fedstill.methods.fit import FIT
 from fedstill.methods.matching import MatchingSettings, match_models, matchable, unmatched, widened
 from fedstill.methods.naive_kd import TRANSFER
 

@@ -61,10 +61,10 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT, FITTING, Fit, probed
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, masked_ce
+from fedstill.methods.fit import FIT, FITTING, Fit, probed
 from fedstill.methods.local_only import answered
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy

@@ -42,10 +42,10 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT, FITTING
 from fedstill.core.trees import mean
 from fedstill.core.work import ClientWork
 from fedstill.losses import kd
+from fedstill.methods.fit import FIT, FITTING
 from fedstill.methods.local_only import fitted
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, Distilled
 from fedstill.methods.qkt import QKT, REFINE

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from fedstill.core.records import Plan
 from fedstill.core.registry import method
-from fedstill.core.stages import FIT, FITTING
+from fedstill.methods.fit import FIT, FITTING
 from fedstill.methods.naive_kd import TRANSFER
 from fedstill.methods.qkt import QKT, REFINE
 

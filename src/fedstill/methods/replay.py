@@ -57,12 +57,12 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stages import NO_TRAINING, no_linear_head
 from fedstill.core.stream import OFF
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.ridge import NO_TRAINING, no_linear_head
 from fedstill.models.contract import predictor, width
 
 # What a client keeps of its examples for later tasks: which of them, merged task by task, and what

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fedstill.core.census import census_stage
+from fedstill.core.checks import place
 from fedstill.core.errors import BudgetSpent
-from fedstill.core.method import Method
+from fedstill.core.extensions import Engine
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
-from fedstill.core.rounds import Engine, place
-from fedstill.core.stages import acting
+from fedstill.core.schedule import Schedule
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import GROUP, Privacy, rows_of
 from fedstill.privacy.noised_sums import sums_work
@@ -144,7 +144,7 @@ class Budget:
     """
 
     privacy: Privacy
-    method: Method
+    schedule: Schedule
     world: World
     sums: int = 0
     rows: Counter[int] = field(default_factory=Counter)
@@ -166,7 +166,7 @@ class Budget:
             dict.fromkeys(range(settings.clients), sums) if sums and not settings.on_sites else {}
         )
         return Budget(
-            settings.privacy, settings.method, prepared.world, sums, sent, settings.on_sites
+            settings.privacy, settings.schedule, prepared.world, sums, sent, settings.on_sites
         )
 
     def mark(
@@ -201,7 +201,7 @@ class Budget:
             return 0
         if stage.round == 0:  # before round 1, beside the census
             return self.sums
-        return rows_of(acting(self.method, stage).expected_reply(client, stage, self.world))
+        return rows_of(self.schedule.actor(stage).expected_reply(client, stage, self.world))
 
     def over(self, stage: Stage, client: int) -> str:
         """Why a stage would cost a client more than ``privacy.epsilon`` in all; empty if it would

@@ -10,17 +10,17 @@ import torch
 from fedstill.config.settings import Settings
 from fedstill.core import trees
 from fedstill.core.aggregation import ROBUST
+from fedstill.core.census import CENSUS
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
+from fedstill.core.extensions import Engine
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors, World
-from fedstill.core.rounds import Engine
-from fedstill.core.stages import FIT
-from fedstill.core.topology import CENSUS
 from fedstill.engines.vectorised import why_not
 from fedstill.flower.engine import FlowerEngine
 from fedstill.flower.secure_sums import SummedFleet
 from fedstill.measures.base import Measure
 from fedstill.measures.choice import measures
+from fedstill.methods.fit import FIT
 from fedstill.privacy.masking import FEWEST_SUMMED, MaskedEngine, Masking
 from fedstill.privacy.primitives import require_secure
 from fedstill.privacy.private_training import require_opacus
@@ -47,7 +47,7 @@ def refuse_unprivate(settings: Settings, world: World) -> None:
             "permits "
             "private_training"
         )
-    schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
+    schedule = [*settings.schedule(1, world), *settings.schedule(settings.rounds, world)]
     if why := _more_than_gradients(settings, schedule, method.stages | {FIT}):
         raise ConfigError(f"privacy.gradient_clip: {why}")
     for spec in dict.fromkeys(world.model(client) for client in range(world.clients)):
@@ -105,10 +105,10 @@ def refuse_unmaskable(settings: Settings, world: World) -> None:
         return
     require_secure()
     refuse_methods_without_sums(settings)
-    schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
+    schedule = [*settings.schedule(1, world), *settings.schedule(settings.rounds, world)]
     if why := _more_than_sums(settings, schedule) or _measured(measures(settings.measure)):
         raise ConfigError(f"privacy.secure_sum: {why}")
-    for stage in settings.topology(1, world):
+    for stage in settings.schedule(1, world):
         if SERVER not in stage.clients and stage.name != CENSUS:
             _demand_linear(settings, stage, world)
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fedstill.core import trees
 from fedstill.core.aggregation import part_of
+from fedstill.core.checks import place
 from fedstill.core.errors import BadPayload, FedstillError
+from fedstill.core.extensions import Engine
 from fedstill.core.method import Method
 from fedstill.core.payload import Tensors
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage
 from fedstill.core.reports import OWN
-from fedstill.core.rounds import Engine, place
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import Masks

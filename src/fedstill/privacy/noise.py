@@ -40,9 +40,10 @@ from annotated_types import Interval
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import ClientHook
 from fedstill.core.fields import NonNegative, Positive, check_ranges
-from fedstill.core.keys import generator
-from fedstill.core.records import Payload
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import Payload, Stage, Tensors, View, World
 
 GROUP = "logits"
 """The group of an upload that is protected."""
@@ -166,6 +167,24 @@ class Privacy:
         """Whether a client may have sent so many rows in all."""
         cost = self.spent(rows)
         return self.epsilon is None or (cost is not None and cost <= self.epsilon)
+
+
+@dataclass(frozen=True)
+class NoisedLogits(ClientHook):
+    """Clips and noises logits before they leave a client. ``secret``: with noise that no seed
+    repeats, as at real sites.
+    """
+
+    privacy: Privacy
+    secret: bool
+
+    def extend_reply(
+        self, content: Payload, params: Tensors, view: View, stage: Stage, world: World
+    ) -> Payload:
+        if self.secret:
+            return self.privacy.protect(content, None)
+        seed = seed_for(world.seed, stage.round, stage.index, view.client, "privacy")
+        return self.privacy.protect(content, seed)
 
 
 def rows_of(content: Payload) -> int:

@@ -9,15 +9,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import ClientHook
 from fedstill.core.keys import resident
-from fedstill.core.records import Plan, Tensors
+from fedstill.core.records import SERVER, Plan, Stage, Tensors, View
 from fedstill.privacy.noise import Privacy, secret_normal
 
 # Training whose steps tell little of any one example (DP-SGD): clipped gradients, noise, batches
@@ -43,6 +44,21 @@ class Private:
             if privacy.gradient_clip is None
             else Private(privacy.gradient_clip, privacy.sigma, secret)
         )
+
+
+@dataclass(frozen=True)
+class PrivateTraining(ClientHook):
+    """Trains clients on their own data privately. ``rule``: how steps are protected."""
+
+    stackable: ClassVar[bool] = False
+
+    rule: Private
+
+    def gradient_rule(self, view: View, stage: Stage) -> Any:
+        """The rule, but not for the server and for public data."""
+        if view.client == SERVER or stage.view == "public":
+            return None
+        return self.rule
 
 
 def poisson_batches(

@@ -19,20 +19,22 @@ from fedstill.core.fields import as_table
 from fedstill.core.files import digest, in_shell
 from fedstill.core.method import Method
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
-from fedstill.core.rounds import Unwatched, run_round
-from fedstill.core.stages import FIT, probed, why_asked
+from fedstill.core.rounds import run_round
 from fedstill.data.client_split import FlatParts
 from fedstill.data.dataset import Dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.passes import correct_by_class
+from fedstill.methods.fit import FIT, probed
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.model_file import read_model
+from fedstill.querying.hooks import why_asked
 from fedstill.querying.queries import Why, picked
 from fedstill.querying.rules import rule_of
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.split_file import begun_split
@@ -147,12 +149,21 @@ def fitted_again(
     """A client's model after it has trained alone on what it has now, from the model that it
     had.
     """
-    settings, world = prepared.settings, replace(prepared.world, asking=None)
+    unasked = replace(
+        prepared,
+        world=replace(prepared.world, asking=None),
+        settings=with_method(prepared.settings, method),
+    )
     state = State({}, Payload({**many("model", models), **sizes}))
-    with closing(replace(prepared, world=world).engine(measured=False)) as engine:
+    with closing(unasked.engine(measured=False)) as engine:
         stages = [Stage(1, 0, FIT, (client,))]
-        state = run_round(method, state, stages, world, engine, Unwatched(), settings.rules)
+        state = run_round(state, stages, run_context(unasked, engine))
     return state.extra.many("model")[client]
+
+
+def with_method(settings: Settings, method: Method) -> Settings:
+    """The settings with another method in their schedule."""
+    return replace(settings, schedule=replace(settings.schedule, method=method))
 
 
 def with_query_of(prepared: Prepared, client: int, query: tuple[int, ...]) -> Prepared:
@@ -408,11 +419,10 @@ def _learn(
     client: int,
 ) -> Tensors:
     state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
-    stages = prepared.settings.topology(1, prepared.world)
-    with closing(replace(prepared, world=world).engine(measured=False)) as engine:
-        state = run_round(
-            method, state, stages, world, engine, Unwatched(), prepared.settings.rules
-        )
+    stages = prepared.settings.schedule(1, prepared.world)
+    own = replace(prepared, world=world, settings=with_method(prepared.settings, method))
+    with closing(own.engine(measured=False)) as engine:
+        state = run_round(state, stages, run_context(own, engine))
     return state.extra.many("student")[client]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedstill.core.reports import WHY
-from fedstill.core.stages import FIT
+from fedstill.methods.fit import FIT
 from fedstill.metrics.queries import answers
 from fedstill.querying.rules import reasons_before
 from fedstill.running.preparation import Prepared

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedstill.core.errors import CorruptFile
 from fedstill.core.reports import WHY
-from fedstill.core.stages import FIT
+from fedstill.methods.fit import FIT
 from fedstill.querying.queries import because
 from fedstill.report.figures import (
     COLOURS,

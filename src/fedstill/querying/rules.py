@@ -12,9 +12,9 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.records import SERVER, Stage
-from fedstill.core.stages import FIT, Fit, acting
 from fedstill.data.arrival import Arrival
 from fedstill.data.views import SiteViews
+from fedstill.methods.fit import FIT, Fit
 from fedstill.querying.queries import (
     Asking,
     Queries,
@@ -110,11 +110,11 @@ def refuse_unraised(
             "'fit', or choose a method on peer_to_peer (qkt, naive_kd, local_only)"
         )
     fit = next(stage for stage in schedule if stage.name == FIT)
-    if not isinstance(acting(settings.method, fit).work(fit), Fit):
+    if not isinstance(settings.schedule.actor(fit).work(fit), Fit):
         raise IncompatibleMethod(
             f"{what}: clients of method {settings.named.method.name} do not ask in its stage "
             "'fit'; its work must be "
-            "fedstill.core.stages.Fit, or derive from it"
+            "fedstill.methods.fit.Fit, or derive from it"
         )
     if "accuracy" not in world.asking.by:
         return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedstill.config.named_tables import Named
+from fedstill.config.resolve import SHARED_STAGES
 from fedstill.config.settings import Settings
 from fedstill.core.errors import (
     ConfigError,
@@ -22,13 +23,15 @@ from fedstill.core.errors import (
 )
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, ModelSpec, Plan, Stage, World
-from fedstill.core.stages import ANYWHERE, FIT, RIDGE, acting, no_linear_head
+from fedstill.core.schedule import Schedule
 from fedstill.core.work import ClientWork
 from fedstill.data.client_split import FlatParts
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
 from fedstill.measures.choice import MeasuredRun, check_fit, measures
+from fedstill.methods.fit import FIT
+from fedstill.methods.ridge import RIDGE, no_linear_head
 from fedstill.models import contract
 from fedstill.models.contract import (
     built_size,
@@ -212,10 +215,10 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     name, kind = settings.named.method.label, settings.named.topology.label
     for spec in {world.server_model, *world.client_models}:
         refuse_huge(spec)
-    schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
+    schedule = [*settings.schedule(1, world), *settings.schedule(settings.rounds, world)]
     _check_stages(method, name, settings.named.topology, {s.name for s in schedule}, world.plans)
     _check_kept_epochs(method, schedule, world.plans)
-    why = method.incompatibility(settings.topology(1, world), world)
+    why = method.incompatibility(settings.schedule(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
     needs_of_measures = {
@@ -255,7 +258,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     tested, here = sites.common_test is not None, settings.engine != "flower"
     labelled = sites.public is not None and bool((sites.public.labels >= 0).all())
     setting = MeasuredRun(
-        method, name, schedule, world, not settings.on_sites, tested, here, labelled
+        settings.schedule, name, schedule, world, not settings.on_sites, tested, here, labelled
     )
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
@@ -312,9 +315,9 @@ def _refuse_single_examples(settings: Settings, world: RunWorld, sites: SiteView
     if not any(unable.values()):
         return
     for number in range(1, settings.rounds + 1):
-        for stage in settings.topology(number, world):
+        for stage in settings.schedule(number, world):
             drawn = unable.get(stage.name, frozenset()).intersection(stage.clients)
-            if drawn and stage.view == "private" and _begins_on_own_data(settings.method, stage):
+            if drawn and stage.view == "private" and _begins_on_own_data(settings.schedule, stage):
                 raise ConfigError(_single_example(stage, min(drawn), world))
 
 
@@ -335,11 +338,11 @@ def _unable_to_train(stage: str, plan: Plan, world: RunWorld, sites: SiteViews) 
     )
 
 
-def _begins_on_own_data(method: Method, stage: Stage) -> bool:
+def _begins_on_own_data(schedule: Schedule, stage: Stage) -> bool:
     """Whether a client trains on its own data alone: a user's ``begin`` may give it further
     examples.
     """
-    work = acting(method, stage).work(stage)
+    work = schedule.actor(stage).work(stage)
     author = next(kind for kind in type(work).__mro__ if "begin" in vars(kind))
     return author.__module__.partition(".")[0] == "fedstill"
 
@@ -370,7 +373,7 @@ def _check_named_stages(
     """Raise UnknownName for a stage that a key of ``[topology]`` adds, and that this method does
     not have.
     """
-    known = method.stages | ANYWHERE.keys()
+    known = method.stages | SHARED_STAGES
     unknown = stages - known - set(method.schedule.values())
     for key, stage in said.items():
         if isinstance(stage, str) and stage in unknown:
@@ -385,7 +388,7 @@ def _check_stages(
     """
     kind = topology.label
     _check_named_stages(method, name, topology.values, stages)
-    if unknown := sorted(stages - method.stages - ANYWHERE.keys()):
+    if unknown := sorted(stages - method.stages - SHARED_STAGES):
         if unknown[0] in method.schedule.values():
             todo = "write it into stages, and into plans"
             raise IncompatibleMethod(

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fedstill.core.checks import check_quorum
 from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import RoundHook, StageActor
 from fedstill.core.records import (
     NOTHING,
     Payload,
     Reply,
     Stage,
+    State,
     Tensors,
     TrainingResult,
     TrainingStart,
     View,
     World,
 )
-from fedstill.core.rounds import Engine, Watch, demand_quorum, replies_of, told
-from fedstill.core.screen import Refusal, Rules, screen
+from fedstill.core.results import StageResult
+from fedstill.core.rounds import RunContext, build_requests, run_stage
 from fedstill.core.work import ClientWork
 
 # Mean and spread of columns or channels: of some examples, or from sums that clients send.
@@ -110,6 +113,9 @@ def _from(sums: Sums, fixed: Collection[int]) -> Moments:
 # "summed"``).
 
 
+MOMENTS = "moments"
+"""The name of the stage."""
+
 SUMS = ("count", "total", "squares")
 """The groups of a reply, each (D,) float64."""
 
@@ -191,40 +197,75 @@ class SumUp(ClientWork):
         return ""
 
 
-@dataclass(frozen=True)
-class Summed:
-    """What the stage gave: the mean and spread, and what was accepted and refused, for the
-    journal.
-    """
-
-    moments: Moments
-    stage: Stage
-    replies: list[Reply]
-    refused: list[Refusal]
-    downs: dict[int, Payload]
-
-
 def sums_stage(world: World) -> Stage:
     """The stage before round 1 in which every client sends its sums."""
-    return Stage(0, 1, "moments", tuple(range(world.clients)))
+    return Stage(0, 1, MOMENTS, tuple(range(world.clients)))
 
 
-def run_sums(work: SumUp, world: World, engine: Engine, watch: Watch, rules: Rules) -> Summed:
+@dataclass(frozen=True)
+class SumsStage(RoundHook):
+    """The stage's provider, actor and check of replies, for sums of a kind."""
+
+    sums: SumUp
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """Who acts in the stage."""
+        return {MOMENTS: self}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """The stages as they are: the stage of sums belongs to no round."""
+        return stages
+
+    def requires(self) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
+
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        """An empty payload for every client."""
+        return Payload()
+
+    def work(self, stage: Stage) -> ClientWork:
+        """Send the sums."""
+        return self.sums
+
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        """The form of the sums."""
+        return self.sums.expected
+
+    def check_reply(self, reply: Reply, stage: Stage, needs: frozenset[str], state: State) -> str:
+        return self.sums.refuses(reply)
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        """Mean and spread as tensors (D,) float64, and the constant columns."""
+        made = self.sums.moments([(reply.content, reply.examples) for reply in replies])
+        return state.next(
+            mean=torch.tensor(made.mean, dtype=torch.float64),
+            std=torch.tensor(made.std, dtype=torch.float64),
+            constant=torch.tensor(made.constant, dtype=torch.int64),
+        )
+
+
+def run_sums(sums: SumUp, context: RunContext) -> tuple[Moments, StageResult]:
     """Ask every client for its sums, and make mean and spread of them.
 
-    Clients that are refused do not count; raises TooFewReplies where fewer are left than the
-    quorum, after ``watch.failed``.
+    Clients that are refused do not count. Raises TooFewReplies where fewer are left than the
+    quorum, after the context's recorder has the refusals.
     """
-    stage = sums_stage(world)
-    downs = {c: Payload() for c in stage.clients}
-    came, downs = replies_of(
-        lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch
+    collect = SumsStage(sums)
+    own_schedule = replace(context.schedule, providers=(collect,))
+    context = replace(context, schedule=own_schedule, hooks=(collect,))
+    stage = sums_stage(context.world)
+    state = State(params={}, round=0)
+    result = run_stage(state, build_requests(state, stage, context), context)
+    if not result.accepted:
+        check_quorum(stage, (), result.refused, context.rules)
+    made = Moments(
+        mean=tuple(result.after.extra.tensor("mean").tolist()),
+        std=tuple(result.after.extra.tensor("std").tolist()),
+        constant=tuple(result.after.extra.tensor("constant").tolist()),
     )
-    came = [replace(reply, failure=reply.failure or work.refuses(reply)) for reply in came]
-    replies, refused = screen(lambda _: work.expected, stage, downs, came, rules)
-    with told(watch, stage, replies, refused, downs):
-        demand_quorum(
-            replace(stage, clients=tuple(downs) or stage.clients), replies, refused, rules
-        )
-        moments = work.moments([(reply.content, reply.examples) for reply in replies])
-        return Summed(moments, stage, replies, refused, downs)
+    return made, result

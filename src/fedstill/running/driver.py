@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedstill.core.census import run_census
+from fedstill.core.checks import as_hook, in_hook
 from fedstill.core.errors import Interrupted
 from fedstill.core.files import digest, write_whole
-from fedstill.core.records import Payload, Reply, Stage, State
-from fedstill.core.rounds import part, run_round, within
-from fedstill.core.screen import Refusal
+from fedstill.core.records import Stage, State
+from fedstill.core.results import StageResult
+from fedstill.core.rounds import RunContext, run_round
 from fedstill.core.user_code import returned
 from fedstill.engines.serial import SerialEngine
 from fedstill.flower.run_engine import engine_of, informed
-from fedstill.measures.base import Happened
 from fedstill.privacy.budget import WithinBudget
 from fedstill.privacy.compatibility import with_masking
 from fedstill.privacy.noised_sums import sums_work
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, Restored
-from fedstill.running.data_sums import Summed, run_sums
+from fedstill.running.context import run_context
+from fedstill.running.data_sums import run_sums
 from fedstill.running.evaluation import evaluated_answers
 from fedstill.running.hostile_clients import with_hostile
 from fedstill.running.preparation import Prepared, prepare
@@ -89,7 +89,6 @@ class Driver:
             self.prepared, folder=self.folder, memory=self.engine.memory if local else None
         )
         self.saving = 0.0
-        self.before: State | None = None
         self.stages: Sequence[Stage] = ()
 
     def go(self) -> Result:
@@ -103,8 +102,8 @@ class Driver:
 
     def _start(self) -> Result:
         summed = self._sums()
-        with part(self.method, "initial_state", "before round 1"):
-            state = self.before = returned(
+        with in_hook(self.method, "initial_state", "before round 1"):
+            state = returned(
                 self.method.initial_state(self.world), State, self.method.initial_state, "a State"
             )
         told = self._told() | (
@@ -114,14 +113,15 @@ class Driver:
         self.journal.write("initial", **self.measuring.initial(asked := self._predictors(state)))
         self._task_end(0, asked)
         if summed is not None:
-            self._append(summed.stage, summed.replies, summed.refused, summed.downs)
-        if "label_counts" in self.method.requires():
-            state = run_census(state, self.world, self.engine, self, self.settings.rules)
+            self._append(summed)
+        first = self.settings.schedule(0, self.world)
+        if first:
+            state = run_round(replace(state, round=0), first, self._context())
         else:
             self._save(state)
         return self._rounds(state)
 
-    def _sums(self) -> Summed | None:
+    def _sums(self) -> StageResult | None:
         """What real sites' sums came to, where they are standardised by these; the run then goes on
         with them as facts.
 
@@ -136,15 +136,9 @@ class Driver:
             self.engine = informed(self.engine, ready)
         self.token = self._named_before()
         work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
-        summed = run_sums(
-            work,
-            self.world,
-            WithinBudget(self.engine, self.measuring.budget),
-            self,
-            self.settings.rules,
-        )
+        moments, summed = run_sums(work, self._context())
         self.token = ""
-        self.prepared = prepare(self.settings, ready.dataset, sent=summed.moments)
+        self.prepared = prepare(self.settings, ready.dataset, sent=moments)
         self.world, self.engine = self.prepared.world, informed(self.engine, self.prepared)
         self.measuring = replace(self.measuring, prepared=self.prepared)
         return summed
@@ -161,7 +155,6 @@ class Driver:
         note_versions(self.journal, events, restored.state, self.settings.device)
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
-        self.before = restored.state
         return self._rounds(restored.state)
 
     def close(self) -> None:
@@ -173,15 +166,9 @@ class Driver:
         last = self.settings.rounds
         self.watch.started(self.folder, max(1, state.round))
         while state.round <= last:
-            self.stages = self.settings.topology(state.round, self.world)
+            self.stages = self.settings.schedule(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            summed = with_masking(
-                with_hostile(self.engine, self.settings), self.settings, self.folder
-            )
-            engine = WithinBudget(summed, self.measuring.budget)
-            state = run_round(
-                self.method, state, self.stages, self.world, engine, self, self.settings.rules
-            )
+            state = run_round(state, self.stages, self._context())
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
             event = self.measuring.round(
@@ -206,66 +193,45 @@ class Driver:
             log.warning("%s: %s", self.folder, summary["refusals"])
         return Result.of(self.folder)
 
-    def stage(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-        state: State,
-    ) -> None:
-        """Journal, measure and save a stage that is done (``watch.Watch``)."""
+    def _context(self) -> RunContext:
+        """What the rounds share; the engine asks nobody for more than the budget has left."""
+        masked = with_masking(with_hostile(self.engine, self.settings), self.settings, self.folder)
+        return run_context(self.prepared, WithinBudget(masked, self.measuring.budget), self)
+
+    def stage(self, result: StageResult) -> None:
+        """Journal, measure and save a stage that is done (``core.extensions.Recorder``)."""
+        stage = result.stage
         began = time.perf_counter()
-        self._append(stage, replies, refused, downs)
+        self._append(result)
         measured = self.measuring.spent
-        for event in self.measuring.look(self._happened(stage, replies, downs, state)):
+        for event in self.measuring.look(result):
             self.journal.append(event)
-        self.before = state
-        self._save(state)
+        self._save(result.after)
         self.saving += time.perf_counter() - began - (self.measuring.spent - measured)
         self.watch.stage(stage.round, self.settings.rounds, stage.index, len(self.stages))
         if self.watch.stop():
             raise Interrupted(str(self.folder))
 
-    def failed(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-    ) -> None:
+    def failed(self, result: StageResult, error: Exception) -> None:
         """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the
         last.
         """
         if self.token:  # of a stage before the journal's first line
             self.journal.write("start", seconds_since_1970=time.time(), **self._told())
-        self._append(stage, replies, refused, downs)
+        self._append(result)
         self.journal.sync()
 
     def _task_end(self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
         if event := self.measuring.tasks.event(round, predictors):
             self.journal.append(event)
 
-    def _append(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-    ) -> None:
-        for event in self.measuring.stage(stage, replies, refused, downs):
+    def _append(self, result: StageResult) -> None:
+        for event in self.measuring.stage(result):
             self.journal.append(event)
 
     def _told(self) -> dict[str, Any]:
         seal = {journals.CONFIG_SEAL: self.checkpoints.config}
         return {**versions(self.settings, self.world), **seal, **self.measuring.about()}
-
-    def _happened(
-        self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State
-    ) -> Happened:
-        ends_round = stage.index + 1 == len(self.stages)
-        ends_run = ends_round and stage.round == self.settings.rounds
-        return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
 
     def _save(self, state: State) -> None:
         memory, journal = self.engine.memory, self.journal
@@ -276,10 +242,10 @@ class Driver:
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.threads[1])
         where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
-        with part(self.method, "predictors", where):
+        with in_hook(self.method, "predictors", where):
             named = evaluated_answers(self.method, state, self.world)
         return {
-            name: within(self.method, "predictors", where, predict)
+            name: as_hook(self.method, "predictors", where, predict)
             for name, predict in named.items()
         }
 

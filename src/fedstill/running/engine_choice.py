@@ -117,7 +117,7 @@ def stages(settings: Settings, world: RunWorld, examples: int) -> list[Work]:
     stages = {
         s.name: s
         for r in sorted(rounds)
-        for s in settings.topology(r, world)
+        for s in settings.schedule(r, world)
         if s.clients != (SERVER,)
     }
     each = examples / settings.clients

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Examples, State, World
-from fedstill.core.topology import TASK_TEST
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers

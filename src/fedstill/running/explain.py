@@ -21,12 +21,13 @@ from fedstill.config.tables import (
 from fedstill.core import docstrings, registry
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage
+from fedstill.core.rounds import expected_reply
 from fedstill.core.stream import Stream
 from fedstill.data.inputs import examples_are
 from fedstill.measures.choice import measures
 from fedstill.models import contract
 from fedstill.privacy.noise import Privacy
-from fedstill.querying.raised import with_asks
+from fedstill.running.context import round_hooks
 from fedstill.running.engine_choice import chosen
 from fedstill.running.preparation import Prepared
 
@@ -54,27 +55,26 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
     """
     settings, world = prepared.settings, prepared.world
     state = settings.method.initial_state(world)
-    down = up = steps = examples = trained = 0
+    hooks = round_hooks(prepared)
+    bytes_down = bytes_up = steps = examples = trained = 0
     acting: set[int] = set()
-    for stage in settings.topology(number, world):
+    for stage in settings.schedule(number, world):
         for client in stage.clients:
-            sent = settings.method.payload_for_client(state, client, stage, world)
-            if sent is None:
+            payload = settings.schedule.actor(stage).payload_for_client(state, client, stage, world)
+            if payload is None:
                 continue
             acting.add(client)
-            count = _examples(prepared, client, stage)
             if client != SERVER:  # what the server computes itself is not sent
-                down, up = (
-                    down + sent.nbytes,
-                    up + with_asks(settings.method.expected_reply, stage, world)(client).nbytes,
-                )
-            own = local_steps(prepared, stage, count)
-            examples, steps, trained = (
-                examples + count,
-                steps + own,
-                trained + _trained(prepared, stage, count, own),
-            )
-    return RoundWork(len(acting - {SERVER}), examples, trained, steps, down, up)
+                reply = expected_reply(client, stage, world, settings.schedule, hooks)
+                bytes_down += payload.nbytes
+                bytes_up += reply.nbytes
+            count = _examples(prepared, client, stage)
+            own_steps = local_steps(prepared, stage, count)
+            examples += count
+            steps += own_steps
+            trained += _trained(prepared, stage, count, own_steps)
+    clients = len(acting - {SERVER})
+    return RoundWork(clients, examples, trained, steps, bytes_down, bytes_up)
 
 
 def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
@@ -162,7 +162,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
     settings, world = prepared.settings, prepared.world
     return Arithmetic(
         **vars(round_work(prepared)),
-        stages=_shown(settings.topology(1, world)),
+        stages=_shown(settings.schedule(1, world)),
         parameters=sum(v.numel() for v in world.initial(SERVER).values()),
         data_bytes=prepared.sites.train.values.numel() * prepared.sites.train.values.element_size(),
         rounds=settings.rounds,

@@ -13,9 +13,9 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.extensions import Engine
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
-from fedstill.core.rounds import Engine
 from fedstill.core.work import ClientWork
 
 FACTORS = {"sign_flip": -1.0, "scaled": 10.0}
@@ -118,7 +118,7 @@ def refuse_hostile(settings: Settings, world: World) -> None:
             "than average them; "
             "choose 'examples' or 'uniform', or a method whose fold is a mean (fedavg, fedntd)"
         )
-    side_by_side = max(len(stage.clients) for stage in settings.topology(1, world))
+    side_by_side = max(len(stage.clients) for stage in settings.schedule(1, world))
     if side_by_side < FEWEST:
         raise IncompatibleMethod(
             f"aggregation = {how!r} of method {name} needs at least {FEWEST} clients side by side, "

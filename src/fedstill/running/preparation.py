@@ -14,16 +14,16 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.config.unseen_data import NO_DATA, unseen_examples
 from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import ClientHook
 from fedstill.core.fields import Share, problem
 from fedstill.core.records import Examples
-from fedstill.core.stages import FIT, ONLY_FIT
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.client_split import DealtOut
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import SiteViews
-from fedstill.engines.client_measures import ClientMeasures
+from fedstill.engines.client_measures import ClientMeasures, OwnTestSets
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
@@ -32,7 +32,11 @@ from fedstill.engines.reply_cache import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
+from fedstill.methods.fit import FIT, ONLY_FIT
 from fedstill.privacy.compatibility import refuse_unmaskable, refuse_unprivate
+from fedstill.privacy.noise import NoisedLogits
+from fedstill.privacy.private_training import Private, PrivateTraining
+from fedstill.querying.hooks import QueriesAtClient
 from fedstill.querying.rules import arrival_of, with_asking
 from fedstill.running.client_data import Shared, divided, stream_of, task_data
 from fedstill.running.compatibility import (
@@ -88,10 +92,8 @@ class Prepared:
             memory or Memory(),
             settings.threads,
             settings.precision,
-            self.client_measures(site=site) if measured else ClientMeasures(),
+            client_hooks(self, site=site, measured=measured),
             kept=self._kept() if settings.reuse and not site and not settings.lives else None,
-            privacy=settings.privacy,
-            secret=site and settings.on_sites,
             **alone,
         )
 
@@ -111,9 +113,15 @@ class Prepared:
         settings, sites = self.settings, self.sites
         if sites.common_test is None:
             return None
-        here = (self.world, sites.common_test, sites.inputs, sites, folder)
         return Room(
-            *here, settings.method, settings.privacy, memory.load if memory is not None else None
+            world=self.world,
+            test=sites.common_test,
+            inputs=sites.inputs,
+            sites=sites,
+            schedule=settings.schedule,
+            folder=folder,
+            privacy=settings.privacy,
+            remembered=memory.load if memory is not None else None,
         )
 
     def _kept(self) -> KeptReplies:
@@ -123,6 +131,28 @@ class Prepared:
         method = self.settings.method
         stages = method.reusable | (frozenset() if FIT in method.stages else ONLY_FIT.reusable)
         return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
+
+
+def client_hooks(prepared: Prepared, *, site: bool, measured: bool) -> tuple[ClientHook, ...]:
+    """The extensions of what a run's clients do, in their order.
+
+    ``site``: of a client that is reached over Flower. ``measured``: whether clients measure their
+    own models.
+    """
+    settings, asking = prepared.settings, prepared.world.asking
+    secret = site and settings.on_sites
+    hooks: list[ClientHook] = []
+    if asking is not None:
+        hooks.append(QueriesAtClient(asking))
+    rule = Private.of(settings.privacy, secret)
+    if rule is not None:
+        hooks.append(PrivateTraining(rule))
+    if settings.privacy.protects_logits:
+        hooks.append(NoisedLogits(settings.privacy, secret))
+    if measured:
+        hooks.append(prepared.client_measures(site=site))
+    hooks.append(OwnTestSets())
+    return tuple(hooks)
 
 
 def prepare(

@@ -14,20 +14,22 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.keys import drawing_from, seed_for
-from fedstill.core.records import SERVER, Payload, Reply, Stage
+from fedstill.core.records import SERVER, Payload
 from fedstill.core.reports import event_fields
-from fedstill.core.screen import Refusal
+from fedstill.core.results import StageResult
 from fedstill.core.user_code import reason
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.user_functions import Lent, journal_fields
-from fedstill.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
+from fedstill.measures.base import Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.measures.choice import looks_last, measures
+from fedstill.methods.fit import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.privacy.budget import Budget, TrainingBudget
 from fedstill.privacy.masking import bytes_of
 from fedstill.querying.events import RunQueries
-from fedstill.querying.raised import as_asked, queries_raised, raises
+from fedstill.querying.hooks import queries_raised
+from fedstill.running.context import world_in
 from fedstill.running.evaluation import OwnAnswers, OwnTests, evaluated, tests_by_class
 from fedstill.running.preparation import Prepared
 from fedstill.running.split_file import split_of_sites
@@ -110,12 +112,13 @@ def when_they_look(
 ) -> dict[str, tuple[int, int]]:
     """By name, of measures that look once: the round and the stage in which they do."""
     last, world = prepared.settings.rounds, prepared.world
-    stages, method = prepared.settings.topology(last, world), prepared.settings.method
-    once = {n: looks_last(m, stages, method, world) for n, m in measures.items() if m.only_last}
+    schedule = prepared.settings.schedule
+    stages = schedule(last, world)
+    once = {n: looks_last(m, stages, schedule, world) for n, m in measures.items() if m.only_last}
     return {name: (last, index) for name, index in once.items() if index is not None}
 
 
-def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
+def looked(name: str, measure: Measure, seen: StageResult, room: Room) -> Numbers | None:
     """What a measure sees in a finished stage; raises FedstillError, with its place, if it
     fails.
     """
@@ -136,7 +139,7 @@ def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers |
         raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 
-def _shown(seen: Happened) -> Lent:
+def _shown(seen: StageResult) -> Lent:
     """What a measure is shown of the run's own tensors."""
     states = {"before": seen.before, "after": seen.after}
     return Lent(
@@ -145,8 +148,8 @@ def _shown(seen: Happened) -> Lent:
                 name: {"params": state.params, "extra": state.extra}
                 for name, state in states.items()
             },
-            "replies": [reply.content for reply in seen.replies],
-            "downs": seen.downs,
+            "replies": [reply.content for reply in seen.accepted],
+            "payloads": seen.payloads,
         }
     )
 
@@ -220,7 +223,7 @@ class Measuring:
         self.measures = measures(settings.measure)
         self.budget = (TrainingBudget if settings.privacy.trains else Budget).of(self.prepared)
         self.rounds = settings.measured_in
-        self._hops = {s.name for s in settings.topology(1, self.prepared.world) if s.sequential}
+        self._hops = {s.name for s in settings.schedule(1, self.prepared.world) if s.sequential}
         self._last = when_they_look(self.measures, self.prepared)
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world
@@ -248,19 +251,16 @@ class Measuring:
         self._before = accuracies["class_accuracy"]
         return accuracies
 
-    def stage(
-        self,
-        stage: Stage,
-        replies: Sequence[Reply],
-        refused: Sequence[Refusal],
-        downs: Mapping[int, Payload],
-    ) -> Iterator[dict[str, Any]]:
+    def stage(self, result: StageResult) -> Iterator[dict[str, Any]]:
         """The events of a finished stage: one for each client that replied, was refused, or had
         nothing to do.
         """
+        stage, downs = result.stage, result.payloads
         where = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
-        world = self.prepared.world
-        asked = queries_raised(replies, stage, world)
+        asking = self.prepared.world.asking
+        asked = None
+        if asking is not None and stage.name == FIT:
+            asked = queries_raised(asking, result.accepted, stage)
         events = [
             {
                 **where,
@@ -269,9 +269,9 @@ class Measuring:
                 "bytes_up": bytes_of(r.content, bool(self.prepared.settings.privacy.secure_sum)),
                 "bytes_down": downs[r.client].nbytes,
                 **event_fields(r.metrics),
-                **({"query": list(asked.get(r.client, ()))} if raises(stage, world) else {}),
+                **({"query": list(asked.get(r.client, ()))} if asked is not None else {}),
             }
-            for r in replies
+            for r in result.accepted
         ]
         events += [
             {
@@ -280,29 +280,30 @@ class Measuring:
                 "refused": r.reason,
                 "bytes_down": downs[r.client].nbytes if r.client in downs else 0,
             }
-            for r in refused
+            for r in result.refused
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
         self.budget.mark(
             stage,
             events,
-            {r.client: r.content for r in refused} | {r.client: r.content for r in replies},
+            {r.client: r.content for r in result.refused}
+            | {r.client: r.content for r in result.accepted},
         )
         self._note(events)
         yield from events
 
-    def look(self, seen: Happened) -> Iterator[dict[str, Any]]:
+    def look(self, seen: StageResult) -> Iterator[dict[str, Any]]:
         """The events of the measures that look at a finished stage, each with the seconds it
         took.
         """
         room = self.prepared.room(self.folder, self.memory)
         if room is None or seen.stage.round not in self.rounds:
             return
-        room = replace(room, world=as_asked(room.world, seen.after))
+        room = replace(room, world=world_in(self.prepared, seen.after))
         torch.set_num_threads(self.prepared.settings.threads[1])
-        if seen.stage.sequential and seen.replies:
+        if seen.stage.sequential and seen.accepted:
             client, round = self._acted[0] if len(self._acted) == 2 else (None, None)
-            seen = replace(seen, previous=client, previous_round=round)
+            room = replace(room, previous=client, previous_round=round)
         where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}
         for name, measure in self.measures.items():
             if measure.only_last and (seen.stage.round, seen.stage.index) != self._last.get(name):

@@ -1,0 +1,87 @@
+"""The stage ``task_test``: at each task's end, real sites test the global model on their own data
+of the tasks so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedstill.core.extensions import StageActor
+from fedstill.core.method import Method
+from fedstill.core.records import (
+    KEEP,
+    NOTHING,
+    SERVER,
+    Payload,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
+from fedstill.core.topology import everyone
+from fedstill.core.work import ClientWork
+
+TASK_TEST = "task_test"
+"""The name of the stage."""
+
+
+class BeTested(ClientWork):
+    """Test the model that was sent: nothing is trained or sent; the client reports the accuracy."""
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params=payload.params)
+
+    def end(
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> tuple[Payload, Payload]:
+        return NOTHING, KEEP
+
+
+@dataclass(frozen=True)
+class OnlyTest(Method):
+    """The actor of the stage, for any method with a global model. A client with a network of its
+    own is not asked.
+    """
+
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        same = world.model(client) == (state.model or world.model(SERVER))
+        return Payload(params=state.params) if state.params and same else None
+
+    def work(self, stage: Stage) -> ClientWork:
+        return BeTested()
+
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return NOTHING
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        return state
+
+
+class TaskTests:
+    """Provides the stage, as the last one of the round in which a task ends."""
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """Who acts in the stage."""
+        return {TASK_TEST: OnlyTest()}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """A round's stages, before a test where a task ends."""
+        if round == 0 or not world.stream.ends(round):
+            return stages
+        return [*stages, Stage(round, 0, TASK_TEST, everyone(world, round))]

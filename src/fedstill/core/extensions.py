@@ -1,0 +1,255 @@
+"""The extension points: what a capability can add to the federated loop.
+
+A method needs none of this. A capability (queries, a census, private training, hostile clients, a
+budget, measures) plugs in at one of these points, and the loop in ``core.rounds`` and the engines
+know it only by these interfaces:
+
+- a ``StageProvider`` adds stages to a round, and a ``StageActor`` says what happens in a stage;
+- a ``RoundHook`` extends what the server does in every stage;
+- a ``ClientHook`` extends what a client sees, how it trains, and what it sends and reports;
+- ``Middleware`` wraps the engine;
+- a ``SiteGuard`` protects a site that works for a remote server;
+- an ``Observer`` adds fields and events to the journal.
+
+The base classes change nothing: override only what you need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fedstill.core.records import Payload, Plan, Reply, Stage, State, Tensors, View, World
+from fedstill.core.results import RoundResult, StageResult
+from fedstill.core.work import ClientWork
+
+Event = Mapping[str, Any]
+"""One line of the journal: names and values that JSON can hold."""
+
+Fields = dict[str, Any]
+"""Fields to be added to an event of the journal, or to a client's report."""
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """Executes stages: a method says what clients do, an engine how and where they do it."""
+
+    def run(
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies of the clients that got a payload. The reply of a client that failed holds
+        the reason.
+        """
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep the states of these clients after a stage, and drop those of all others."""
+
+
+Middleware = Callable[[Engine], Engine]
+"""Wraps an engine. The first one in a run's list is the innermost."""
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
+class StageActor(Protocol):
+    """Says what the server and the clients do in a stage. A ``Method`` is one."""
+
+    def requires(self) -> frozenset[str]:
+        """The capabilities that it needs."""
+
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        """The payload for a client, or None if the client has no work in this stage."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        """What clients do."""
+
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        """A payload with the groups, names, shapes and types of a valid reply."""
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        """The next state, made of the accepted replies, which are sorted by client id."""
+
+
+class StageProvider(Protocol):
+    """Adds stages to a round. It depends on the config alone, because sites compute the same
+    schedule to check what they are asked to do.
+    """
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """Who acts in its stages, by the stage's name."""
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """The stages of a round with its own among them; round 0 comes before the first round."""
+
+
+# ---- the server ----------------------------------------------------------------------------------
+
+
+class RoundHook:
+    """Extends every stage at the server. The base class changes nothing."""
+
+    def extend_world(self, world: World, state: State) -> World:
+        """The world as the stage's actor sees it in a state."""
+        return world
+
+    def extend_payload(
+        self, payload: Payload, client: int, stage: Stage, needs: frozenset[str], world: World
+    ) -> Payload:
+        """The payload for a client; ``needs``: the capabilities that the stage's actor requires."""
+        return payload
+
+    def extend_expected(
+        self, expected: Payload, client: int, stage: Stage, world: World
+    ) -> Payload:
+        """The form of a valid reply."""
+        return expected
+
+    def check_reply(self, reply: Reply, stage: Stage, needs: frozenset[str], state: State) -> str:
+        """Why a reply cannot be true; empty if it can."""
+        return ""
+
+    def extend_state(
+        self, state: State, accepted: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        """The state after the aggregation; called if at least one reply was accepted."""
+        return state
+
+
+# ---- clients -------------------------------------------------------------------------------------
+
+
+class GradientRule(Protocol):
+    """How the gradients of single examples combine to the gradient of a step, as in DP-SGD."""
+
+    def batches(
+        self, n: int, plan: Plan, order: Callable[[int], Tensor], device: torch.device
+    ) -> Iterator[list[Tensor]]:
+        """The positions of the examples of each step."""
+
+    def combined(self, gradients: Tensors, like: Tensors, size: int, draws: Any) -> Tensors:
+        """The gradient of a step."""
+
+
+class ClientHook:
+    """Extends what a client does. The base class changes nothing.
+
+    A hook is a frozen dataclass: a site builds it from the config that it accepted, and its
+    ``repr`` identifies it. ``stackable``: whether clients with this hook can be trained in one
+    stack.
+    """
+
+    stackable: ClassVar[bool] = True
+
+    def extend_view(self, view: View, payload: Payload, stage: Stage) -> View:
+        """What the client sees."""
+        return view
+
+    def extend_reply(
+        self, content: Payload, params: Tensors, view: View, stage: Stage, world: World
+    ) -> Payload:
+        """What the client sends; ``params``: the model after its work."""
+        return content
+
+    def gradient_rule(self, view: View, stage: Stage) -> GradientRule | None:
+        """How the gradients of single examples combine; at most one hook of a run has a rule."""
+        return None
+
+    def report(self, params: Tensors, view: View, stage: Stage, world: World) -> Fields:
+        """Further fields of the client's report."""
+        return {}
+
+    def keeps_epochs(self, stage: Stage) -> bool:
+        """Whether ``measured`` needs the parameters after every epoch of this stage."""
+        return False
+
+    def reads_test_set(self, stage: Stage) -> bool:
+        """Whether ``measured`` reads the common test set in this stage."""
+        return False
+
+    def measured(self, seen: Any) -> Fields:
+        """Fields measured on the trained model (``engines.client_measures.AtClient``)."""
+        return {}
+
+    def cache_key(self, stage: Stage) -> str:
+        """Identifies everything in this hook that affects a reply in this stage."""
+        return repr(self)
+
+
+# ---- sites ---------------------------------------------------------------------------------------
+
+
+class SiteGuard(Protocol):
+    """Protects a site: its data, its budget, and the config that it accepted."""
+
+    def admit(self, request: Any, work: ClientWork) -> None:
+        """Raises Refused for work that the site must not do."""
+
+    def check(self, request: Any, work: ClientWork, reply: Reply) -> None:
+        """Raises Refused for a reply that must not leave; called before it is kept."""
+
+    def leaving(self, request: Any, answer: Any) -> None:
+        """Records an answer that leaves the site, be it new or kept."""
+
+
+# ---- the journal ---------------------------------------------------------------------------------
+
+
+class Observer:
+    """Adds fields and events to the journal. The base class adds nothing.
+
+    Its state follows from the events alone: ``on_event`` is called with every event, when it is
+    written and again when a run is resumed, and it is the only method that may change the state.
+    """
+
+    def start_fields(self) -> Fields:
+        """Fields of the run's first event."""
+        return {}
+
+    def client_fields(self, event: Event, result: StageResult) -> Fields:
+        """Fields of a client's event in a stage."""
+        return {}
+
+    def stage_events(self, result: StageResult) -> Iterable[Event]:
+        """Events after the clients' events of a stage."""
+        return ()
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """Fields of a round's event; ``so_far``: those of the observers before this one."""
+        return {}
+
+    def round_events(self, result: RoundResult) -> Iterable[Event]:
+        """Events after a round's event."""
+        return ()
+
+    def on_event(self, event: Event) -> None:
+        """Take notice of an event."""
+
+
+class Recorder(Protocol):
+    """The run's transaction: it writes the journal and the checkpoint of a stage."""
+
+    def stage(self, result: StageResult) -> None:
+        """Record a finished stage."""
+
+    def failed(self, result: StageResult, error: Exception) -> None:
+        """Record the refusals of a stage that ends the run; the error is raised afterwards."""
+
+
+class NoRecorder:
+    """A recorder that keeps nothing."""
+
+    def stage(self, result: StageResult) -> None:
+        """Nothing."""
+
+    def failed(self, result: StageResult, error: Exception) -> None:
+        """Nothing."""

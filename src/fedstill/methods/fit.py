@@ -1,0 +1,160 @@
+"""The stage ``fit``: every client trains a model alone, before it asks others or is averaged with
+them. Any method can have it.
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
+(QKT), appendix A.2.
+Reading: early stopping "after 10 epochs without improvement" on a validation set, which A.6.4 says
+there is none of: a tenth of the client's own data is held out in this stage alone, and the best
+epoch's model is kept.
+Reading: in a later round, in which clients ask again, the stage goes on from the model that the
+client ended with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedstill.core.extensions import StageActor
+from fedstill.core.keys import seed_for
+from fedstill.core.method import Method
+from fedstill.core.records import (
+    KEEP,
+    SERVER,
+    ModelSpec,
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
+from fedstill.core.reports import PROBE
+from fedstill.core.teachers import as_inputs, noise_probe
+from fedstill.core.trees import dtype_of
+from fedstill.core.work import ClientWork
+from fedstill.models.contract import predictor
+
+FIT = "fit"
+"""The name of the stage."""
+
+GOES_ON = "goes_on"
+"""The group of a message that tells a client to go on from the model that it ended with, and to
+remember it.
+"""
+
+SAMPLES = 20
+"""Examples of noise in a probe. Source: QKT, section 4.3."""
+
+FITTING = Plan(
+    epochs=100,
+    batch=32,
+    optimiser="adam",
+    lr=0.001,
+    weight_decay=4e-4,
+    validation=0.1,
+    patience=10,
+    keep="best",
+)
+"""QKT's settings for models that clients train alone."""
+
+
+def probe_seed(world: World) -> int:
+    """The seed of the noise that all models of a run are shown."""
+    return seed_for(world.seed, 0, 0, SERVER, "probe")
+
+
+def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLES) -> Tensor:
+    """What a model predicts on the noise that all models of a run are shown: (C,), its mean
+    softmax.
+    """
+    predict, kind = predictor(spec, params), dtype_of(params)
+    return noise_probe(
+        lambda x: predict(as_inputs(x, kind)),
+        spec.input_shape,
+        samples,
+        probe_seed(world),
+        spec.vocabulary,
+    )
+
+
+class Fit(ClientWork):
+    """Plain local training; the journal then has what the model predicts on noise.
+
+    A client's state stays as it is, unless the server does not keep the client's model and has the
+    client keep it.
+    """
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        if GOES_ON not in payload:
+            return TrainingStart(params=payload.params)
+        return TrainingStart(
+            params=client_state.params if "params" in client_state else payload.params,
+            constants={GOES_ON: 1},
+        )
+
+    def end(
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> tuple[Payload, Payload]:
+        content = Payload(params=params)
+        return content, content if GOES_ON in start.constants else KEEP
+
+    def report(
+        self, params: Tensors, start: TrainingStart, view: View, world: World
+    ) -> dict[str, Any]:
+        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model
+        knows.
+        """
+        return {PROBE: [round(p, 6) for p in probed(view.model, params, world).double().tolist()]}
+
+
+@dataclass(frozen=True)
+class OnlyFit(Method):
+    """The stage ``fit`` for a method that has none: models trained alone are measured, and not
+    folded.
+    """
+
+    stages: ClassVar[frozenset[str]] = frozenset({FIT})
+    reusable: ClassVar[frozenset[str]] = frozenset({FIT})
+
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        return Payload(params=world.initial(client))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Fit()
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        return state
+
+
+ONLY_FIT = OnlyFit()
+
+
+class FitStage:
+    """Provides the actor of the stage for methods that have none of their own."""
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """Who acts in the stage."""
+        return {FIT: ONLY_FIT}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """The stages as they are: a topology names the stage."""
+        return stages

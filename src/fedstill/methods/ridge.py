@@ -1,0 +1,227 @@
+"""The stage ``ridge``: a model's last layer solved in one step from sums that clients send. Any
+method can end with it.
+
+Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained
+Models" (2025).
+Reading: the paper's clients send solved layers, which the server merges pair by pair, to what sums
+of ours give at once: the sums need no inverse at clients, and are as many numbers.
+Reading: the paper has no bias; here the last layer's own is solved for too, and has no penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import StageActor
+from fedstill.core.labels import counts
+from fedstill.core.method import Method
+from fedstill.core.records import (
+    KEEP,
+    SERVER,
+    ModelSpec,
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    TrainingResult,
+    TrainingStart,
+    View,
+    World,
+)
+from fedstill.core.work import ClientWork
+from fedstill.models.contract import width
+
+RIDGE = "ridge"
+"""The name of the stage."""
+
+NO_TRAINING = Plan(epochs=0)
+"""The plan of a stage in which nothing is trained."""
+
+
+def no_linear_head(world: World) -> str:
+    """Why the server's model has no last layer to solve for; empty if it has."""
+    spec = world.model(SERVER)
+    entries = world.initial(SERVER)
+    shapes = {name: tuple(v.shape) for name, v in entries.items() if name.startswith("head.")}
+    if shapes == {"head.weight": (spec.classes, width(spec)), "head.bias": (spec.classes,)}:
+        return ""
+    return (
+        f"the head of model {spec.label} is no linear layer with a bias that is trained and sent; "
+        "choose another"
+    )
+
+
+def empty_sums(spec: ModelSpec, classes: int) -> Payload:
+    """The sums of no examples: what all clients send looks like this."""
+    side = width(spec) + 1
+    return Payload(
+        gram=torch.zeros(side, side, dtype=torch.float64),
+        cross=torch.zeros(side, classes, dtype=torch.float64),
+    )
+
+
+def feature_sums(
+    features: Tensor, labels: Tensor, classes: int, weights: Tensor | None = None
+) -> Payload:
+    """What ridge regression must know of examples: ``gram`` (D+1, D+1) and ``cross`` (D+1, C), both
+    float64.
+
+    features: (n, D); labels: (n,) int64 in [0, C); weights: (C,) of an example of each class, 1 if
+    left out. With h the features and a 1 for the bias, ``gram`` is the sum of w h h^T, ``cross``
+    that of w h y^T, y one-hot. Both add up over any split of the examples. The last row of
+    ``cross`` is the label counts, if they are not weighed. Raises DataError for other labels.
+    """
+    counts(labels, classes)
+    h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    w = h if weights is None else h * weights.double()[labels].unsqueeze(1)
+    cross = torch.zeros(h.shape[1], classes, dtype=torch.float64).index_add_(1, labels, w.T)
+    return Payload(gram=w.T @ h, cross=cross)
+
+
+def empty_group_sums(spec: ModelSpec, classes: int, groups: int) -> Payload:
+    """The sums by group of no examples: what a client sends that sends these."""
+    sums = torch.zeros(groups, classes, width(spec) + 1, dtype=torch.float64)
+    return Payload(sums=sums, counts=torch.zeros(groups, classes, dtype=torch.int64))
+
+
+def group_sums(
+    features: Tensor, labels: Tensor, classes: int, group: Tensor, groups: int
+) -> Payload:
+    """Of each group and class ``sums`` (groups, C, D+1) of the features and a 1, and ``counts``
+    (groups, C).
+
+    features: (n, D); labels, group: (n,) int64 in [0, C) and [0, groups). Raises DataError for
+    other labels.
+    """
+    counts(labels, classes)
+    h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    cell = group * classes + labels
+    flat = torch.zeros(groups * classes, h.shape[1], dtype=torch.float64).index_add_(0, cell, h)
+    many = torch.bincount(cell, minlength=groups * classes)
+    return Payload(sums=flat.view(groups, classes, -1), counts=many.view(groups, classes))
+
+
+def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
+    """What the sum of h h^T over examples is on average, (D+1, D+1), if groups were drawn at
+    random; exact for ones.
+
+    sums: (K, C, D+1) float64 and counts: (K, C) of all clients' groups, as ``group_sums`` gives
+    them. Of a class with N examples in K groups that have any: (N - 1) / (K - 1) of the sum of s
+    s^T / n over groups, less (N - K) / ((K - 1) N) of that of the whole; both factors at least 0.
+    Of a class in one group it is s s^T / N.
+
+    >>> one = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]], dtype=torch.float64)
+    >>> estimated_gram(one, torch.ones(2, 1, dtype=torch.int64)).tolist()
+    [[13.0, 5.0], [5.0, 2.0]]
+    """
+    total = torch.zeros(sums.shape[-1], sums.shape[-1], dtype=torch.float64)
+    for c in range(sums.shape[1]):
+        there = counts[:, c] > 0
+        n = counts[there, c].double()
+        s = sums[there, c]
+        many = float(n.sum())
+        groups = len(n)
+        whole = s.sum(0)
+        if groups == 0:
+            continue
+        apart = (s / n.unsqueeze(1)).T @ s
+        if groups == 1:
+            total += apart
+            continue
+        total += max(0.0, (many - 1) / (groups - 1)) * apart
+        total -= max(0.0, (many - groups) / ((groups - 1) * many)) * torch.outer(whole, whole)
+    return total
+
+
+def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
+    """The last layer, ``head.weight`` (C, D) and ``head.bias`` (C,), with the least sum of squares
+    to one-hot labels.
+
+    gram, cross: as in ``feature_sums``; ridge >= 0 penalises the squares of the weights. Raises
+    ConfigError where there is no one solution: no example at all, or features that depend on each
+    other, without a penalty.
+
+    >>> exact = solved(
+    ...     *feature_sums(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), 2).values(), ridge=0.0
+    ... )
+    >>> exact["head.weight"].tolist(), exact["head.bias"].tolist()
+    ([[-0.5], [0.5]], [1.0, 0.0])
+    """
+    penalty = torch.full((len(gram),), ridge, dtype=torch.float64)
+    penalty[-1] = 0.0
+    root, failed = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
+    if failed:
+        raise ConfigError(
+            f"the sums of the clients' features have no one solution at ridge = {ridge:g}: "
+            "set method.ridge above 0, and give clients examples"
+        )
+    both = torch.cholesky_solve(cross, root)  # (D+1, C)
+    return {"head.weight": both[:-1].T.contiguous(), "head.bias": both[-1].clone()}
+
+
+@dataclass(frozen=True)
+class SendSums(ClientWork):
+    """The sums of the client's features under the model it was sent; nothing is trained, and
+    memories stay.
+    """
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return TrainingStart(params={}, constants={"params": payload.params})
+
+    def end(
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> tuple[Payload, Payload]:
+        return feature_sums(
+            view.features(start["params"]), view.data.labels.cpu(), world.classes
+        ), KEEP
+
+
+@dataclass(frozen=True)
+class OnlyRidge(Method):
+    """The stage ``ridge`` for a method that has none: the global model's last layer is solved from
+    clients' sums.
+    """
+
+    stages: ClassVar[frozenset[str]] = frozenset({RIDGE})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return SendSums()
+
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        return empty_sums(world.model(client), world.classes)
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        gram, cross = (
+            torch.stack([r.content.tensor(g) for r in replies]).sum(0) for g in ("gram", "cross")
+        )
+        head = {k: v.to(state.params[k].dtype) for k, v in solved(gram, cross, ridge=1.0).items()}
+        return state.next(params={**state.params, **head})
+
+
+class RidgeStage:
+    """Provides the actor of the stage for methods that have none of their own."""
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """Who acts in the stage."""
+        return {RIDGE: OnlyRidge()}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """The stages as they are: a topology names the stage."""
+        return stages

@@ -1,0 +1,166 @@
+"""Queries that clients raise in a run: what clients send in the stage ``fit``, what is asked then,
+and how clients know.
+
+Where a query needs more than label counts that are known before (a model's accuracy, new data, data
+of real sites), the run has a rule (``Asking``). At the end of the stage ``fit`` each client says
+for which classes it has reason to ask (group ``asks``). The server keeps which of them each client
+asks for, as state ``asked``; from then on the world of the methods has these queries, and what a
+client is sent has its own (group ``query``).
+
+State: asked = (clients, C) int8, 1 for a class that a client asks for, until the next stage
+``fit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedstill.core.errors import BadPayload
+from fedstill.core.extensions import ClientHook, Fields, RoundHook
+from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors, View, World
+from fedstill.core.reports import WHY
+from fedstill.methods.fit import FIT
+from fedstill.querying.queries import (
+    Asking,
+    Queries,
+    Standing,
+    Why,
+    picked,
+    reasons,
+    without_numbers,
+)
+
+ASKED = "asked"
+"""The state that holds what all clients ask for."""
+
+ASKS = "asks"
+"""The group of a reply, (C,) int8, that is 1 for the classes that a client has reason to ask
+for.
+"""
+
+QUERY = "query"
+"""The group of a payload, (C,) int8, that is 1 for the classes that the client asks for."""
+
+
+@dataclass(frozen=True)
+class QueriesAtServer(RoundHook):
+    """Keeps what clients ask for, and tells each client its own query."""
+
+    asking: Asking
+
+    def extend_world(self, world: World, state: State) -> World:
+        """The world with the queries that clients have raised so far."""
+        return with_queries_of(state, world)
+
+    def extend_payload(
+        self, payload: Payload, client: int, stage: Stage, needs: frozenset[str], world: World
+    ) -> Payload:
+        if client == SERVER or stage.name == FIT or "queries" not in needs:
+            return payload
+        query = torch.zeros(world.classes, dtype=torch.int8)
+        query[list(world.queries.get(client, ()))] = 1
+        return Payload(payload, **{QUERY: query})
+
+    def extend_expected(
+        self, expected: Payload, client: int, stage: Stage, world: World
+    ) -> Payload:
+        if stage.name != FIT:
+            return expected
+        return Payload(expected, **{ASKS: torch.zeros(world.classes, dtype=torch.int8)})
+
+    def extend_state(
+        self, state: State, accepted: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        if stage.name != FIT:
+            return state
+        asked = torch.zeros(world.clients, world.classes, dtype=torch.int8)
+        for client, classes in queries_raised(self.asking, accepted, stage).items():
+            asked[client, list(classes)] = 1
+        return state.next(groups={ASKED: asked})
+
+
+@dataclass(frozen=True)
+class QueriesAtClient(ClientHook):
+    """Raises a client's query when it has trained alone, and shows the client its query later."""
+
+    asking: Asking
+
+    def extend_view(self, view: View, payload: Payload, stage: Stage) -> View:
+        """The view with the query that the client was sent, if there is one.
+
+        Raises BadPayload for a query that is not (C,) of the run's classes.
+        """
+        if QUERY not in payload:
+            return view
+        query = payload.tensor(QUERY)
+        if query.shape != view.counts.shape:
+            raise BadPayload(
+                f"a query of shape {tuple(query.shape)} for {len(view.counts)} classes"
+            )
+        return replace(view, query=tuple(query.nonzero().flatten().tolist()))
+
+    def extend_reply(
+        self, content: Payload, params: Tensors, view: View, stage: Stage, world: World
+    ) -> Payload:
+        if stage.name != FIT:
+            return content
+        asks = torch.zeros(world.classes, dtype=torch.int8)
+        asks[list(why_asked(self.asking, params, view))] = 1
+        return Payload(content, **{ASKS: asks})
+
+    def report(self, params: Tensors, view: View, stage: Stage, world: World) -> Fields:
+        """``why_asked``: by class, as text, why the client has reason to ask for it."""
+        if stage.name != FIT:
+            return {}
+        why = why_asked(self.asking, params, view)
+        return {WHY: {str(label): reason for label, reason in why.items()}}
+
+    def cache_key(self, stage: Stage) -> str:
+        """The rule decides what is sent in the stage ``fit`` alone."""
+        return repr(self.asking) if stage.name == FIT else ""
+
+
+def queries_raised(asking: Asking, replies: Sequence[Reply], stage: Stage) -> Queries:
+    """What clients ask for, of the classes for which they have reason."""
+    queries: Queries = {}
+    for reply in replies:
+        wanted = reply.content.tensor(ASKS).nonzero().flatten().tolist()
+        classes = picked(asking, reply.client, wanted, stage.round)
+        if classes:
+            queries[reply.client] = classes
+    return queries
+
+
+def with_queries_of(state: State, world: World) -> World:
+    """The world with the queries that a state holds, if it holds any."""
+    if ASKED not in state.extra:
+        return world
+    rows = enumerate(state.extra.tensor(ASKED))
+    return world.with_queries(
+        {client: tuple(row.nonzero().flatten().tolist()) for client, row in rows if row.any()}
+    )
+
+
+def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:
+    """The classes that a client has reason to ask for, and why, given the model that it trained
+    alone.
+
+    Raises ConfigError if accuracy is a reason and the client holds out no example.
+    """
+    standing = Standing(view.counts)
+    if "accuracy" in asking.by and view.validation is not None:
+        labels = view.validation.labels.cpu()
+        is_right = view.passes.logits(params, view.validation).argmax(1).cpu() == labels
+        classes = len(view.counts)
+        standing = Standing(
+            counts=view.counts,
+            right=torch.bincount(labels[is_right], minlength=classes),
+            held=torch.bincount(labels, minlength=classes),
+        )
+    why = reasons(asking, view.client, standing)
+    if not asking.discreet:
+        return why
+    return {label: without_numbers(reason) for label, reason in why.items()}

@@ -1,0 +1,54 @@
+"""The federated loop without a run's directory: stages and rounds of a prepared run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fedstill.core.extensions import Engine, NoRecorder, Recorder
+from fedstill.core.records import State
+from fedstill.core.results import StageResult
+from fedstill.core.rounds import RunContext, run_round
+from fedstill.running.context import run_context
+from fedstill.running.preparation import Prepared
+
+
+class Collecting(NoRecorder):
+    """Keeps the results of all stages, and of one that ended the run."""
+
+    def __init__(self) -> None:
+        self.results: list[StageResult] = []
+        self.failure: StageResult | None = None
+
+    def stage(self, result: StageResult) -> None:
+        self.results.append(result)
+
+    def failed(self, result: StageResult, error: Exception) -> None:
+        self.failure = result
+
+
+def context_of(
+    ready: Prepared, engine: Engine | None = None, recorder: Recorder | None = None, **changes: Any
+) -> RunContext:
+    """The context of a prepared run, with an engine of its own if none is given."""
+    return replace(run_context(ready, engine or ready.engine(), recorder), **changes)
+
+
+def first_state(context: RunContext) -> State:
+    """The state before round 1, after the stages that come before it."""
+    state = context.method.initial_state(context.world)
+    stages = context.schedule(0, context.world)
+    return run_round(replace(state, round=0), stages, context) if stages else state
+
+
+def next_state(state: State, context: RunContext) -> State:
+    """The state after one more round."""
+    return run_round(state, context.schedule(state.round, context.world), context)
+
+
+def states_after(context: RunContext, rounds: int) -> list[State]:
+    """The state before round 1, and after each of the first rounds."""
+    states = [first_state(context)]
+    for _ in range(rounds):
+        states.append(next_state(states[-1], context))
+    return states
