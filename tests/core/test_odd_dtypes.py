@@ -17,7 +17,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply, Stage, State, World
 from fedstill.core.rounds import RunContext, run_round
 from fedstill.core.schedule import Schedule
-from fedstill.core.screen import Rules, screen
+from fedstill.core.screen import Refusal, Rules, screen
 from fedstill.privacy.noised_sums import NoisedSums
 from loops import Collecting
 
@@ -82,19 +82,23 @@ def test_a_client_that_said_it_has_nothing_claims_no_more_than_the_largest() -> 
     stage, labels = Stage(1, 0, "train", (0, 1, 2)), torch.tensor([[50, 50], [0, 0], [0, 0]])
     claims = {0: 100, 1: 10_000_000, 2: 100}
     replies = [Reply(c, Payload(), n, {}, 1, 0) for c, n in claims.items()]
-    taken, refused = screen(
-        lambda _: Payload(), stage, {c: Payload() for c in claims}, replies, Rules(), labels
-    )
+
+    def screened(counts: torch.Tensor) -> tuple[list[Reply], list[Refusal]]:
+        state, needs = State({}, Payload(labels=counts)), frozenset({"label_counts"})
+        census = CensusChecks(Rules().max_examples)
+        return screen(
+            lambda _: Payload(),
+            stage,
+            {c: Payload() for c in claims},
+            replies,
+            Rules(),
+            lambda reply: census.check_reply(reply, stage, needs, state),
+        )
+
+    taken, refused = screened(labels)
     assert [reply.client for reply in taken] == [0, 2]
     assert [one.reason for one in refused] == [
         "claims 10000000 examples, and the largest client 100 in the census"
     ]
     nobody = torch.zeros(3, 2)
-    assert (
-        len(
-            screen(
-                lambda _: Payload(), stage, {c: Payload() for c in claims}, replies, Rules(), nobody
-            )[0]
-        )
-        == 3
-    )
+    assert len(screened(nobody)[0]) == 3

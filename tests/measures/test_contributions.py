@@ -113,7 +113,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, Room]
 
 def with_replies(seen: StageResult, room: Room, replies: list[Reply]) -> StageResult:
     after = room.method.aggregate(seen.before, replies, seen.stage, room.world)
-    return replace(seen, replies=replies, after=after)
+    return replace(seen, accepted=replies, after=after)
 
 
 def test_a_client_that_changed_nothing_has_contributed_nothing(

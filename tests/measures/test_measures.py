@@ -136,7 +136,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, dict[st
     found = run(
         measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs()
     )
-    (last,) = [s for s, _ in STAGES if s.ends_run]
+    (last,) = [s for s, room in STAGES if s.ends_round and s.stage.round == room.world.rounds]
     events = [e for e in read_journal(found.directory / "journal.jsonl") if e.get("round") == 3]
     reports = {e["client"]: e for e in events if e["event"] == "client"}
     looks = {e["measure"]: e for e in events if e["event"] == "measure"}
@@ -176,9 +176,9 @@ def test_the_stage_is_shown_with_its_start_and_end(
 ) -> None:
     last, _ = seen
     assert last.ends_round
-    assert all(d.params is last.before.params for d in last.downs.values())
+    assert all(d.params is last.before.params for d in last.payloads.values())
     assert set(last.local_models) == set(last.stage.clients)
-    sizes = {r.client: r.examples for r in last.replies}
+    sizes = {r.client: r.examples for r in last.accepted}
     mean = trees.mean(list(last.local_models.values()), [sizes[c] for c in last.local_models])
     assert all(torch.equal(last.after.params[k], v) for k, v in mean.items())
 
@@ -266,7 +266,7 @@ def test_diversity_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> 
     assert {k: found["diversity"][k] for k in again} == again, (
         "what is looked at in float64 below is what is journaled"
     )
-    replies = [replace(r, content=Payload(params=widened(r.content.params))) for r in last.replies]
+    replies = [replace(r, content=Payload(params=widened(r.content.params))) for r in last.accepted]
     start = widened(last.before.params)
     wide = replace(last, before=replace(last.before, params=start), replies=replies)
     exact = measures(["diversity"])["diversity"].look(
