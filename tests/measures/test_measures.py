@@ -268,7 +268,7 @@ def test_diversity_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> 
     )
     replies = [replace(r, content=Payload(params=widened(r.content.params))) for r in last.accepted]
     start = widened(last.before.params)
-    wide = replace(last, before=replace(last.before, params=start), replies=replies)
+    wide = replace(last, before=replace(last.before, params=start), accepted=replies)
     exact = measures(["diversity"])["diversity"].look(
         wide, replace(room, inputs=Wide(room.inputs.mean, room.inputs.std))
     )
