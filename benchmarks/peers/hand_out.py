@@ -39,8 +39,8 @@ def task_of(ready: Prepared, rounds: int) -> Task:
     """
     world, sites, plan = ready.world, ready.sites, ready.world.plans["train"]
     schedule = [ready.settings.schedule(r, world) for r in range(1, rounds + 1)]
-    sizes = torch.tensor([0, *(len(p) for p in sites.parts)])
-    by_client = torch.cat(list(sites.parts))
+    sizes = torch.tensor([0, *sites.split.sizes])
+    by_client = torch.from_numpy(sites.split.positions)
     examples = {
         "images": sites.inputs.plain(sites.train.values[by_client]),
         "labels": sites.train.labels[by_client],
@@ -50,7 +50,7 @@ def task_of(ready: Prepared, rounds: int) -> Task:
     }
     orders = {
         f"{stage.round}.{c}": _orders(
-            len(sites.parts[c]),
+            len(sites.positions(c)),
             plan.epochs,
             seed_for(world.seed, stage.round, stage.index, c, "order"),
         )

@@ -28,7 +28,7 @@ def ready(**more: object) -> Prepared:
 
 def test_the_three_numbers_from_the_label_counts_by_hand() -> None:
     prepared = ready(partition={"kind": "dirichlet", "alpha": 0.5})
-    labels, parts = prepared.sites.train.labels.tolist(), prepared.sites.parts
+    labels, parts = prepared.sites.train.labels.tolist(), prepared.sites.split
     each = [[[labels[i] for i in parts[c]].count(k) for k in range(10)] for c in range(4)]
     whole = [sum(own[k] for own in each) / 200 for k in range(10)]
     apart, pace = 0.0, 0.0

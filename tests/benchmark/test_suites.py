@@ -161,13 +161,13 @@ def drawn_here(folder: Path) -> dict[str, object]:
             for run in suite.recipe.variants([(suite.against, column)], (0, 4), {}, Path("runs")):
                 ready = prepare(run.settings)
                 measuring = Measuring(ready)
-                assert measuring.dealt_out is not None
+                assert measuring.split is not None
                 rounds = range(1, min(3, run.settings.rounds) + 1)
                 stages = [
                     [list(s.clients) for s in run.settings.schedule(r, ready.world)] for r in rounds
                 ]
                 out[f"{name}, {column}, seed {run.seed}"] = {
-                    "split": write_split(folder, measuring.dealt_out)["sha256"],
+                    "split": write_split(folder, measuring.split)["sha256"],
                     "tasks": [list(own) for own in ready.world.stream.by_task],
                     "clients": stages,
                 }

@@ -71,7 +71,7 @@ def prepared(**query: object) -> Prepared:
 def test_a_clients_views_grow_in_equal_parts_by_default() -> None:
     ready = prepared()
     for client in range(6):
-        total = len(ready.sites.parts[client])
+        total = len(ready.sites.positions(client))
         for round in (1, 2, 3, 4):
             view = ready.sites.view(client, Stage(round, 0, "fit", (client,)))
             assert view.validation is not None
@@ -96,7 +96,7 @@ def test_what_is_held_out_once_is_never_trained_on() -> None:
                 own |= set(marks[train].tolist())
                 held |= set(marks[kept].tolist())
         assert not own & held
-        assert own | held == set(ready.sites.parts[client].tolist())
+        assert own | held == set(ready.sites.positions(client).tolist())
 
 
 def test_without_new_data_views_are_as_ever() -> None:

@@ -18,7 +18,7 @@ from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import lookup, names
 from fedstill.data import partition as p
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 
 SEED = 19940817  # FedNTD's
 BALANCED = np.repeat(np.arange(10), 5000)
@@ -269,8 +269,8 @@ def test_all_clients_are_views_of_one_array(name):
     parts = lookup("partition", name).target(
         labels=BALANCED[::100], clients=10, seed=3, **FIELDS[name]
     )
-    assert isinstance(parts, FlatParts)
-    assert all(np.shares_memory(part, parts.order) for part in parts)
+    assert isinstance(parts, ClientSplit)
+    assert all(np.shares_memory(part, parts.positions) for part in parts)
 
 
 def test_public_split_is_torch_random_split():

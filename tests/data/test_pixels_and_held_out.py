@@ -14,6 +14,7 @@ import toys
 from fedstill.benchmark import recipes
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset
 from fedstill.data.partition import hiper, public_split
 from fedstill.data.sources import from_tensors
@@ -142,7 +143,7 @@ def test_held_out_are_the_last_of_each_part_whatever_the_seed() -> None:
             "hiper_fedkd", data={"public": 50, "held_out": "last"}, topology={"clients": 4}
         )
         prepared = prepare(settle(replace(experiment, seed=seed, partition=SPLIT)), toys.blobs())
-        for client, part in enumerate(prepared.sites.parts):
+        for client, part in enumerate(prepared.sites.split.tensors()):
             cut = len(part) * 4 // 5
             assert halves(prepared, client) == [(part[:cut].tolist(), part[cut:].tolist())] * 2
 
@@ -154,12 +155,13 @@ def test_held_out_are_drawn_from_the_seed_where_nothing_is_said() -> None:
     one, two = (prepare(settle(replace(experiment, seed=s)), toys.blobs()) for s in (1, 2))
     assert halves(one, 0) == halves(prepare(settle(replace(experiment, seed=1)), toys.blobs()), 0)
     kept, held = halves(one, 0)[0]
-    assert sorted(kept + held) == sorted(one.sites.parts[0].tolist())
+    assert sorted(kept + held) == sorted(one.sites.positions(0).tolist())
     assert halves(one, 0)[0] != halves(two, 0)[0]
 
 
 def test_a_client_keeps_one_example_and_holds_one_out(tmp_path: Path) -> None:
-    sites = replace(ready(held_out="last").sites, parts=[torch.arange(2), torch.arange(1)])
+    split = ClientSplit.of_parts([np.arange(2), np.arange(1)])
+    sites = replace(ready(held_out="last").sites, split=split)
     for share, kept in ((0.1, 1), (0.5, 1), (0.9, 1), (0.0, 2)):
         assert [len(part) for part in sites._split(0, share)] == [kept, 2 - kept]
     assert [len(part) for part in sites._split(1, 0.5)] == [1, 0], "of one example none is held out"

@@ -248,7 +248,7 @@ def test_a_client_that_standardised_its_own_has_its_mean_inside(tmp_path: Path) 
     }
     run(experiment({"standardise": "own"}, **own), folder, data=data)
     model, ready = load_model(folder, client=1), prepare(settings_of(folder), data)
-    part = ready.sites.parts[1]
+    part = ready.sites.positions(1)
     torch.testing.assert_close(
         model.normalised(data.train.values[part]), ready.sites.train.values[part]
     )

@@ -94,7 +94,7 @@ def sites(simulated: Prepared, folder: Path, public: bool = True) -> list[Site]:
     if public and simulated.sites.public is not None:
         shared = saved(folder / "public", simulated.sites.public, test)
     for client in range(CLIENTS):
-        part = simulated.sites.train.take(simulated.sites.parts[client])
+        part = simulated.sites.train.take(simulated.sites.positions(client))
         own = saved(folder / f"own{client}", part, test)
         made.append(Site(client, folder / f"memory{client}", data=own, public=shared))
     return made

@@ -66,7 +66,7 @@ def folders(of: Experiment, place: Path) -> list[Site]:
     simulated, made = ready(of), []
     tasks, train, test = simulated.sites.tasks, simulated.sites.train, simulated.dataset.test
     assert tasks is not None
-    for client, part in enumerate(simulated.sites.parts):
+    for client, part in enumerate(simulated.sites.split.tensors()):
         for t in range(tasks.stream.tasks):
             own = torch.isin(test.labels, torch.tensor(tasks.stream.classes(t))).nonzero().flatten()
             mine = train.take(part[tasks.of_task(part, t)])

@@ -271,7 +271,7 @@ def test_a_configuration_that_resolves_to_something_else_is_refused(tmp_path: Pa
 
 def own_data(folder: Path, ready: Any, client: int, test: Any) -> Path:
     """A client's part of the blobs as a site's own folder."""
-    part = ready.sites.train.take(ready.sites.parts[client])
+    part = ready.sites.train.take(ready.sites.positions(client))
     folder.mkdir(parents=True)
     arrays = {"train": part, "test": test}
     named = {f"{s}_images": e.values[:, 0].numpy() for s, e in arrays.items()}

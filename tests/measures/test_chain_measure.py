@@ -79,7 +79,7 @@ def test_its_numbers_are_those_of_plain_evaluations(
             assert "previous" not in event, "nobody trained before the first client"
             continue
         previous = hops[i - 1][0]
-        part = ready.sites.parts[previous]
+        part = ready.sites.positions(previous)
         images, labels = ready.sites.train.values[part], ready.sites.train.labels[part]
         assert event["previous"] == previous
         assert event["handed_over"] == pytest.approx(share(ready, start, images, labels))

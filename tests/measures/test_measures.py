@@ -162,7 +162,7 @@ def common_test() -> tuple[Tensor, Tensor]:
 
 def trained(client: int, inputs: type[Inputs] = Inputs) -> tuple[Tensor, Tensor]:
     sites = prepare(settle(measured()), toys.blobs()).sites
-    own = sites.train.take(sites.parts[client])
+    own = sites.train.take(sites.positions(client))
     return inputs(sites.inputs.mean, sites.inputs.std).plain(own.values), own.labels
 
 

@@ -85,7 +85,7 @@ class Federation:
         return sample(self.ready.world, round, self.sampled)
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
-        part, train = self.ready.sites.parts[client], self.ready.sites.train
+        part, train = self.ready.sites.positions(client), self.ready.sites.train
         return self.inputs(train.values[part]), train.labels[part].cpu()
 
     def inputs(self, images: Tensor) -> Tensor:

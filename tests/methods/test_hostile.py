@@ -205,7 +205,7 @@ def test_who_turns_labels_round_counts_them_so_whether_or_not_some_are_held_out(
     assert flipped
     for client in range(6):
         counts = torch.bincount(
-            given.sites.train.labels[given.sites.parts[client]], minlength=toys.CLASSES
+            given.sites.train.labels[given.sites.positions(client)], minlength=toys.CLASSES
         )
         assert (
             given.sites.view(client, stage).counts.tolist()

@@ -82,7 +82,7 @@ def test_the_first_round_is_another_methods(method: object, like: object) -> Non
 def test_fednova_with_equal_steps_and_sizes_is_fedavg(momentum: float) -> None:
     changes = {**EVEN, "plan": {"momentum": momentum}}
     ready = ready_for("fednova", **changes)
-    assert {len(p) for p in ready.sites.parts} == {50}
+    assert {len(p) for p in ready.sites.split.tensors()} == {50}
     close(ready, ready_for("fedavg", **changes))
 
 
@@ -157,7 +157,9 @@ def test_a_small_delta_weighs_by_the_gini_index_itself() -> None:
 @pytest.mark.parametrize("timing", ["stale", "exact"])
 def test_a_federation_of_single_class_clients_is_distilled_with_phi_one(timing: str) -> None:
     ready = ready_for({"name": "fedadkd", "phi_timing": timing}, rounds=3, **ONE_CLASS_EACH)
-    assert all(len(set(ready.sites.train.labels[p].tolist())) == 1 for p in ready.sites.parts)
+    assert all(
+        len(set(ready.sites.train.labels[p].tolist())) == 1 for p in ready.sites.split.tensors()
+    )
     close(
         ready,
         ready_for({"name": "feddkd", "alpha": 3.0, "tckd": "target"}, rounds=3, **ONE_CLASS_EACH),

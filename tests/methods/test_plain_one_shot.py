@@ -231,7 +231,7 @@ def test_a_volunteer_does_phase_one_for_all_and_its_head_is_refined(over: str) -
     own = {"name": "qkt_light_volunteer", "alpha": 0.7, "threshold": THRESHOLD}
     prepared = ready({**own, "over_teachers": over, "phase1_over": "same"})
     plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
-    sizes = [len(part) for part in prepared.sites.parts]
+    sizes = [len(part) for part in prepared.sites.split.tensors()]
     volunteer = max(range(6), key=lambda c: sizes[c])
     shared = plain.last(plain.local[volunteer], volunteer, 1, plain.naive(volunteer))
     for c, params in students.items():
@@ -243,7 +243,7 @@ def test_a_server_does_phase_one_without_labels(over: str) -> None:
     method = {"name": "qkt_light_server", "threshold": THRESHOLD, "alpha": 0.7}
     prepared = ready({**method, "over_teachers": over, "phase1_over": "same"}, data={"public": 40})
     plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
-    sizes = [len(part) for part in prepared.sites.parts]
+    sizes = [len(part) for part in prepared.sites.split.tensors()]
     net = copy.deepcopy(plain.local[max(range(6), key=lambda c: sizes[c])])
     x = plain.fed.inputs(prepared.sites.public.values)
     adam = torch.optim.Adam(
@@ -265,7 +265,7 @@ def test_a_server_does_phase_one_without_labels(over: str) -> None:
 def test_one_mean_and_the_ensemble_are_those_of_the_local_models() -> None:
     prepared = ready("fedavg_once")
     plain = Plain(prepared)
-    total = [round(len(p) - max(1, round(0.2 * len(p)))) for p in prepared.sites.parts]
+    total = [round(len(p) - max(1, round(0.2 * len(p)))) for p in prepared.sites.split.tensors()]
     expected = {
         k: sum(n * plain.local[c].state_dict()[k] for c, n in enumerate(total)) / sum(total)
         for k in plain.fed.start
@@ -403,7 +403,7 @@ def test_the_volunteer_is_the_student_with_most_examples() -> None:
     prepared = ready(
         "qkt_light_volunteer", topology={"clients": 6, "students": (1, 4)}, query={"draw": "single"}
     )
-    sizes = [len(part) for part in prepared.sites.parts]
+    sizes = [len(part) for part in prepared.sites.split.tensors()]
     others = [c for c in range(6) if c not in (1, 4)]
     assert max(sizes[c] for c in others) > max(sizes[1], sizes[4]), (
         "a client that is no student has more"

@@ -59,7 +59,7 @@ class Plainly:
         return made
 
     def own(self, client: int) -> tuple[Tensor, Tensor]:
-        part, train = self.ready.sites.parts[client], self.ready.sites.train
+        part, train = self.ready.sites.positions(client), self.ready.sites.train
         order = torch.randperm(
             len(part), generator=generator(seed_for(7, 0, 0, client, "validation"))
         )
@@ -134,8 +134,8 @@ def temperatures(ready: Prepared, kind: str, absent: bool, decay: float) -> list
     """HiPer's, from the label counts, in NumPy."""
     if kind == "off":
         return [1.0] * 4
-    train, parts = ready.sites.train.labels.numpy(), ready.sites.parts
-    p = np.array([[(train[i.numpy()] == c).mean() for c in range(toys.CLASSES)] for i in parts])
+    train, parts = ready.sites.train.labels.numpy(), ready.sites.split
+    p = np.array([[(train[i] == c).mean() for c in range(toys.CLASSES)] for i in parts])
     g = np.maximum(p.mean(0), 0.01)
     g = g / g.sum()
     s = [

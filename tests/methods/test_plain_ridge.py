@@ -109,7 +109,7 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
     assert tasks is not None
     told = [
         part[tasks.of_task(part, t)]
-        for c, part in enumerate(ready.sites.parts)
+        for c, part in enumerate(ready.sites.split.tensors())
         for t in tasks.stream.been_in(c, 2)
     ]
     whole = replace(data, train=data.train.take(torch.cat(told)))

@@ -21,6 +21,7 @@ from fedstill.core.errors import ConfigError, IncompatibleMethod, TooFewReplies
 from fedstill.core.records import SERVER, Examples, State
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
+from fedstill.data.client_split import ClientSplit
 from fedstill.methods.hiper_fedkd import HiPerFedKD
 from fedstill.methods.public_logits import Distil, TrainThenPredict
 from fedstill.running.explain import arithmetic
@@ -98,9 +99,8 @@ def test_a_client_whose_labels_nobody_knows_trains_like_the_others_and_counts_fo
 
 def test_a_client_without_examples_has_nothing_to_say() -> None:
     ready = federation("hiper_fedkd")
-    empty = replace(
-        ready, sites=replace(ready.sites, parts=[*ready.sites.parts[:3], ready.sites.parts[3][:0]])
-    )
+    parts = [*ready.sites.split[:3], ready.sites.split[3][:0]]
+    empty = replace(ready, sites=replace(ready.sites, split=ClientSplit.of_parts(parts)))
     stage = empty.settings.schedule(1, empty.world)[0]
     state = empty.settings.method.initial_state(empty.world)
     downs = {

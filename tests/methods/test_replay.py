@@ -92,7 +92,7 @@ def test_what_is_kept_is_the_lowest_of_all_keys_so_far() -> None:
     for client in range(ready.world.clients):
         keys, values = [], []
         for task in range(2):
-            part = sites.parts[client]
+            part = sites.positions(client)
             own = sites.train.take(part[sites.tasks.of_task(part, task)])
             draw = generator(seed_for(ready.world.seed, task, 0, client, "reservoir"))
             keys.append(torch.rand(len(own), generator=draw, dtype=torch.float64))

@@ -64,7 +64,7 @@ def test_running_statistics_are_averaged_like_weights(model: dict[str, str]) -> 
     assert len(statistics) == 2 * len(counters) == 2 * norms[model["name"]]
     for key in counters:
         assert ours[key].dtype == torch.int64
-        assert int(ours[key]) == len(prepared.sites.parts[0].split(plain.PLAN["batch"])), (
+        assert int(ours[key]) == len(prepared.sites.positions(0).split(plain.PLAN["batch"])), (
             "the batches of a client"
         )
     for key in set(ours) - set(counters):

@@ -486,7 +486,7 @@ def test_the_budget_is_kept_and_resumed(tmp_path: Path) -> None:
         "covers": "training, by example",
     }
     for client, n in enumerate(
-        len(p) for p in prepare(settle(private()), toys.blobs()).sites.parts
+        len(p) for p in prepare(settle(private()), toys.blobs()).sites.split.tensors()
     ):
         steps = math.ceil(n / 10) * 2
         assert [row[client] for row in after] == [

@@ -298,7 +298,7 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
         assert (held.min() >= total) == (client == 0)
         assert not set(own.tolist()) & set(held.tolist())
     assert len(prepared.sites.view(0, Stage(1, 1, "transfer", (0,))).data) == len(
-        prepared.sites.parts[0]
+        prepared.sites.positions(0)
     )
 
 

@@ -48,14 +48,14 @@ def ready(partition: dict[str, Any], **changes: Any) -> Prepared:
 
 def test_each_owner_is_a_client_with_its_own_examples_and_test() -> None:
     run, data = ready({"own_test": "column"}), hospitals()
-    assert run.names == ("bern", "chur", "genf")
+    assert run.client_names == ("bern", "chur", "genf")
     for client, (train, test) in enumerate(SIZES):
         assert data.train.owners is not None
         assert (
-            run.sites.parts[client].tolist()
+            run.sites.positions(client).tolist()
             == (data.train.owners == client).nonzero().flatten().tolist()
         )
-        assert (len(run.sites.parts[client]), len(run.sites.own_tests[client])) == (train, test)
+        assert (len(run.sites.positions(client)), len(run.sites.own_tests[client])) == (train, test)
     assert run.sites.common_test is not None
     assert len(run.sites.common_test) == 12
 
@@ -77,9 +77,9 @@ def test_a_domain_that_is_only_tested_is_named() -> None:
 def test_a_share_of_each_clients_rows_is_its_test_and_trains_nobody(take: str) -> None:
     run, seeded = (ready({"own_test": 0.2, "own_test_take": take}, seed=seed) for seed in (1, 2))
     for client, (train, _) in enumerate(SIZES):
-        part, own = run.sites.parts[client], run.sites.own_tests[client]
+        part, own = run.sites.positions(client), run.sites.own_tests[client]
         assert (len(part), len(own)) == (train - train // 5, train // 5)
-        assert torch.equal(part, seeded.sites.parts[client]), "the same for every seed of a run"
+        assert torch.equal(part, seeded.sites.positions(client)), "the same for every seed of a run"
         rows = {tuple(row) for row in run.sites.train.values[part].tolist()}
         assert rows.isdisjoint(tuple(row) for row in own.values.tolist())
     if take == "last":
@@ -88,7 +88,7 @@ def test_a_share_of_each_clients_rows_is_its_test_and_trains_nobody(take: str) -
 
 def test_train_and_test_in_one_pool_give_every_owner_a_share_of_all_its_rows() -> None:
     run = ready({"own_test": 0.5, "pool": True})
-    assert [len(run.sites.parts[c]) for c in range(3)] == [12, 18, 6]
+    assert [len(run.sites.positions(c)) for c in range(3)] == [12, 18, 6]
     assert run.sites.common_test is not None
     assert len(run.sites.common_test) == 36, "all own tests together"
     with pytest.raises(ConfigError, match=r"partition.pool = true needs partition.own_test"):
@@ -99,7 +99,7 @@ def test_train_and_test_in_one_pool_give_every_owner_a_share_of_all_its_rows() -
 
 def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_named() -> None:
     run = ready({"least": 15}, topology={"clients": 2})
-    assert run.names == ("bern", "chur")
+    assert run.client_names == ("bern", "chur")
     with pytest.raises(ConfigError, match=r"topology\.clients"):
         ready({}, topology={"clients": 4})
     with pytest.raises(
@@ -126,11 +126,11 @@ def test_an_owner_without_a_class_is_passed_over_in_the_tasks_of_that_class(
         stream={"kind": "classes", "tasks": 2, "order": [[0], [1]]},
     )
     run = prepare(settle(what), replace(data, train=data.train.take(keep)))
-    assert (run.names, run.world.stream.absent) == (("bern", "chur", "genf"), {(1, 1)})
+    assert (run.client_names, run.world.stream.absent) == (("bern", "chur", "genf"), {(1, 1)})
     assert [run.world.stream.present(round) for round in (1, 2)] == [[0, 1, 2], [0, 2]]
     owners = run.sites.train.owners
     assert owners is not None
-    for client, part in enumerate(run.sites.parts):
+    for client, part in enumerate(run.sites.split.tensors()):
         assert set(owners[part].tolist()) == {client}
         assert mix or part.sort().values.tolist() == (owners == client).nonzero().flatten().tolist()
 

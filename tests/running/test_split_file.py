@@ -86,7 +86,7 @@ def test_a_resume_takes_the_split_of_the_file(
         raise AssertionError("the split is drawn again")
 
     folder = begun(tmp_path)
-    monkeypatch.setattr("fedstill.running.client_data.split", drawn)
+    monkeypatch.setattr("fedstill.running.client_data.draw_split", drawn)
     resume(folder, toys.blobs())
     assert_same_bits(bits(folder), bits(whole))
 
@@ -239,7 +239,7 @@ def nothing(labels: np.ndarray, clients: int) -> list[list[int]]:
 
 def test_ones_own_function_may_give_lists(tmp_path: Path) -> None:
     ready = prepare(settle(TOY.with_values({"partition": own}, "Python")), toys.blobs())
-    assert [part.tolist() for part in ready.sites.parts] == own(
+    assert [part.tolist() for part in ready.sites.split.tensors()] == own(
         toys.blobs().train.labels.numpy(), 5
     )
 

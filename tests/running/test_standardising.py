@@ -133,7 +133,7 @@ def test_each_client_by_its_own_has_no_common_test() -> None:
     run = ready(table(), standardise="own")
     assert run.sites.common_test is None
     for client in range(2):
-        own = run.sites.train.values[run.sites.parts[client]].double().numpy()
+        own = run.sites.train.values[run.sites.positions(client)].double().numpy()
         assert np.allclose(own.mean(0), 0, atol=1e-6)
 
 

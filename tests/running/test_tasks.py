@@ -92,12 +92,15 @@ def test_tasks_and_clients_cut_the_training_set(kind: dict[str, str], compose: s
     prepared = ready(**kind, tasks=3, compose=compose)
     tasks, train = prepared.sites.tasks, prepared.sites.train
     assert tasks is not None
-    pieces = [p[tasks.of_task(p, t)] for p in prepared.sites.parts for t in range(3)]
+    pieces = [p[tasks.of_task(p, t)] for p in prepared.sites.split.tensors() for t in range(3)]
     assert torch.cat(pieces).sort().values.tolist() == list(range(len(train)))
     if compose == "clients_first" and kind["kind"] != "drift":
         plain = prepare(settle(toys.toy(rounds=6, partition=IID)), toys.blobs())
         assert all(
-            torch.equal(a, b) for a, b in zip(prepared.sites.parts, plain.sites.parts, strict=True)
+            torch.equal(a, b)
+            for a, b in zip(
+                prepared.sites.split.tensors(), plain.sites.split.tensors(), strict=True
+            )
         )
 
 
@@ -122,7 +125,7 @@ def test_of_the_past_a_client_has_only_the_tasks_that_it_was_in() -> None:
     stream, tasks = prepared.world.stream, prepared.sites.tasks
     assert tasks is not None
     client = next(c for c in range(6) if [stream.task(r, c) for r in (1, 3, 5)] == [0, 0, 2])
-    part = prepared.sites.parts[client]
+    part = prepared.sites.positions(client)
     own = torch.cat([part[tasks.of_task(part, task)] for task in (2, 0)])
     assert torch.equal(seen_by(prepared, client, 5), prepared.sites.train.values[own].flatten(1))
     assert int(prepared.sites.counts(client, 5).sum()) == len(own)
@@ -161,7 +164,7 @@ def test_drift_goes_from_one_split_to_another() -> None:
 def _shares(prepared: Prepared, task: int | None, labels: Any, only: Any = None) -> Any:
     """What share of a task's examples each client has of each class (clients, C)."""
     rows = []
-    for part in prepared.sites.parts:
+    for part in prepared.sites.split.tensors():
         tasks = prepared.sites.tasks
         own = part[only[part]] if tasks is None or task is None else part[tasks.of_task(part, task)]
         rows.append(np.bincount(labels[own.numpy()], minlength=5))

@@ -15,7 +15,7 @@ from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.data.sources import load_dataset
-from fedstill.running.client_data import divided, trained_and_tested
+from fedstill.running.client_data import split_data, training_and_test_sets
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
@@ -27,7 +27,7 @@ def settings(seed: int = 0, **data: Any) -> Settings:
 def test_held_out_examples_are_a_fifth_of_each_class_and_no_clients() -> None:
     digits = load_dataset("digits")
     own = settings(test_from="held_out")
-    rest, held = trained_and_tested(own, digits)
+    rest, held = training_and_test_sets(own, digits)
     assert len(held) == round(0.2 * len(digits.train))
     assert len(rest) + len(held) == len(digits.train)
     whole, some = (torch.bincount(e.labels, minlength=10).double() for e in (digits.train, held))
@@ -35,20 +35,20 @@ def test_held_out_examples_are_a_fifth_of_each_class_and_no_clients() -> None:
     assert torch.equal(
         _sorted(torch.cat([rest.values, held.values])), _sorted(digits.train.values)
     ), "each occurs once"
-    shared = divided(own, digits)
+    shared = split_data(own, digits)
     assert shared.test is not None
     assert torch.equal(shared.test.values, held.values)
-    assert sum(map(len, shared.parts)) == len(rest)
+    assert sum(map(len, shared.split)) == len(rest)
 
 
 def test_they_are_the_same_for_every_seed_and_size() -> None:
     digits = load_dataset("digits")
     held = [
-        trained_and_tested(settings(seed, test_from="held_out", train_size=n), digits)[1]
+        training_and_test_sets(settings(seed, test_from="held_out", train_size=n), digits)[1]
         for seed, n in ((0, 0), (5, 300))
     ]
     assert torch.equal(held[0].values, held[1].values)
-    few = divided(settings(test_from="held_out", test_size=100, train_size=300), digits)
+    few = split_data(settings(test_from="held_out", test_size=100, train_size=300), digits)
     assert few.test is not None
     assert (len(few.test), len(few.train)) == (100, 300)
 
@@ -75,7 +75,7 @@ def test_what_leaves_nothing_or_has_no_meaning_is_refused(
         )
     )
     with pytest.raises(ConfigError, match=said):
-        divided(asked, load_dataset("digits"))
+        split_data(asked, load_dataset("digits"))
 
 
 def test_a_run_is_tested_on_them_and_says_what_the_processor_spent(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from fedstill.core.records import SERVER
 from fedstill.report.table_files import csv_text
 from fedstill.running.explain import local_steps
 from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.split_file import split_of_sites
 from fedstill.running.variants import Variant
 
 # Where a run stands among the cells of a map: how uneven its clients are, how long each trains, how
@@ -63,15 +62,16 @@ def setting_of(prepared: Prepared) -> Setting | None:
     acting = [
         s for s in prepared.settings.schedule(1, world) if any(c != SERVER for c in s.clients)
     ]
-    dealt = split_of_sites(sites) if sites.tasks is None and len(acting) == 1 else None
     if (
-        dealt is None
+        sites.split is None
+        or sites.tasks is not None
+        or len(acting) != 1
         or acting[0].sequential
         or acting[0].view == "public"
         or acting[0].name not in world.plans
     ):
         return None
-    table = dealt.counts(len(prepared.dataset.classes)).table()
+    table = sites.split.label_table(sites.train.labels, len(prepared.dataset.classes)).numpy()
     table = table[table.sum(axis=1) > 0]
     if not len(table):
         return None

@@ -59,7 +59,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     screen.print()
     networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
     screen.print(terminal.table(["network", "parameters", "has"], networks))
-    if split and prepared.sites.parts:
+    if split and prepared.sites.split is not None:
         screen.print()
         _explain_queries(*who_asks(prepared))
         for drawn in drawn_data(prepared, min(screen.width, 160)):

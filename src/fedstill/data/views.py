@@ -17,7 +17,7 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, View
 from fedstill.core.stream import Stream, Transform
 from fedstill.data.arrival import Arrival
-from fedstill.data.client_split import FlatParts, counts_table
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.inputs import Inputs
 
 # Which of a client's examples belong to which task, and how a task shows its images.
@@ -66,13 +66,18 @@ class TaskData:
         )
 
 
-def below(pieces: list[Examples]) -> Examples:
-    """Examples of several tasks, one below another; one alone as it is."""
+def concatenated(pieces: Sequence[Examples]) -> Examples:
+    """Examples one below another, with owners where all pieces have them; a single piece is not
+    copied.
+    """
     if len(pieces) == 1:
         return pieces[0]
-    owners = [p.owners for p in pieces if p.owners is not None]
-    values, labels = torch.cat([p.values for p in pieces]), torch.cat([p.labels for p in pieces])
-    return Examples(values, labels, torch.cat(owners) if len(owners) == len(pieces) else None)
+    owners = [piece.owners for piece in pieces if piece.owners is not None]
+    return Examples(
+        torch.cat([piece.values for piece in pieces]),
+        torch.cat([piece.labels for piece in pieces]),
+        torch.cat(owners) if len(owners) == len(pieces) else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class SiteViews:
     """The views of sites over one training set: all clients' in a simulation, one client's at a
     real site.
 
-    ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the
+    ``split``: which client has which examples of ``train``; None where sites keep their data: then
+    all of ``train`` are the site's own. ``public``: the public set, which is also the
     server's data. Its labels are shown in the stages named in ``labelled`` only, and are -1 in all
     others.
     ``own_tests``: test sets of clients, which at real sites stay there. ``plans`` say by stage what
@@ -92,7 +98,7 @@ class SiteViews:
     """
 
     train: Examples
-    parts: Sequence[Tensor] | Mapping[int, Tensor]
+    split: ClientSplit | None
     classes: int
     model: Callable[[int], ModelSpec]
     passes: Callable[[ModelSpec], Passes]
@@ -112,6 +118,12 @@ class SiteViews:
     def __post_init__(self) -> None:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
 
+    def positions(self, client: int) -> Tensor:
+        """The positions of a client's examples in ``train``."""
+        if self.split is None:
+            return torch.arange(len(self.train))
+        return torch.from_numpy(self.split[client])
+
     def counts(self, client: int, round: int | None = None) -> Tensor:
         """Label counts (C,) of a client's own data, held-out ones included: of what it has in a
         round, or of all.
@@ -122,13 +134,16 @@ class SiteViews:
         """The label counts (clients, C) of all clients, as ``counts``; (0, C) where the sites keep
         them.
         """
-        parts = self.parts if isinstance(self.parts, Sequence) else ()
+        if self.split is None:
+            return torch.zeros(0, self.classes, dtype=torch.int64)
+        split = self.split
         if round is not None and (self.tasks is not None or self.arrival is not None):
-            parts = [self._had(client, round) for client in range(len(parts))]
-        return counts_table(self.train.labels, parts, self.classes)
+            in_round = [self._had(client, round).numpy() for client in range(len(split))]
+            split = ClientSplit.of_parts(in_round)
+        return split.label_table(self.train.labels, self.classes)
 
     def _had(self, client: int, round: int | None) -> Tensor:
-        part = self.parts[client]
+        part = self.positions(client)
         if round is not None and self.tasks is not None:
             some = [self.tasks.of_task(part, task) for task in self.tasks.had(client, round)]
             part = part[torch.cat([*some, part[:0]])]
@@ -138,10 +153,12 @@ class SiteViews:
         return part
 
     def smaller_than(self, size: int) -> int | None:
-        """The first client that has fewer examples than this; None if there is none."""
-        if isinstance(self.parts, FlatParts):
-            return next(iter(np.flatnonzero(self.parts.sizes < size).tolist()), None)
-        return next((c for c in range(len(self.parts)) if self.size(c) < size), None)
+        """The first client that has fewer examples than this; None if there is none, or where sites
+        keep their data.
+        """
+        if self.split is None:
+            return None
+        return next(iter(np.flatnonzero(self.split.sizes < size).tolist()), None)
 
     def label_shares(self, client: int) -> list[float]:
         """What shares of a client's own data the classes (C,) have."""
@@ -156,7 +173,7 @@ class SiteViews:
 
     def size(self, client: int) -> int:
         """The number of a site's own examples."""
-        return len(self.public or ()) if client == SERVER else len(self.parts[client])
+        return len(self.public or ()) if client == SERVER else len(self.positions(client))
 
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage; the server sees the public set as its data."""
@@ -183,7 +200,7 @@ class SiteViews:
         if self.tasks is None:
             own, held = self._split(client, share, round)
             return self.train.take(own), self.train.take(held)
-        part, trained, apart = self.parts[client], list[Examples](), list[Examples]()
+        part, trained, apart = self.positions(client), list[Examples](), list[Examples]()
         for task in self.tasks.had(client, round):
             some = part[self.tasks.of_task(part, task)]
             for pieces, which in zip(
@@ -191,7 +208,7 @@ class SiteViews:
             ):
                 pieces.append(self.tasks.shown(self.train.take(some[which]), task))
         nothing = self.train.take(part[:0])
-        return below(trained or [nothing]), below(apart or [nothing])
+        return concatenated(trained or [nothing]), concatenated(apart or [nothing])
 
     def _counts(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels.cpu(), minlength=self.classes)
@@ -207,7 +224,7 @@ class SiteViews:
         """Positions in ``train`` of what a client trains on, and of the share that it holds out; of
         a round, or all.
         """
-        part = self.parts[client]
+        part = self.positions(client)
         own, held = self._held_apart(client, len(part), share)
         if round is not None and self.arrival is not None:
             turns = self.arrival.turns(client, self.train.labels[part])

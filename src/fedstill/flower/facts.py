@@ -76,7 +76,7 @@ class Facts:
             about.columns,
             about.features,
             about.marks,
-            prepared.by.origin,
+            prepared.scaler.origin,
         )
 
     @staticmethod

@@ -183,12 +183,12 @@ class Clerk:
         if stage == census_stage(ready.world):
             return Census()
         if stage == sums_stage(ready.world):
-            if ready.by.origin != "summed" or ready.by.mean:
+            if not ready.scaler.awaits_sums:
                 raise Refused(
                     "the run is not standardised by sums that sites send, so they stay here"
                 )
             return sums_work(settings, ready.sites.inputs.about, ready.dataset.input_shape)
-        if ready.by.origin == "summed" and not ready.by.mean:
+        if ready.scaler.awaits_sums:
             raise Refused("the request has no mean and spread, which the sites' sums would give")
         within = 1 <= stage.round <= settings.rounds
         if not within or stage not in settings.schedule(stage.round, ready.world):
@@ -272,7 +272,7 @@ def _sums_before(ready: Prepared, stage: Stage) -> int:
     """
     if (
         not ready.settings.privacy.protects_logits
-        or ready.by.origin != "summed"
+        or ready.scaler.origin != "summed"
         or stage == sums_stage(ready.world)
     ):
         return 0

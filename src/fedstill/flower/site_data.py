@@ -22,16 +22,17 @@ from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.data.form import MANY
 from fedstill.data.sources import load_dataset
 from fedstill.data.time_cuts import tasks_of_times
-from fedstill.data.views import below
+from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.compatibility import refuse_unmaskable, refuse_unprivate
 from fedstill.querying.rules import with_asking
-from fedstill.running.client_data import Shared, cut_of, stream_of
+from fedstill.running.client_data import ClientData
 from fedstill.running.data_sums import moments
-from fedstill.running.preparation import Prepared, sites_of
+from fedstill.running.preparation import Prepared, site_views
 from fedstill.running.public_data import NOISE, Wanted, copied, form_like
-from fedstill.running.standardisation import STANDARDISED, Standard, unscaled
+from fedstill.running.splitting import cut_into_tasks, stream_of
+from fedstill.running.standardisation import STANDARDISED, UNSCALED, Scaler, unscaled
 from fedstill.running.world import RunWorld, world_of
 
 # A site's own data as the run has them: read by the run's keys, checked against its facts,
@@ -43,15 +44,14 @@ class OwnData:
     """What a site has: the data set as it was read, its examples as the run has them, and the
     public set.
 
-    ``by``: how numbers were standardised; of sums that are still to be sent, mean and spread are
-    empty.
+    ``scaler``: how numbers were scaled.
     """
 
     read: Dataset
     train: Examples
     test: Examples
     public: Examples | None
-    by: Standard
+    scaler: Scaler
 
 
 def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer: str) -> OwnData:
@@ -63,11 +63,15 @@ def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer
     """
     form = form_of(settings, facts, tokenizer)
     own = read_alike(settings, facts, data, form)
-    by = standard_of(settings, own, facts)
-    if by.origin == "summed" and not by.mean:  # the sums come first, and count what is known only
-        return OwnData(own, own.train, own.test, None, by)
+    scaler = scaler_of(settings, own, facts)
+    if scaler.awaits_sums:  # the sums count what is known only, so examples stay as they are
+        return OwnData(own, own.train, own.test, None, scaler)
     return OwnData(
-        own, by.of(own.train), by.of(own.test), public_of(settings, public, facts, form, by), by
+        read=own,
+        train=scaler.transform(own.train),
+        test=scaler.transform(own.test),
+        public=public_of(settings, public, facts, form, scaler),
+        scaler=scaler,
     )
 
 
@@ -134,14 +138,14 @@ def _refuse_unlike(own: Dataset, facts: Facts) -> None:
         raise Refused(f"tables at this site have no input {theirs!r}; correct its columns")
 
 
-def standard_of(settings: Settings, own: Dataset, facts: Facts) -> Standard:
-    """By what this site's numbers are standardised: the facts' mean and spread, or its own where
-    the run says so.
+def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
+    """The scaler of this site's numbers: with the facts' mean and spread, or its own where the run
+    says so.
 
     Raises Refused where the request says otherwise than the run's configuration.
     """
     if facts.kind in ("image", "text"):
-        return Standard()
+        return UNSCALED
     asked = settings.data.standardise or (
         "declared" if facts.kind in STANDARDISED or facts.mean else "none"
     )
@@ -152,14 +156,14 @@ def standard_of(settings: Settings, own: Dataset, facts: Facts) -> Standard:
         )
     if facts.origin == "own":
         mine = moments(own.train.values, own.about.marks)
-        return Standard("own", mine.mean, mine.std)
+        return Scaler("own", mine.mean, mine.std)
     if facts.origin == "none":
         return unscaled(settings, own.train)
     if not facts.mean and facts.origin != "summed":
         raise Refused(
             f"the request has no mean and spread, by which {MANY[facts.kind]} are standardised"
         )
-    return Standard(facts.origin, facts.mean, facts.std)
+    return Scaler(facts.origin, facts.mean, facts.std)
 
 
 def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
@@ -184,7 +188,7 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
 
 
 def public_of(
-    settings: Settings, copy: str, facts: Facts, form: Mapping[str, Any], by: Standard
+    settings: Settings, copy: str, facts: Facts, form: Mapping[str, Any], scaler: Scaler
 ) -> Examples | None:
     """The public set at a site, read from its own copy; None in a run that has none.
 
@@ -202,7 +206,7 @@ def public_of(
             "the run has a public set: set public, your copy of it, in this site's site.toml"
         )
     if settings.data.public_from != NOISE:
-        public = by.of(public)
+        public = scaler.transform(public)
     if examples_digest(public) != facts.public:
         raise Refused(
             "the public set at this site is not the server's: copy the server's folder again"
@@ -226,7 +230,7 @@ class OwnTasks:
 
     ``read``: what was read of the first task with data. ``train``, ``tests``: by task, from 0,
     those with examples.
-    ``sums``: the SHA-256 of each task's data, empty for one without. ``by``, ``public``: as in
+    ``sums``: the SHA-256 of each task's data, empty for one without. ``scaler``, ``public``: as in
     ``OwnData``.
     """
 
@@ -236,7 +240,7 @@ class OwnTasks:
     train: Mapping[int, Examples]
     tests: Mapping[int, Examples]
     read: Dataset | None = None
-    by: Standard | None = None
+    scaler: Scaler | None = None
     public: Examples | None = None
 
     def note(self, place: Path) -> None:
@@ -290,16 +294,18 @@ def own_tasks(settings: Settings, facts: Facts, stream: Stream, now: int, site: 
     if not read:
         return OwnTasks(stream, now, sums, {}, {})
     first = read[min(read)]
-    by, public = standard_of(settings, first, facts), None
+    scaler = scaler_of(settings, first, facts)
+    public = None
     train, tests = (
         {t: getattr(own, split) for t, own in read.items()} for split in ("train", "test")
     )
-    if by.origin == "summed" and not by.mean:  # the sums come first, and count what is known only
+    if scaler.awaits_sums:  # the sums count what is known only, so examples stay as they are
         tests = {}
     else:
-        train, tests = ({t: by.of(own) for t, own in each.items()} for each in (train, tests))
-        public = public_of(settings, site.public, facts, form, by)
-    return OwnTasks(stream, now, sums, _some(train), _some(tests), first, by, public)
+        train = {task: scaler.transform(examples) for task, examples in train.items()}
+        tests = {task: scaler.transform(examples) for task, examples in tests.items()}
+        public = public_of(settings, site.public, facts, form, scaler)
+    return OwnTasks(stream, now, sums, _some(train), _some(tests), first, scaler, public)
 
 
 def task_folders(data: Path, tasks: int) -> dict[int, Path]:
@@ -413,30 +419,36 @@ class Ready:
 def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
     """A run without tasks, ready on a site's own data."""
     own = own_data(settings, facts, site.data, site.public, site.tokenizer)
-    parts = {site.client: torch.arange(len(own.train))}
-    shared = Shared(own.train, parts, own.public, own_tests={site.client: own.test})
+    data = ClientData(
+        train=own.train, split=None, public=own.public, client_tests={site.client: own.test}
+    )
     world = _world(settings, facts, own.public)
-    sites = sites_of(settings, world, facts.inputs(settings), shared)
-    return Ready(settings, Prepared(settings, own.read, world, sites, by=own.by))
+    sites = site_views(settings, world, facts.inputs(settings), data)
+    return Ready(settings, Prepared(settings, own.read, world, sites, scaler=own.scaler))
 
 
 def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Ready:
     """A run with tasks, ready on what a site has of them up to a round's."""
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
-    cut = cut_of(settings, nothing, len(facts.classes))
+    cut = cut_into_tasks(settings, nothing, len(facts.classes))
     assert cut is not None
-    stream = stream_of(settings, cut, ())
+    stream = stream_of(settings, cut, None)
     own = own_tasks(settings, facts, stream, stream.task(round, site.client), site)
-    if own.read is None or own.by is None:
+    if own.read is None or own.scaler is None:
         return Ready(settings, None, own)
     had = _had(own.train, own.now, stream.kept)
-    train = below(list(had.values()) or [own.read.train.take(torch.arange(0))])
+    train = concatenated(list(had.values()) or [own.read.train.take(torch.arange(0))])
     task = np.repeat(np.array([*had], dtype=np.int64), [len(examples) for examples in had.values()])
-    parts = {site.client: torch.arange(len(train))}
-    shared = Shared(train, parts, own.public, cut=replace(cut, task=task), tests_by_task=own.tests)
+    data = ClientData(
+        train=train,
+        split=None,
+        public=own.public,
+        tasks=replace(cut, task=task),
+        task_tests=own.tests,
+    )
     world = replace(_world(settings, facts, own.public), stream=stream)
-    sites = sites_of(settings, world, facts.inputs(settings), shared)
-    return Ready(settings, Prepared(settings, own.read, world, sites, by=own.by), own)
+    sites = site_views(settings, world, facts.inputs(settings), data)
+    return Ready(settings, Prepared(settings, own.read, world, sites, scaler=own.scaler), own)
 
 
 def _had(train: Mapping[int, Examples], now: int, kept: bool) -> dict[int, Examples]:

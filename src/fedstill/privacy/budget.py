@@ -159,7 +159,7 @@ class Budget:
         settings, data = prepared.settings, prepared.dataset
         sums = (
             sums_work(settings, data.about, data.input_shape).rows
-            if prepared.by.origin == "summed"
+            if prepared.scaler.origin == "summed"
             else 0
         )
         sent = Counter(

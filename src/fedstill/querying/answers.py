@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from fedstill.core.files import digest, in_shell
 from fedstill.core.method import Method
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
 from fedstill.core.rounds import run_round
-from fedstill.data.client_split import FlatParts
 from fedstill.data.dataset import Dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.passes import correct_by_class
@@ -132,10 +132,10 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     both = Examples(
         *(torch.cat([getattr(e, k) for e in (sites.train, more)]) for k in ("values", "labels"))
     )
-    assert isinstance(sites.parts, FlatParts)  # queries are answered in simulations
-    parts = sites.parts.with_more(client, old + torch.arange(len(more)))
+    assert sites.split is not None  # queries are answered in simulations
+    split = sites.split.with_examples(client, old + np.arange(len(more)))
     known = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
-    grown = WithNewData(**{**known, "train": both, "parts": parts}, asker=client, new=len(more))
+    grown = WithNewData(**{**known, "train": both, "split": split}, asker=client, new=len(more))
     return replace(prepared, sites=grown)
 
 

@@ -35,7 +35,7 @@ class RunQueries:
         settings, world, sites = self.prepared.settings, self.prepared.world, self.prepared.sites
         self.personal = settings.method.personal
         self._queries = {c: tuple(query) for c, query in world.queries.items()}
-        if settings.query.by is not None and sites.parts:
+        if settings.query.by is not None and sites.split is not None:
             before = reasons_before(settings, world, sites.all_counts)
             self._why = {
                 c: {str(q): dict(why) for q, why in each.items()} for c, each in before.items()
@@ -77,7 +77,7 @@ class RunQueries:
         ``why_asked``.
         """
         sites = self.prepared.sites
-        if not self._queries or not sites.parts:
+        if not self._queries or sites.split is None:
             return {}
         counts = {c: sites.counts(c, round).tolist() for c in self._queries}
         told = answers(self._queries, counts, self._alone, replies, measured, totals, self.personal)

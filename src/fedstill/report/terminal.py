@@ -21,7 +21,7 @@ from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.numbers import COLUMNS, PERSONAL
 from fedstill.report.summary import best_first
 from fedstill.running.preparation import Prepared
-from fedstill.running.split_file import split_of_sites
+from fedstill.running.split_file import StoredSplit
 from fedstill.running.tasks import TaskEnds
 
 SHADES = " ░▒▓█"
@@ -270,16 +270,16 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
         {c: len(own) for c, own in prepared.sites.own_tests.items()},
     )
     if prepared.sites.tasks is None:
-        split = split_of_sites(prepared.sites)
-        counts: Sequence[Sequence[int]] = split.counts(len(classes)) if split else ()
-        yield drawn_split(counts, classes, width, names=prepared.names, tests=tests)
+        split = StoredSplit.of_sites(prepared.sites)
+        counts: Sequence[Sequence[int]] = split.label_counts(len(classes)) if split else ()
+        yield drawn_split(counts, classes, width, names=prepared.client_names, tests=tests)
         return
     each = TaskEnds(prepared).counts
     for task, line in enumerate(told_of_tasks(prepared)):
         yield Text(line)
         if task < MOST_DRAWN:
             yield drawn_split(
-                each[:, task].tolist(), classes, width, names=prepared.names, tests=tests
+                each[:, task].tolist(), classes, width, names=prepared.client_names, tests=tests
             )
     if prepared.sites.public is not None:
         yield Text(

@@ -83,7 +83,7 @@ def _of_names(prepared: Prepared) -> Iterator[str]:
         why = f"labels from 0 to {len(counts) - 1} are {len(counts)} classes" if counts[0] else ""
         why = why or f"labels count from 0, and yours begin at {begins}"
         yield f"data: no example is of {_named(absent)}{f'; {why}' if numbered else ''}"
-    each = {"classes": data.classes, "clients": prepared.names}
+    each = {"classes": data.classes, "clients": prepared.client_names}
     each |= {f"values of {column!r}": values for column, values in data.about.categories}
     for what, own in each.items():
         plain: dict[str, str] = {}

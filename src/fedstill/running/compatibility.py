@@ -25,7 +25,6 @@ from fedstill.core.method import Method
 from fedstill.core.records import SERVER, ModelSpec, Plan, Stage, World
 from fedstill.core.schedule import Schedule
 from fedstill.core.work import ClientWork
-from fedstill.data.client_split import FlatParts
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
@@ -303,9 +302,7 @@ def _refuse_single_examples(settings: Settings, world: RunWorld, sites: SiteView
     is rejected: data that stay the same, clients that may not fail, and training on a client's own
     data alone.
     """
-    is_certain = (
-        isinstance(sites.parts, FlatParts) and sites.arrival is None and sites.tasks is None
-    )
+    is_certain = sites.split is not None and sites.arrival is None and sites.tasks is None
     if not is_certain or settings.of_clients.failures != "stop":
         return
 
@@ -325,12 +322,12 @@ def _unable_to_train(stage: str, plan: Plan, world: RunWorld, sites: SiteViews) 
     """The clients whose batches in a stage have one example, if their networks need two."""
     if not (plan.epochs or plan.steps):
         return frozenset()
-    if plan.validation == 0 and isinstance(sites.parts, FlatParts):
-        sizes = sites.parts.sizes
+    assert sites.split is not None  # otherwise nothing is certain
+    if plan.validation == 0:
+        sizes = sites.split.sizes
     else:
-        sizes = np.array(
-            [sites.trains_on(client, stage) for client in range(len(sites.parts))], dtype=np.int64
-        )
+        numbers = range(len(sites.split))
+        sizes = np.array([sites.trains_on(client, stage) for client in numbers], dtype=np.int64)
     single = sizes > 0 if plan.batch == 1 else sizes == 1
     clients = np.flatnonzero(single).tolist()
     return frozenset(

@@ -107,7 +107,7 @@ class Driver:
                 self.method.initial_state(self.world), State, self.method.initial_state, "a State"
             )
         told = self._told() | (
-            {"split": write_split(self.folder, s)} if (s := self.measuring.dealt_out) else {}
+            {"split": write_split(self.folder, s)} if (s := self.measuring.split) else {}
         )
         self.journal.write("start", seconds_since_1970=time.time(), **told)
         self.journal.write("initial", **self.measuring.initial(asked := self._predictors(state)))
@@ -129,9 +129,10 @@ class Driver:
         standardised. Until there is one, sites know the run by a name of its own.
         """
         ready = self.prepared
-        if not (self.settings.on_sites and ready.by.origin == "summed"):
+        if not (self.settings.on_sites and ready.scaler.origin == "summed"):
             return None
-        if ready.by.mean:  # of a run that was stopped before its first checkpoint: it begins anew
+        if ready.scaler.mean:
+            # The run was stopped before its first checkpoint, and begins anew.
             ready = prepare(self.settings, ready.dataset)
             self.engine = informed(self.engine, ready)
         self.token = self._named_before()
@@ -147,8 +148,8 @@ class Driver:
         self.journal.cut(restored.journal)
         events = journals.read_journal(self.journal.path)
         check_same(self.settings, events[0], self.measuring.about())
-        if self.measuring.dealt_out is not None:
-            restore_split(self.folder, events[0], self.measuring.dealt_out)
+        if self.measuring.split is not None:
+            restore_split(self.folder, events[0], self.measuring.split)
         self.measuring.replay(events)
         for event in events:
             self.tracking.take(event)

@@ -15,9 +15,9 @@ from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile, RunExists
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.data.sources.catalog import KNOWN
-from fedstill.running.client_data import divided
+from fedstill.running.client_data import scale_data, split_data
 from fedstill.running.directory import clear, locked, refuse_changed, settings_of
-from fedstill.running.preparation import how_read, read_data, with_pixels
+from fedstill.running.preparation import read_data, reading_options, with_pixels
 from fedstill.running.provenance import changed_files, changed_models
 from fedstill.running.public_data import NOISE, TRAIN
 from fedstill.running.variants import Variant
@@ -66,12 +66,13 @@ class DataNow:
         data, seals = self._read[name]
         if settings.data.public_from in (TRAIN, NOISE):
             return seals
-        public = divided(settings, with_pixels(data, settings.data)).public
+        data = with_pixels(data, settings.data)
+        public = scale_data(settings, data, split_data(settings, data)).public
         return seals if public is None else {**seals, "public": examples_digest(public)}
 
 
 def _name(settings: Settings) -> str:
-    return repr((settings.data.name, how_read(settings)))
+    return repr((settings.data.name, reading_options(settings)))
 
 
 # What stands in the folder of a comparison's run: the same run, to go on with; or another one,

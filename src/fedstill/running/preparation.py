@@ -1,5 +1,7 @@
-"""A run that is ready to start: data read and split, models known, conflicts refused. Engines are
-built only here.
+"""Preparation of a run: from settings to data, world and engine.
+
+``prepare`` reads the data, splits and scales them, makes the world, checks that all this fits
+together, and chooses an engine. Nothing is trained here, and no file is written.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from fedstill.core.extensions import ClientHook
 from fedstill.core.fields import Share, problem
 from fedstill.core.records import Examples
 from fedstill.data.cache import cache_folder, reuse_bytes
-from fedstill.data.client_split import DealtOut
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
@@ -38,7 +39,7 @@ from fedstill.privacy.noise import NoisedLogits
 from fedstill.privacy.private_training import Private, PrivateTraining
 from fedstill.querying.hooks import QueriesAtClient
 from fedstill.querying.rules import arrival_of, with_asking
-from fedstill.running.client_data import Shared, divided, stream_of, task_data
+from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import (
     refuse_misfits,
     refuse_other_kinds,
@@ -47,45 +48,53 @@ from fedstill.running.compatibility import (
 from fedstill.running.data_sums import Moments
 from fedstill.running.engine_choice import ENGINES, resolved
 from fedstill.running.hostile_clients import hostile_clients, refuse_hostile
-from fedstill.running.standardisation import PLAIN, Standard
+from fedstill.running.split_file import StoredSplit
+from fedstill.running.splitting import stream_of, task_data
+from fedstill.running.standardisation import UNSCALED, Scaler
 from fedstill.running.start_weights import as_features
 from fedstill.running.world import RunWorld, started, world_of
 
 LEAST_SPREAD = 1e-4
-"""The least ``data.std`` of pixels in [0, 1]; with less a network sees nothing but overflow."""
+"""The least ``data.std`` of pixels in [0, 1]. With less, inputs are so large that networks
+overflow.
+"""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start; its settings name the engine that ``auto`` has chosen.
+    """A run that is ready to start.
 
-    ``notes``: what reading and splitting the data left out or took as it was, a sentence
-    each; ``names``: what clients are called in the data. ``by``: whose mean and spread standardises
-    examples.
+    settings: with the engine that ``auto`` has chosen. dataset: as it was read. world: what every
+    side may know. sites: the data of clients and server. scaler: how the values of examples were
+    scaled. notes: what reading and splitting the data left out or did on its own account, a
+    sentence each. client_names: what the data call the clients.
     """
 
     settings: Settings
     dataset: Dataset
     world: RunWorld
     sites: SiteViews
+    scaler: Scaler = UNSCALED
     notes: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    by: Standard = PLAIN
+    client_names: tuple[str, ...] = ()
 
     def engine(
         self, memory: Memory | None = None, *, site: bool = False, measured: bool = True
     ) -> SerialEngine:
-        """The engine that carries stages out in this process, as the settings name it.
+        """The engine that the settings name, in this process.
 
-        ``memory``: what clients remember; in this process if it is left out. ``site``: of one site,
+        memory: what clients remember; a new memory in this process by default. site: at a site,
         which does one client's stages: the serial engine, without replies that other runs have
-        kept. ``measured``: whether clients measure their own models.
+        cached. measured: whether clients measure their own models.
         """
         settings = self.settings
         kind = SerialEngine if site else ENGINES.get(settings.engine, SerialEngine)
-        alone: dict[str, Any] = (
-            {"workers": 1} if settings.device == "cuda" and issubclass(kind, PooledEngine) else {}
-        )
+        options: dict[str, Any] = {}
+        if settings.device == "cuda" and issubclass(kind, PooledEngine):
+            options["workers"] = 1
+        reply_cache = None
+        if settings.reuse and not site and not settings.lives:
+            reply_cache = self._reply_cache()
         return kind(
             self.world,
             self.sites,
@@ -93,43 +102,41 @@ class Prepared:
             settings.threads,
             settings.precision,
             client_hooks(self, site=site, measured=measured),
-            kept=self._kept() if settings.reuse and not site and not settings.lives else None,
-            **alone,
+            kept=reply_cache,
+            **options,
         )
 
     def client_measures(self, *, site: bool = False) -> ClientMeasures:
-        """The run's measures that clients take; ``site``: those that a client takes which is
-        reached over Flower.
+        """The run's measures that clients take; ``site``: those of a client that is reached over
+        Flower.
         """
         settings = self.settings
-        return at_clients(
-            measures(settings.measure), settings.measured_in, site and settings.on_sites
-        )
+        own_data = site and settings.on_sites
+        return at_clients(measures(settings.measure), settings.measured_in, own_data)
 
     def room(self, folder: Path | None, memory: Memory | None) -> Room | None:
         """What measures may use: the run's directory, what clients remember; None without a common
         test set.
         """
-        settings, sites = self.settings, self.sites
-        if sites.common_test is None:
+        if self.sites.common_test is None:
             return None
         return Room(
             world=self.world,
-            test=sites.common_test,
-            inputs=sites.inputs,
-            sites=sites,
-            schedule=settings.schedule,
+            test=self.sites.common_test,
+            inputs=self.sites.inputs,
+            sites=self.sites,
+            schedule=self.settings.schedule,
             folder=folder,
-            privacy=settings.privacy,
-            remembered=memory.load if memory is not None else None,
+            privacy=self.settings.privacy,
+            remembered=None if memory is None else memory.load,
         )
 
-    def _kept(self) -> KeptReplies:
-        """Replies of other runs, for the stages of which the method says that they may serve
-        again.
-        """
+    def _reply_cache(self) -> KeptReplies:
+        """Replies of other runs, for the stages whose replies may serve again."""
         method = self.settings.method
-        stages = method.reusable | (frozenset() if FIT in method.stages else ONLY_FIT.reusable)
+        stages = method.reusable
+        if FIT not in method.stages:
+            stages |= ONLY_FIT.reusable
         return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
 
 
@@ -139,7 +146,8 @@ def client_hooks(prepared: Prepared, *, site: bool, measured: bool) -> tuple[Cli
     ``site``: of a client that is reached over Flower. ``measured``: whether clients measure their
     own models.
     """
-    settings, asking = prepared.settings, prepared.world.asking
+    settings = prepared.settings
+    asking = prepared.world.asking
     secret = site and settings.on_sites
     hooks: list[ClientHook] = []
     if asking is not None:
@@ -158,142 +166,191 @@ def client_hooks(prepared: Prepared, *, site: bool, measured: bool) -> tuple[Cli
 def prepare(
     settings: Settings,
     dataset: Dataset | None = None,
-    begun: DealtOut | None = None,
+    stored: StoredSplit | None = None,
     sent: Moments | None = None,
 ) -> Prepared:
-    """Read and split the data, build the models once, and check that the method gets what it needs.
+    """Make a run ready to start.
 
-    ``begun``: the split that a run began with; without it, one is drawn. ``sent``: the mean and
-    spread that the sums of real sites came to, where they are standardised by these; without it,
-    examples are left as they are until then. Raises DataError, InfeasiblePartition, ConfigError or
-    IncompatibleMethod, before anything is trained.
+    dataset: in memory, instead of the one that the settings name. stored: the split that a run
+    began with; without it, one is drawn. sent: the mean and spread from the sums of real sites,
+    where these scale the examples; without it, examples stay as they are until the sites have sent
+    them. Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod.
     """
-    check_machine(settings.precision, settings.device)
-    steady(settings.device)
-    if settings.reuse:
-        reuse_bytes()  # raises now if it is not a number
-    dataset = as_features(settings, with_pixels(dataset or read_data(settings), settings.data))
+    _check_machine(settings)
+    dataset = _read(settings, dataset)
     refuse_other_kinds(settings, dataset)
     refuse_untrained_domain(settings, dataset)
-    classes = len(dataset.classes)
-    shared = divided(settings, dataset, begun, sent)
-    world = started(settings, _world(settings, dataset, shared))
-    if shared.cut is not None:
-        world = replace(world, stream=stream_of(settings, shared.cut, shared.parts))
-    world = with_asking(settings, world, lambda: shared.counts(classes))
-    mean, std = (
-        (dataset.mean, dataset.std)
-        if dataset.about.kind == "image"
-        else (shared.by.mean, shared.by.std)
-    )
-    inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
-    sites = sites_of(settings, world, inputs, shared)
+
+    data = split_data(settings, dataset, stored)
+    data = scale_data(settings, dataset, data, sent)
+    world = _make_world(settings, dataset, data)
+    sites = site_views(settings, world, _inputs(settings, dataset, data.scaler), data)
+
     refuse_misfits(settings, world, sites)
     refuse_hostile(settings, world)
     refuse_unprivate(settings, world)
     refuse_unmaskable(settings, world)
-    how = resolved(settings, world, len(shared.train))
-    return Prepared(how, dataset, world, sites, shared.notes, shared.names, shared.by)
+
+    return Prepared(
+        settings=resolved(settings, world, len(data.train)),
+        dataset=dataset,
+        world=world,
+        sites=sites,
+        scaler=data.scaler,
+        notes=(*dataset.about.notes, *data.scaler.notes, *_notes_on_tasks(settings, data.scaler)),
+        client_names=data.client_names,
+    )
 
 
-def _world(settings: Settings, dataset: Dataset, shared: Shared) -> RunWorld:
-    public = len(shared.public) if shared.public else 0
-    return world_of(settings, dataset.input_shape, len(dataset.classes), public, dataset.vocabulary)
+def _check_machine(settings: Settings) -> None:
+    """Raise ConfigError for what this machine lacks, and make its arithmetic repeatable."""
+    check_machine(settings.precision, settings.device)
+    steady(settings.device)
+    if settings.reuse:
+        reuse_bytes()  # raises if the environment variable is not a number
 
 
-def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared) -> SiteViews:
-    """Where a run's data are, on its device: each client's part, the public set, the common and the
-    clients' tests.
+def _read(settings: Settings, dataset: Dataset | None) -> Dataset:
+    """The run's data set: read if there is none in memory, and as the network takes it."""
+    dataset = with_pixels(dataset or read_data(settings), settings.data)
+    return as_features(settings, dataset)
+
+
+def _make_world(settings: Settings, dataset: Dataset, data: ClientData) -> RunWorld:
+    """What every side may know: numbers, architectures, tasks and queries."""
+    classes = len(dataset.classes)
+    public = len(data.public) if data.public is not None else 0
+    world = world_of(settings, dataset.input_shape, classes, public, dataset.vocabulary)
+    world = started(settings, world)
+    if data.tasks is not None:
+        world = replace(world, stream=stream_of(settings, data.tasks, data.split))
+    return with_asking(settings, world, lambda: data.label_table(classes))
+
+
+def _inputs(settings: Settings, dataset: Dataset, scaler: Scaler) -> Inputs:
+    """How stored values become inputs: pixels by the data set's mean and spread, numbers by the
+    scaler's.
     """
+    mean = scaler.mean
+    std = scaler.std
+    if dataset.about.kind == "image":
+        mean = dataset.mean
+        std = dataset.std
+    return Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
 
-    def there(examples: Examples | None) -> Examples | None:
-        return None if examples is None else examples.to(settings.device)
 
-    by_task = {task: own.to(settings.device) for task, own in shared.tests_by_task.items()}
+def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: ClientData) -> SiteViews:
+    """The data of clients and server, on the run's device."""
+    device = settings.device
+    tasks = None
+    if data.tasks is not None:
+        task_tests = {task: tests.to(device) for task, tests in data.task_tests.items()}
+        tasks = task_data(world.stream, data.tasks, task_tests)
+    flipped: frozenset[int] = frozenset()
+    if settings.of_clients.attack == "label_flip":
+        flipped = hostile_clients(settings)
     return SiteViews(
-        train=shared.train.to(settings.device),
-        parts=shared.parts,
+        train=data.train.to(device),
+        split=data.split,
         classes=world.classes,
         model=world.model,
         passes=lambda spec: ModelPasses(spec, inputs),
         inputs=inputs,
         plans=dict(settings.plans),
         seed=settings.seed,
-        public=there(shared.public),
-        common_test=there(shared.test),
-        own_tests={client: own.to(settings.device) for client, own in shared.own_tests.items()},
+        public=None if data.public is None else data.public.to(device),
+        common_test=None if data.test is None else data.test.to(device),
+        own_tests={client: tests.to(device) for client, tests in data.client_tests.items()},
         queries=world.queries,
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
         arrival=arrival_of(settings),
-        tasks=None if shared.cut is None else task_data(world.stream, shared.cut, by_task),
-        flipped=hostile_clients(settings)
-        if settings.of_clients.attack == "label_flip"
-        else frozenset(),
+        tasks=tasks,
+        flipped=flipped,
     )
+
+
+def _notes_on_tasks(settings: Settings, scaler: Scaler) -> list[str]:
+    """A note where a simulation takes mean and spread from rows of tasks to come."""
+    from_rows = scaler.origin in ("pooled", "summed", "own")
+    if settings.on_sites or settings.stream.tasks == 1 or not from_rows:
+        return []
+    return [
+        "mean and spread are of the rows of all tasks, those to come too; declare data.mean and "
+        "data.std instead"
+    ]
+
+
+# The step "read": the data set that the settings name.
 
 
 def read_data(settings: Settings) -> Dataset:
-    """The data set that the settings name; ``"none"`` is a server without data, which knows classes
-    and shape only.
+    """The data set that the settings name; without examples at a server whose sites have the data,
+    if the settings name none.
     """
-    data = settings.data
-    if settings.on_sites and data.name == NO_DATA:
-        return _no_data(settings)
-    return load_dataset(data.name, **how_read(settings))
+    if settings.on_sites and settings.data.name == NO_DATA:
+        return _without_examples(settings)
+    return load_dataset(settings.data.name, **reading_options(settings))
 
 
-def how_read(settings: Settings) -> dict[str, Any]:
-    """How the settings have their data set read, beside its name: keywords of ``load_dataset``."""
+def reading_options(settings: Settings) -> dict[str, Any]:
+    """How the settings have their data set read: keywords of ``load_dataset``."""
     data = settings.data
-    columns = {k: v for k in ("image_column", "label_column", "size") if (v := getattr(data, k))}
-    owner = settings.named.partition.values.get("column") or settings.named.stream.values.get(
-        "column"
-    )
-    return {
-        "folder": data.folder or None,
-        **columns,
-        **data.form,
-        **({"owner": owner} if owner else {}),
-    }
+    options: dict[str, Any] = {"folder": data.folder or None}
+    for key in ("image_column", "label_column", "size"):
+        if value := getattr(data, key):
+            options[key] = value
+    options |= data.form
+    partition_column = settings.named.partition.values.get("column")
+    owner = partition_column or settings.named.stream.values.get("column")
+    if owner:
+        options["owner"] = owner
+    return options
 
 
 def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
-    """The data set; of images, the pixels as ``data.mean`` and ``data.std`` say. Raises ConfigError
-    for wrong ones.
+    """The data set, with the mean and spread of pixels that ``data.mean`` and ``data.std`` say.
+
+    Raises ConfigError for wrong ones. Data sets that hold no images stay as they are.
     """
     if dataset.about.kind != "image":
         return dataset
-    channels = dataset.input_shape[0]
-    mean, std = (_by_channel(k, getattr(data, k), channels, dataset) for k in ("mean", "std"))
+    mean = tuple(dataset.mean)
+    if data.mean is not None:
+        mean = _by_channel("mean", data.mean, dataset)
+    std = tuple(dataset.std)
+    if data.std is not None:
+        std = _by_channel("std", data.std, dataset)
     return replace(dataset, mean=mean, std=std)
 
 
-def _by_channel(
-    key: str, values: tuple[float, ...] | None, channels: int, dataset: Dataset
-) -> tuple[float, ...]:
-    if values is None:
-        return tuple(getattr(dataset, key))
-    if why := next((why for value in values if (why := problem(Share, value))), ""):
-        raise ConfigError(f"data.{key} = {why}: pixels are numbers in [0, 1] here")
-    if key == "std" and (low := min(values)) < LEAST_SPREAD:
+def _by_channel(key: str, values: tuple[float, ...], dataset: Dataset) -> tuple[float, ...]:
+    """One number for each channel of images, from a config's list of one or of all."""
+    for value in values:
+        if reason := problem(Share, value):
+            raise ConfigError(f"data.{key} = {reason}: pixels are numbers in [0, 1] here")
+    if key == "std" and min(values) < LEAST_SPREAD:
         raise ConfigError(
-            f"data.std = {low:g}: pixels are numbers in [0, 1] here; give {LEAST_SPREAD:g} or more"
+            f"data.std = {min(values):g}: pixels are numbers in [0, 1] here; give "
+            f"{LEAST_SPREAD:g} or more"
         )
+    channels = dataset.input_shape[0]
     if len(values) not in (1, channels):
+        counts = " or ".join(sorted({"1", str(channels)}))
         raise ConfigError(
             f"data.{key} has {len(values)} numbers, and images of {dataset.name} have {channels} "
-            "channel(s); "
-            f"give {' or '.join(sorted({'1', str(channels)}))}"
+            f"channel(s); give {counts}"
         )
-    own = tuple(float(v) for v in values)
-    return own * channels if len(own) == 1 else own
+    numbers = tuple(float(value) for value in values)
+    return numbers * channels if len(numbers) == 1 else numbers
 
 
-def _no_data(settings: Settings) -> Dataset:
+def _without_examples(settings: Settings) -> Dataset:
+    """A data set of which only the classes and the form of an example are known."""
     shape, about = unseen_examples(settings.data, settings.flower)
-    image = about.kind == "image"
-    dtype = torch.uint8 if image else torch.int64 if about.kind == "text" else torch.float32
+    dtype = {"image": torch.uint8, "text": torch.int64}.get(about.kind, torch.float32)
+    pixel_level = (0.5,) * shape[0] if about.kind == "image" else ()
     empty = Examples(torch.zeros(0, *shape, dtype=dtype), torch.zeros(0, dtype=torch.int64))
-    half = (0.5,) * shape[0] if image else ()
-    return Dataset(NO_DATA, empty, empty, None, settings.flower.classes, half, half, about)
+    return Dataset(
+        NO_DATA, empty, empty, None, settings.flower.classes, pixel_level, pixel_level, about
+    )

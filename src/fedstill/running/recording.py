@@ -32,8 +32,8 @@ from fedstill.querying.hooks import queries_raised
 from fedstill.running.context import world_in
 from fedstill.running.evaluation import OwnAnswers, OwnTests, evaluated, tests_by_class
 from fedstill.running.preparation import Prepared
-from fedstill.running.split_file import split_of_sites
-from fedstill.running.standardisation import Standard
+from fedstill.running.split_file import StoredSplit
+from fedstill.running.standardisation import Scaler
 from fedstill.running.tasks import TaskEnds
 
 # What the first event of a journal says of the data: classes, inputs, the clients' names, what was
@@ -52,10 +52,13 @@ def told_of_data(
 
     split: whether a split stands beside the journal, which then says who has which network.
     """
-    data, networks, names = prepared.dataset, prepared.world.client_models, prepared.names
+    data, networks, names = prepared.dataset, prepared.world.client_models, prepared.client_names
     told: dict[str, Any] = {
         "classes": list(data.classes),
-        "inputs": {**prepared.sites.inputs.stored(data.train.values), **_standardised(prepared.by)},
+        "inputs": {
+            **prepared.sites.inputs.stored(data.train.values),
+            **_standardised(prepared.scaler),
+        },
         "test_counts": test_counts,
         **asked,
     }
@@ -85,14 +88,14 @@ def sealed_examples(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _standardised(by: Standard) -> dict[str, Any]:
+def _standardised(scaler: Scaler) -> dict[str, Any]:
     """Whose mean and spread standardises; and each client's own, where clients have such."""
-    if by.origin == "none":
+    if scaler.origin == "none":
         return {}
-    own = by.by_client or {}
+    own = scaler.by_client or {}
     each = {str(c): {"mean": list(m.mean), "std": list(m.std)} for c, m in sorted(own.items())}
     return {
-        "standardise": by.origin,
+        "standardise": scaler.origin,
         **({"by_client": each} if 0 < len(each) <= MOST_NAMES else {}),
     }
 
@@ -227,12 +230,9 @@ class Measuring:
         self._last = when_they_look(self.measures, self.prepared)
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world
-        self.dealt_out, classes = (
-            split_of_sites(self.prepared.sites, world.client_models),
-            world.classes,
-        )
-        self._totals = tests_by_class(self.prepared.sites, classes)
-        counts = self.dealt_out.counts(classes) if self.dealt_out else ()
+        self.split = StoredSplit.of_sites(self.prepared.sites, world.client_models)
+        self._totals = tests_by_class(self.prepared.sites, world.classes)
+        counts = self.split.label_counts(world.classes) if self.split else ()
         self.own = OwnAnswers(settings.method.personal, counts, self._totals)
         self.tasks = TaskEnds(self.prepared)
         self.own_tests = OwnTests(self.prepared.sites, settings.method.personal)
@@ -240,7 +240,7 @@ class Measuring:
     def about(self) -> dict[str, Any]:
         """What the journal's first event says of the data, with the SHA-256 of all examples."""
         asked = self.queried.before() if self.queried.anyone else {}
-        told = told_of_data(self.prepared, self._totals, asked, split=self.dealt_out is not None)
+        told = told_of_data(self.prepared, self._totals, asked, split=self.split is not None)
         return {**told, **self.tasks.about(), **sealed_examples(self.prepared)}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:

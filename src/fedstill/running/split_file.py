@@ -1,5 +1,4 @@
-"""The split of a run in a file beside its journal: whose examples are where, and their labels; the
-journal seals it.
+"""The split of a run in a file beside its journal, which has the file's SHA-256.
 
 Reading: earlier versions wrote the label counts of all clients into the journal's first line; that
 is read, too.
@@ -8,6 +7,7 @@ is read, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest, write_whole
-from fedstill.data.client_split import DealtOut, FlatParts, LabelCounts
+from fedstill.data.client_split import ClientSplit, LabelCounts
 from fedstill.running.journal import read_journal
 
 if TYPE_CHECKING:
@@ -28,45 +28,105 @@ if TYPE_CHECKING:
 SPLIT = "split.safetensors"
 """The file's name in a run's directory."""
 
-AGAIN = (
+REMEDY = (
     "restore it, or delete it, and summary.json too if the run is finished, and `fedstill resume` "
-    "the run: then the "
-    "split is drawn again"
+    "the run: then the split is drawn again"
 )
 
+STORED_TYPES = (np.uint8, np.uint16, np.uint32, np.int64)
+"""Types that safetensors and NumPy have in common, the smallest first."""
 
-def write_split(folder: Path, split: DealtOut) -> dict[str, Any]:
-    """Write a run's split into its directory, whole or not at all; what the journal says of it.
 
-    The file is safetensors: ``positions`` (n,) and their ``labels`` (n,), client after client, and
-    ``ends`` (clients,), where each client's stop; the numbers have the smallest type that holds
-    them. Where networks differ, ``networks`` (clients,) are numbers of the names that the journal
-    has.
+def _none() -> NDArray[Any]:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSplit:
+    """What the file of a run's split says.
+
+    clients: which client has which training examples. labels: (n,) of ``clients.positions``, so
+    that readers need no data set to count them. network_names, networks: where clients have
+    different networks, their names, and the number of each client's (clients,).
     """
-    write_whole(folder / SPLIT, data := _bytes_of(split))
-    return _told(split, data)
+
+    clients: ClientSplit
+    labels: NDArray[Any]
+    network_names: tuple[str, ...] = ()
+    networks: NDArray[Any] = field(default_factory=_none)
+
+    @staticmethod
+    def of_sites(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> StoredSplit | None:
+        """The split of a run, held-out examples included; None where sites keep their data.
+
+        networks: each client's, where not all clients have the server's.
+        """
+        if sites.split is None:
+            return None
+        labels = sites.train.labels.cpu().numpy()[sites.split.positions]
+        distinct = {spec: number for number, spec in enumerate(dict.fromkeys(networks))}
+        if len(distinct) < 2:
+            return StoredSplit(sites.split, labels)
+        return StoredSplit(
+            clients=sites.split,
+            labels=labels,
+            network_names=tuple(spec.label for spec in distinct),
+            networks=np.array([distinct[spec] for spec in networks], dtype=np.int64),
+        )
+
+    def label_counts(self, classes: int) -> LabelCounts:
+        """Label counts by client."""
+        return LabelCounts.of_labels(self.labels, self.clients.ends, classes)
+
+    def fits(self, labels: NDArray[Any], clients: int) -> bool:
+        """Whether this can be a split of examples with these labels over so many clients."""
+        positions = self.clients.positions
+        if len(self.clients) != clients or not len(positions):
+            return False
+        return int(positions.max()) < len(labels) and np.array_equal(labels[positions], self.labels)
+
+    def to_bytes(self) -> bytes:
+        """The file's content, in safetensors.
+
+        ``positions`` (n,) and their ``labels`` (n,), client after client, and ``ends`` (clients,),
+        where each client's end; ``networks`` (clients,) where networks differ. Numbers have the
+        smallest type that holds them.
+        """
+        arrays = {
+            "positions": self.clients.positions,
+            "labels": self.labels,
+            "ends": self.clients.ends,
+        }
+        if self.network_names:
+            arrays["networks"] = self.networks
+        return safetensors.numpy.save({name: _narrow(array) for name, array in arrays.items()})
 
 
-def begun_split(folder: Path) -> DealtOut | None:
-    """The split with which the run in a directory began; None if it names none yet, or the file is
-    not there.
-
-    Raises CorruptFile, naming the file, if it is not what was written.
+def write_split(folder: Path, split: StoredSplit) -> dict[str, Any]:
+    """Write a run's split into its directory, completely or not at all; returns what the journal
+    says of it.
     """
-    if not (folder / "journal.jsonl").is_file() or not (folder / SPLIT).exists():
-        return None
-    first = read_journal(folder / "journal.jsonl", 1)
-    return read_split(folder, first[0]) if first else None
+    data = split.to_bytes()
+    write_whole(folder / SPLIT, data)
+    fields = {
+        "file": SPLIT,
+        "sha256": digest(data),
+        "clients": len(split.clients),
+        "examples": len(split.labels),
+    }
+    if split.network_names:
+        fields["networks"] = list(split.network_names)
+    return fields
 
 
-def restore_split(folder: Path, start: Mapping[str, Any], split: DealtOut) -> None:
+def restore_split(folder: Path, start: Mapping[str, Any], split: StoredSplit) -> None:
     """Write the file of a run that lost it again, given the split as it is drawn now.
 
-    Raises CorruptFile if that is not the one with which the run began.
+    Raises CorruptFile if the run began with another split.
     """
     if "split" not in start or (folder / SPLIT).exists():
         return
-    if digest(_bytes_of(split)) != start["split"].get("sha256"):
+    if digest(split.to_bytes()) != start["split"].get("sha256"):
         raise CorruptFile(
             f"{folder / SPLIT} is gone, and the split that is drawn now is another than the run "
             "began with; restore it"
@@ -74,9 +134,21 @@ def restore_split(folder: Path, start: Mapping[str, Any], split: DealtOut) -> No
     write_split(folder, split)
 
 
-def read_split(folder: Path, start: Mapping[str, Any]) -> DealtOut | None:
-    """The split that the event ``start`` of a run's journal names; None where it names none: real
-    sites, old runs.
+def begun_split(folder: Path) -> StoredSplit | None:
+    """The split with which the run in a directory began; None if its journal names none yet, or the
+    file is not there.
+
+    Raises CorruptFile, naming the file, if it is not what was written.
+    """
+    if not (folder / "journal.jsonl").is_file() or not (folder / SPLIT).exists():
+        return None
+    events = read_journal(folder / "journal.jsonl", 1)
+    return read_split(folder, events[0]) if events else None
+
+
+def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
+    """The split that the event ``start`` of a run's journal names; None where it names none, as for
+    real sites and old runs.
 
     Raises CorruptFile, naming the file, if it is gone or is not what was written.
     """
@@ -87,86 +159,54 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> DealtOut | None:
         data = path.read_bytes()
     except OSError as error:
         raise CorruptFile(
-            f"{path}, the split of the run, cannot be read: {error.strerror}; {AGAIN}"
+            f"{path}, the split of the run, cannot be read: {error.strerror}; {REMEDY}"
         ) from error
     if digest(data) != start["split"].get("sha256"):
         raise CorruptFile(
             f"{path}, the split of the run, is not what was written: its SHA-256 is another; "
-            f"{AGAIN}"
+            f"{REMEDY}"
         )
     try:
         arrays = safetensors.numpy.load(data)
-        order, labels, ends = (
-            arrays[name].astype(np.int64) for name in ("positions", "labels", "ends")
+        clients = ClientSplit(arrays["positions"].astype(np.int64), arrays["ends"].astype(np.int64))
+        return StoredSplit(
+            clients=clients,
+            labels=arrays["labels"].astype(np.int64),
+            network_names=tuple(str(name) for name in start["split"].get("networks", ())),
+            networks=arrays.get("networks", _none()),
         )
     except (SafetensorError, KeyError) as error:
-        raise CorruptFile(f"{path} is no split of a run: {error}; {AGAIN}") from error
-    names = tuple(str(name) for name in start["split"].get("networks", ()))
-    return DealtOut(
-        FlatParts(order, ends), labels, names, arrays.get("networks", np.zeros(0, dtype=np.int64))
-    )
+        raise CorruptFile(f"{path} is no split of a run: {error}; {REMEDY}") from error
 
 
 def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:
     """Label counts by client of a run, from its file or an old journal's line; of no client where
     nobody knows them.
 
-    Raises CorruptFile, naming the file, as ``read_split``; classes: as many as the event ``start``
-    names.
+    Raises CorruptFile, naming the file, as ``read_split``.
     """
     return label_counts_of(read_split(folder, start), start)
 
 
-def label_counts_of(stored: DealtOut | None, start: Mapping[str, Any]) -> LabelCounts:
-    """The same, given what ``read_split`` gave."""
+def label_counts_of(split: StoredSplit | None, start: Mapping[str, Any]) -> LabelCounts:
+    """Label counts by client, given what ``read_split`` returned and the event ``start``."""
     classes = len(start.get("classes", []))
-    return (
-        LabelCounts.of_table(start.get("label_counts", []), classes)
-        if stored is None
-        else stored.counts(classes)
-    )
+    if split is None:
+        return LabelCounts.of_table(start.get("label_counts", []), classes)
+    return split.label_counts(classes)
 
 
-def networks_of(stored: DealtOut | None, start: Mapping[str, Any]) -> Sequence[str]:
-    """The network's name of each client, given what ``read_split`` gave; empty where all have the
-    server's.
+def networks_of(split: StoredSplit | None, start: Mapping[str, Any]) -> Sequence[str]:
+    """The name of each client's network, given what ``read_split`` returned.
+
+    Empty where all clients have the server's network.
     """
-    if stored is None or not stored.names:
+    if split is None or not split.network_names:
         return [str(name) for name in start.get("models", [])]
-    return [stored.names[number] for number in stored.networks.tolist()]
-
-
-def split_of_sites(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> DealtOut | None:
-    """How the data are dealt out, held-out examples included; None where that is nobody's to know.
-
-    networks: of each client, where they have not all the server's.
-    """
-    if not isinstance(sites.parts, FlatParts):
-        return None
-    order, labels = sites.parts.order.numpy(), sites.train.labels.cpu().numpy()
-    distinct = {spec: number for number, spec in enumerate(dict.fromkeys(networks))}
-    names = tuple(spec.label for spec in distinct) if len(distinct) > 1 else ()
-    numbers = np.array([distinct[spec] for spec in networks] if names else [], dtype=np.int64)
-    return DealtOut(FlatParts(order, sites.parts.ends), labels[order], names, numbers)
-
-
-def _told(split: DealtOut, data: bytes) -> dict[str, Any]:
-    sizes = {"clients": len(split.parts), "examples": len(split.labels)}
-    named = {"networks": list(split.names)} if split.names else {}
-    return {"file": SPLIT, "sha256": digest(data), **sizes, **named}
-
-
-def _bytes_of(split: DealtOut) -> bytes:
-    arrays = {"positions": split.parts.order, "labels": split.labels, "ends": split.parts.ends}
-    arrays |= {"networks": split.networks} if split.names else {}
-    return safetensors.numpy.save({name: _narrow(array) for name, array in arrays.items()})
+    return [split.network_names[number] for number in split.networks.tolist()]
 
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:
-    """The same numbers, at least 0, in the smallest type that safetensors and NumPy have in
-    common.
-    """
-    most = int(array.max()) if len(array) else 0
-    return array.astype(
-        next(t for t in (np.uint8, np.uint16, np.uint32, np.int64) if most <= np.iinfo(t).max)
-    )
+    """The same numbers, at least 0, in the smallest type."""
+    largest = int(array.max()) if len(array) else 0
+    return array.astype(next(t for t in STORED_TYPES if largest <= np.iinfo(t).max))

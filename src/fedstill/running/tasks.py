@@ -174,7 +174,7 @@ class TaskEnds:
         counts = torch.zeros(world.clients, world.stream.tasks, world.classes, dtype=torch.int64)
         for client in range(world.clients):
             for t in range(world.stream.tasks):
-                part = sites.parts[client]
+                part = sites.positions(client)
                 own = part[tasks.of_task(part, t)]
                 counts[client, t] = torch.bincount(labels[own], minlength=world.classes)
         return counts

@@ -2,7 +2,7 @@
 arrays.
 """
 
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.cache import cached
 from fedstill.data.partition.column import column
 from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
@@ -15,8 +15,8 @@ from fedstill.data.partition.rules import Draw, Parts
 from fedstill.data.partition.sharding import shard_rows, sharding
 
 __all__ = [
+    "ClientSplit",
     "Draw",
-    "FlatParts",
     "Parts",
     "cached",
     "column",

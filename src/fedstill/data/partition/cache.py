@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from fedstill.core.registry import files_of
 from fedstill.data.cache import cache_folder
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.rules import Labels, Parts
 
 
@@ -50,7 +50,7 @@ def _are_positions(parts: Any) -> bool:
     """Whether these are arrays of whole numbers; all else of a user's is checked, and refused, each
     time anew.
     """
-    if isinstance(parts, FlatParts):
+    if isinstance(parts, ClientSplit):
         return True
     return isinstance(parts, (Sequence, np.ndarray)) and all(
         np.asarray(part).dtype.kind in "iu" for part in parts
@@ -79,13 +79,13 @@ def _read(path: Path, examples: int) -> Parts | None:
     inside = len(order) == ends[-1] and (
         len(order) == 0 or (order.min() >= 0 and order.max() < examples)
     )
-    return FlatParts(order, ends) if inside else None
+    return ClientSplit(order, ends) if inside else None
 
 
 def _write(path: Path, parts: Parts) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    flat = FlatParts.of(parts)
-    arrays = {"order": flat.order, "ends": flat.ends}
+    drawn = ClientSplit.of_parts(parts)
+    arrays = {"order": drawn.positions, "ends": drawn.ends}
     handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:

@@ -14,7 +14,7 @@ from fedstill.core.errors import DataError
 from fedstill.core.fields import Count, Positive, Seed
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import register
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.rules import Parts
 
 
@@ -60,11 +60,12 @@ def column(
     del clients, own_test, own_test_take, pool
     client = np.cumsum(counts >= least) - 1
     theirs = np.flatnonzero(counts[codes] >= least)
-    parts = FlatParts.dealt(theirs, client[codes[theirs]], int(np.count_nonzero(counts >= least)))
+    clients_with_enough = int(np.count_nonzero(counts >= least))
+    parts = ClientSplit.of_owners(theirs, client[codes[theirs]], clients_with_enough)
     if alpha is None:
         return parts
     draw = numpy_generator(seed)
-    return FlatParts.of([_mixed(np.asarray(labels), part, alpha, draw) for part in parts])
+    return ClientSplit.of_parts([_mixed(np.asarray(labels), part, alpha, draw) for part in parts])
 
 
 def _mixed(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Positive, Seed
 from fedstill.core.keys import numpy_generator
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.rules import (
     Draw,
     Labels,
@@ -127,13 +127,14 @@ def _official(
 def shuffled_parts(
     drawn: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
     stream: np.random.RandomState | np.random.Generator,
-) -> FlatParts[NDArray[np.int64]]:
+) -> ClientSplit:
     """Each client's pieces of all classes, shuffled; drawn: of a class, its examples and the sizes
     of all pieces.
     """
     clients = len(drawn[0][1])
     owners = np.concatenate([np.repeat(np.arange(clients), sizes) for _, sizes in drawn])
-    parts = FlatParts.dealt(np.concatenate([examples for examples, _ in drawn]), owners, clients)
+    examples = np.concatenate([of_class for of_class, _ in drawn])
+    parts = ClientSplit.of_owners(examples, owners, clients)
     for client in np.flatnonzero(parts.sizes > 1).tolist():  # to shuffle one example draws nothing
         stream.shuffle(parts[client])  # a view: in place
     return parts

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Positive, Seed
 from fedstill.core.keys import generator
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.dirichlet import pieces_of
 from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition
 
@@ -57,7 +57,7 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
     for indices, shares in zip(owned, matrix, strict=True):
         ends = np.cumsum((shares * len(indices)).astype(np.int64)[:-1])
         owners.append(np.repeat(np.arange(clients), pieces_of(ends, len(indices))))
-    parts = FlatParts.dealt(np.concatenate(owned), np.concatenate(owners), clients)
+    parts = ClientSplit.of_owners(np.concatenate(owned), np.concatenate(owners), clients)
     for client in np.flatnonzero(parts.sizes > 1).tolist():  # to shuffle one example draws nothing
         legacy_stream(seed + client).shuffle(parts[client])  # a view: in place
     return parts

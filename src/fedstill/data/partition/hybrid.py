@@ -8,7 +8,7 @@ import numpy as np
 
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Positive, Seed, Share
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.dirichlet import dirichlet_draw
 from fedstill.data.partition.rules import (
     Labels,
@@ -57,19 +57,20 @@ def hybrid(
     if even == clients:
         return first
     if hybrid_share == "equal_per_client":
-        others = FlatParts.of(_equal_sizes(labels, rest, clients - even, alpha, stream))
+        others = ClientSplit.of_parts(_equal_sizes(labels, rest, clients - even, alpha, stream))
     else:
-        drawn = FlatParts.of(
+        drawn = ClientSplit.of_parts(
             dirichlet_draw(labels[rest], clients - even, alpha, seed, min_size, max_tries).parts
         )
-        others = FlatParts(rest[drawn.order], drawn.ends)
-    order, ends = np.concatenate([first.order, others.order]), others.ends + len(first.order)
-    return FlatParts(order, np.concatenate([first.ends, ends]))
+        others = ClientSplit(rest[drawn.positions], drawn.ends)
+    positions = np.concatenate([first.positions, others.positions])
+    ends = np.concatenate([first.ends, others.ends + len(first.positions)])
+    return ClientSplit(positions, ends)
 
 
 def _stratified(
     labels: Labels, even: int, clients: int, stream: np.random.RandomState
-) -> tuple[FlatParts[Labels], Labels]:
+) -> tuple[ClientSplit, Labels]:
     """``even`` parts that each hold a ``clients``-th of every class, and the examples left, in
     data-set order.
     """
@@ -84,7 +85,7 @@ def _stratified(
         spare = (spare + odd) % even if even else 0
         given.append(shuffled[: len(owners[-1])])
         rest.append(shuffled[len(owners[-1]) :])
-    first = FlatParts.dealt(np.concatenate(given), np.concatenate(owners), even)
+    first = ClientSplit.of_owners(np.concatenate(given), np.concatenate(owners), even)
     return first, np.sort(np.concatenate(rest))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedstill.core.fields import Count, Seed
-from fedstill.data.client_split import FlatParts, ends_of
+from fedstill.data.client_split import ClientSplit, ends_of
 from fedstill.data.partition.rules import Labels, Parts, legacy_stream, partition, refuse_too_many
 
 
@@ -22,6 +22,5 @@ def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
     """
     refuse_too_many("iid", len(labels), clients)
     size, more = divmod(len(labels), clients)
-    return FlatParts(
-        legacy_stream(seed).permutation(len(labels)), ends_of(size + (np.arange(clients) < more))
-    )
+    sizes = size + (np.arange(clients) < more)
+    return ClientSplit(legacy_stream(seed).permutation(len(labels)), ends_of(sizes))

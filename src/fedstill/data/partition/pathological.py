@@ -9,7 +9,7 @@ import numpy as np
 
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Seed
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.dirichlet import pieces_of
 from fedstill.data.partition.rules import (
     Labels,
@@ -68,7 +68,7 @@ def pathological(
         takers.append(
             np.repeat(mine, pieces_of(_random_cuts(len(indices), len(mine), stream), len(indices)))
         )
-    return FlatParts.dealt(np.concatenate(examples), np.concatenate(takers), clients)
+    return ClientSplit.of_owners(np.concatenate(examples), np.concatenate(takers), clients)
 
 
 def _refuse_impossible(clients: int, per_client: int, classes: int) -> None:

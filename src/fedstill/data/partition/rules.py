@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.fields import problem
 from fedstill.core.registry import register
-from fedstill.data.client_split import FlatParts
+from fedstill.data.client_split import ClientSplit
 
 Labels = NDArray[np.int64]
 Parts = Sequence[NDArray[np.int64]]
@@ -56,7 +56,7 @@ def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Argu
             for key in bound.arguments.keys() & hints.keys() - {"labels"}:
                 if why := problem(hints[key], bound.arguments[key]):
                     raise ConfigError(f"partition {name!r}: {key} = {why}")
-            parts = FlatParts.of(split(*bound.args, **bound.kwargs))
+            parts = ClientSplit.of_parts(split(*bound.args, **bound.kwargs))
             refuse_empty(name, parts.sizes)
             return parts
 
