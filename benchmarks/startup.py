@@ -11,9 +11,19 @@ import tempfile
 import time
 from pathlib import Path
 
+from fedstill.cli import app
 from fedstill.report import terminal
 
 TIMES = 5
+EMPTY_APP = """from cyclopts import App
+
+app = App(name="fedstill", result_action="return_value")
+for number in range(COMMANDS):
+    app.command(f"nowhere:command{number}", name=f"command{number}", help="A line of help.")
+app(["--help"])
+"""
+"""An app whose commands do nothing: the least that ``fedstill --help`` can cost."""
+
 CONFIG = """rounds = 1
 method = "fedntd"
 measure = []
@@ -33,9 +43,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "one.toml").write_text(CONFIG, encoding="utf-8")
+        commands_of_app = [name for name in app if not name.startswith("-")]
+        empty_app = EMPTY_APP.replace("COMMANDS", str(len(commands_of_app)))
+        (folder / "empty.py").write_text(empty_app, encoding="utf-8")
         commands = {
             "python, doing nothing": [*python, "-c", ""],
             "import fedstill": [*python, "-c", "import fedstill"],
+            "--help of an empty app with as many lazy commands": [*python, "empty.py"],
             "fedstill --help": [*python, "-m", "fedstill", "--help"],
             "fedstill run, one round of the demo's setting": [
                 *python,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Flag, Quiet, app, say
+from fedstill.cli.app import Flag, Quiet, say
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import in_shell
 
@@ -52,7 +52,6 @@ RoundNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=1)
 RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
-@app.command(name="why")
 def why_command(
     directory: Path,
     *,

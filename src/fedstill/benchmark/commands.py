@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter, validators
 
-from fedstill.cli.app import Flag, Grid, Jobs, Names, Quiet, app, say
+from fedstill.cli.app import Flag, Grid, Jobs, Names, Quiet, say
 
 if TYPE_CHECKING:
     from fedstill.benchmark.suites import Suite
@@ -24,7 +24,6 @@ rank = App(
     name="rank",
     help="The ranking: a benchmark of forgetting that anybody can run, extend and check.",
 )
-app.command(rank)
 
 Text = Annotated[str, Parameter(show_default=False)]
 RUNS = Path("runs/rank")

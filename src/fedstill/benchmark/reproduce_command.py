@@ -8,14 +8,13 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Flag, Jobs, Names, Overwrite, Quiet, Rounds, Settings, app
+from fedstill.cli.app import Flag, Jobs, Names, Overwrite, Quiet, Rounds, Settings
 from fedstill.cli.comparisons import carry_out
 
 Text = Annotated[str, Parameter(show_default=False)]
 SeedCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
 
 
-@app.command
 def reproduce(
     recipe: Text = "",
     *,

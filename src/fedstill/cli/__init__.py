@@ -9,14 +9,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
-from fedstill.attribution import commands as why
-from fedstill.benchmark import commands as rank
-from fedstill.benchmark import reproduce_command as reproduce
-from fedstill.cli import comparisons, matrix, tune
-from fedstill.cli import explain as explained
-from fedstill.cli import run as single_run
+from fedstill import manifest
 from fedstill.cli.app import app, say
 from fedstill.cli.spelling import (
     as_key,
@@ -27,27 +28,88 @@ from fedstill.cli.spelling import (
     unused_words,
 )
 from fedstill.core.errors import FedstillError, Interrupted, cut_reason
-from fedstill.core.files import named_path
-from fedstill.export import commands as export
-from fedstill.flower import commands as deploy
-from fedstill.querying import commands as asking
+from fedstill.manifest import Part
 
-__all__ = [
-    "app",
-    "asking",
-    "call",
-    "comparisons",
-    "deploy",
-    "explained",
-    "export",
-    "main",
-    "matrix",
-    "rank",
-    "reproduce",
-    "single_run",
-    "tune",
-    "why",
-]
+__all__ = ["app", "call", "main"]
+
+COMMANDS = (
+    Part(
+        "compare",
+        "Run several methods, settings and seeds side by side, print one table, and write a "
+        "report.",
+        "fedstill.cli.comparisons:compare_command",
+    ),
+    Part(
+        "demo",
+        "Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, "
+        "and show which forgets.",
+        "fedstill.cli.comparisons:demo",
+    ),
+    Part(
+        "explain",
+        "Check a config as a run would; show every value that counts, its origin, a run's "
+        "arithmetic, the data's split.",
+        "fedstill.cli.explain:explain",
+    ),
+    Part(
+        "forgetting",
+        "What a model forgot over tasks, by everybody's definition, and how these differ; any "
+        "matrix or run will do.",
+        "fedstill.cli.matrix:forgetting_command",
+    ),
+    Part(
+        "list",
+        "Show what there is: methods, datasets, partitions, models, topologies, measures, streams.",
+        "fedstill.cli.run:list_",
+    ),
+    Part(
+        "pack",
+        "Write configs, journals, splits and summaries of all runs below a directory to one file, "
+        "DIRECTORY.runs.tar.xz.",
+        "fedstill.cli.comparisons:pack_command",
+    ),
+    Part(
+        "report",
+        "Write one HTML page from runs: curves, class-wise heat maps, splits, settings that "
+        "differ, cost.",
+        "fedstill.cli.comparisons:report",
+    ),
+    Part(
+        "resume",
+        "Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.",
+        "fedstill.cli.run:resume_command",
+    ),
+    Part("run", "Run one experiment to its end.", "fedstill.cli.run:run_command"),
+    Part(
+        "tune",
+        "Look for good values of fields by trials (Optuna's TPE); each trial is one run per seed.",
+        "fedstill.cli.tune:tune_command",
+    ),
+    Part(
+        "unpack",
+        "Restore the configs, journals, splits and summaries that `fedstill pack` wrote to a file; "
+        "it has no models.",
+        "fedstill.cli.comparisons:unpack_command",
+    ),
+)
+"""The commands that do not belong to an outer package."""
+
+_commands = {part.name: part for part in (*COMMANDS, *manifest.commands())}
+
+for _part in _commands.values():
+    app.command(_part.target, name=_part.name, help=_part.help)
+
+
+def _import_command(tokens: list[str]) -> None:
+    """Import the command that a command line names, so that its page shows its whole docstring.
+
+    cyclopts would show the line of the list of commands there.
+    """
+    if not tokens or tokens[0] not in _commands:
+        return
+    part = _commands[tokens[0]]
+    if not isinstance(part.load(), App):
+        app[part.name].help = None
 
 
 def main() -> None:
@@ -96,7 +158,11 @@ def _at_home(given: Any) -> Any:
     """
     if isinstance(given, tuple):
         return tuple(map(_at_home, given))
-    return named_path(given) if isinstance(given, Path) else given
+    if not isinstance(given, Path):
+        return given
+    from fedstill.core.files import named_path
+
+    return named_path(given)
 
 
 def call(tokens: list[str]) -> int:
@@ -104,6 +170,7 @@ def call(tokens: list[str]) -> int:
     try:
         if hint := no_value(tokens) or spaced_list(tokens):
             return say(hint, 2)
+        _import_command(tokens)
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         result = command(
             *map(_at_home, bound.args), **{k: _at_home(v) for k, v in bound.kwargs.items()}

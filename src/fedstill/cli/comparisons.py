@@ -17,7 +17,6 @@ from fedstill.cli.app import (
     Seeds,
     Settings,
     Track,
-    app,
     say,
 )
 from fedstill.core.files import in_shell
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from fedstill.running.variants import Variant
 
 
-@app.command(name="compare")
 def compare_command(
     config: Path | None = None,
     *,
@@ -77,7 +75,6 @@ def compare_command(
     return carry_out(runs, folder, jobs, quiet=quiet, track=track, debug=debug, overwrite=overwrite)
 
 
-@app.command
 def demo(
     *,
     seeds: Seeds = (1, 2, 3),
@@ -109,7 +106,6 @@ def demo(
     return carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite)
 
 
-@app.command
 def report(
     *directories: Path,
     out: Path | None = None,
@@ -148,7 +144,6 @@ def report(
     return 0
 
 
-@app.command(name="pack")
 def pack_command(directory: Path) -> int:
     """Write configs, journals, splits and summaries of all runs below a directory to one file,
     DIRECTORY.runs.tar.xz.
@@ -170,7 +165,6 @@ def pack_command(directory: Path) -> int:
     return 0
 
 
-@app.command(name="unpack")
 def unpack_command(file: Path) -> int:
     """Restore the configs, journals, splits and summaries that `fedstill pack` wrote to a file; it
     has no models.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.cli.app import Settings, app
+from fedstill.cli.app import Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,6 @@ DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
 
 
-@app.command
 def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
     """Check a config as a run would; show every value that counts, its origin, a run's arithmetic,
     the data's split.

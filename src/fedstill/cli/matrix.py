@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from fedstill.cli.app import Seeds, app
+from fedstill.cli.app import Seeds
 
 Numbers = Annotated[tuple[float, ...], *Seeds.__metadata__[:1], Parameter(metavar="10,10,...")]
 ClassTasks = Annotated[tuple[int, ...], *Seeds.__metadata__[:1], Parameter(metavar="0,0,1,...")]
 MatrixUnit = Literal["percent", "share"]
 
 
-@app.command(name="forgetting")
 def forgetting_command(
     *matrices: Path,
     unit: MatrixUnit | None = None,

@@ -14,7 +14,6 @@ from fedstill.cli.app import (
     Quiet,
     Settings,
     Track,
-    app,
     say,
     tracebacks,
 )
@@ -33,7 +32,6 @@ OF_SERVER = (
 """What is said of the server's model."""
 
 
-@app.command(name="run")
 def run_command(
     config: Path,
     *,
@@ -85,7 +83,6 @@ def run_command(
     return _show(result, again=settings.query.again is not None)
 
 
-@app.command(name="resume")
 def resume_command(
     directory: Path, *, track: Track = (), debug: Debug = False, quiet: Quiet = False
 ) -> int:
@@ -117,7 +114,6 @@ def resume_command(
     return _show(result, again=settings.query.again is not None)
 
 
-@app.command(name="list")
 def list_(
     kind: Kind | None = None,
     name: str | None = None,

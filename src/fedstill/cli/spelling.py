@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fedstill.core.files import in_shell
-
 # What the standard streams do with characters that their encoding lacks, as Latin-1 lacks the en
 # dash.
 
@@ -126,6 +124,7 @@ def as_key(tokens: Sequence[str], option: str) -> str:
     if not tokens or tokens[0] not in WITH_SETTINGS or option in WITH_SETTINGS[tokens[0]]:
         return ""
     from fedstill.config.unknown_keys import home_of
+    from fedstill.core.files import in_shell
 
     if not (home := home_of(option.lstrip("-").replace("-", "_"))):
         return ""

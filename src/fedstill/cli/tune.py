@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Grid, Jobs, Quiet, Seeds, Settings, app, say
+from fedstill.cli.app import Grid, Jobs, Quiet, Seeds, Settings, say
 
 if TYPE_CHECKING:
     from fedstill.running.compare import Outcome
@@ -18,7 +18,6 @@ Space = Annotated[tuple[str, ...], *Grid.__metadata__[:1], Parameter(metavar="KE
 TrialCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=10_000))]
 
 
-@app.command(name="tune")
 def tune_command(
     config: Path | None = None,
     *,

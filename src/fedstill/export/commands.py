@@ -9,12 +9,9 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import app
-
 Whose = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
 
 
-@app.command(name="export")
 def export_command(
     run: Path,
     *,

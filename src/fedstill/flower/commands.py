@@ -7,7 +7,6 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from fedstill.cli.app import app
 from fedstill.core.files import in_shell, write_secret
 from fedstill.version import VERSION
 
@@ -15,7 +14,6 @@ deploy = App(
     name="deploy",
     help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.",
 )
-app.command(deploy)
 
 Hosts = Annotated[
     tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)

@@ -7,14 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Names, Settings, app
+from fedstill.cli.app import Names, Settings
 from fedstill.core.errors import ConfigError
 
 Client = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Under = Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))]
 
 
-@app.command
 def query(
     run: Path,
     *,

@@ -1,0 +1,169 @@
+"""What the outer packages add to fedstill: their commands, config tables, sections of the report.
+
+This is plain data. Nothing is imported before it is used, so a command starts fast, and a package
+whose folder is deleted is simply absent: its commands, config tables and sections are not offered,
+and everything else works. Inner packages know outer ones through this list only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that a package adds: its name, one line of help, and where it is found.
+
+    ``target``: ``"package.module:attribute"``.
+    """
+
+    name: str
+    help: str
+    target: str
+
+    def load(self) -> Any:
+        """The thing itself; its module is imported now."""
+        module, _, attribute = self.target.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True)
+class PlacedPart(Part):
+    """A part that has a place among others. ``after``: the name of the one that it follows."""
+
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterPackage:
+    """One outer package of fedstill, and everything that it adds.
+
+    ``commands``: functions or cyclopts apps, for ``fedstill NAME``.
+    ``config_tables``: subclasses of ``config.package_tables.PackageTable``; each is a table of a
+    config, and ``after`` is the table that it follows there.
+    ``measures``: subclasses of ``measures.base.Measure``.
+    ``explanations``: ``(console, prepared)``, what ``fedstill explain`` prints after a part of its
+    own (``networks``, ``split``).
+    ``report_sections``: ``(groups, style)``, parts of the HTML page, each after another section.
+    ``comparison_notes``: ``(runs by label)``, a sentence below the table of a comparison, or "".
+    ``engines``: subclasses of ``running.remote.RemoteEngine``, for runs with this ``engine``.
+    """
+
+    name: str
+    commands: tuple[Part, ...] = ()
+    config_tables: tuple[PlacedPart, ...] = ()
+    measures: tuple[Part, ...] = ()
+    explanations: tuple[PlacedPart, ...] = ()
+    report_sections: tuple[PlacedPart, ...] = ()
+    comparison_notes: tuple[Part, ...] = ()
+    engines: tuple[Part, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The dotted name of the package."""
+        return f"fedstill.{self.name}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is there."""
+        try:
+            return find_spec(self.module) is not None
+        except ModuleNotFoundError:
+            return False
+
+
+PACKAGES = (
+    OuterPackage(
+        name="attribution",
+        commands=(
+            Part(
+                "why",
+                "Say who made the model forget: what a class lost in a round by local training and "
+                "by averaging, and by client.",
+                "fedstill.attribution.commands:why_command",
+            ),
+        ),
+        report_sections=(
+            PlacedPart(
+                "why",
+                "Which clients contributed to a class's rise or fall.",
+                "fedstill.attribution.report:contributors",
+                after="classes",
+            ),
+        ),
+    ),
+    OuterPackage(
+        name="benchmark",
+        commands=(
+            Part(
+                "rank",
+                "The ranking: a benchmark of forgetting that anybody can run, extend and check.",
+                "fedstill.benchmark.commands:rank",
+            ),
+            Part(
+                "reproduce",
+                "Run a paper's table or figure, going on where it stopped, and print ours beside "
+                "the paper's; no name: list them.",
+                "fedstill.benchmark.reproduce_command:reproduce",
+            ),
+        ),
+        explanations=(
+            PlacedPart(
+                "maps",
+                "What the ranking's maps found near a run's setting.",
+                "fedstill.benchmark.maps:explain_maps",
+                after="split",
+            ),
+        ),
+    ),
+    OuterPackage(
+        name="export",
+        commands=(
+            Part(
+                "export",
+                "Write a run's model so that it can be used without fedstill, normalisation "
+                "inside; or its numbers as tables.",
+                "fedstill.export.commands:export_command",
+            ),
+        ),
+    ),
+    OuterPackage(
+        name="flower",
+        commands=(
+            Part(
+                "deploy",
+                "Run over machines that don't trust each other, on Flower, with TLS and listed "
+                "keys.",
+                "fedstill.flower.commands:deploy",
+            ),
+        ),
+    ),
+    OuterPackage(name="privacy"),
+    OuterPackage(
+        name="querying",
+        commands=(
+            Part(
+                "query",
+                "Let one client of a finished local run ask its peers for classes; show what it "
+                "gains and forgets, and from whom.",
+                "fedstill.querying.commands:query",
+            ),
+        ),
+    ),
+)
+"""The outer packages. They import inner packages, and never each other."""
+
+
+def installed() -> list[OuterPackage]:
+    """The outer packages that are there."""
+    return [package for package in PACKAGES if package.installed]
+
+
+def commands() -> list[Part]:
+    """The commands of all packages."""
+    return list(chain.from_iterable(package.commands for package in installed()))
