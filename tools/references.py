@@ -15,10 +15,10 @@ from typing import Any
 
 from fedstill.benchmark.recipes import recipe_names
 from fedstill.config.experiment import KEYS
-from fedstill.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, StreamTable
+from fedstill.config.package_tables import record_tables
+from fedstill.config.tables import StreamTable
 from fedstill.core import registry
 from fedstill.core.records import Plan
-from fedstill.privacy.noise import Privacy
 from tools.gallery import PAGE as GALLERY
 from tools.gallery import PICTURES, scenes
 
@@ -26,11 +26,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "fedstill"
 REPORT = PACKAGE / "report"
 TABLES: dict[str, type[Any]] = {
-    "data": DataTable,
-    "clients": ClientsTable,
-    "flower": FlowerTable,
-    "query": QueryTable,
-    "privacy": Privacy,
+    **record_tables(),
     "plan": Plan,
     "stream": StreamTable,
 }

@@ -7,12 +7,15 @@ and everything else works. Inner packages know outer ones through this list only
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class OuterPackage:
     """One outer package of fedstill, and everything that it adds.
 
     ``commands``: functions or cyclopts apps, for ``fedstill NAME``.
-    ``config_tables``: subclasses of ``config.package_tables.PackageTable``; each is a table of a
-    config, and ``after`` is the table that it follows there.
+    ``config_tables``: subclasses of ``core.fields.PackageTable``, each of them a table of a config;
+    ``after`` is the table that it follows there.
+    ``config_checks``: ``(settings)``, which raise ConfigError or IncompatibleMethod for what cannot
+    be meant together, before any data are read.
     ``measures``: subclasses of ``measures.base.Measure``.
     ``explanations``: ``(console, prepared)``, what ``fedstill explain`` prints after a part of its
     own (``networks``, ``split``).
@@ -57,6 +62,7 @@ class OuterPackage:
     name: str
     commands: tuple[Part, ...] = ()
     config_tables: tuple[PlacedPart, ...] = ()
+    config_checks: tuple[Part, ...] = ()
     measures: tuple[Part, ...] = ()
     explanations: tuple[PlacedPart, ...] = ()
     report_sections: tuple[PlacedPart, ...] = ()
@@ -143,7 +149,24 @@ PACKAGES = (
             ),
         ),
     ),
-    OuterPackage(name="privacy"),
+    OuterPackage(
+        name="privacy",
+        config_tables=(
+            PlacedPart(
+                "privacy",
+                "Protection of logits, private training and secure sums.",
+                "fedstill.privacy.noise:Privacy",
+                after="clients",
+            ),
+        ),
+        config_checks=(
+            Part(
+                "privacy",
+                "Refuses a config that would have nothing to protect, or could not.",
+                "fedstill.privacy.config_check:check_config",
+            ),
+        ),
+    ),
     OuterPackage(
         name="querying",
         commands=(
@@ -154,12 +177,28 @@ PACKAGES = (
                 "fedstill.querying.commands:query",
             ),
         ),
+        config_tables=(
+            PlacedPart(
+                "query",
+                "Which classes clients ask for, and when.",
+                "fedstill.querying.table:QueryTable",
+                after="flower",
+            ),
+        ),
+        config_checks=(
+            Part(
+                "query",
+                "Refuses rounds, topologies and methods with which clients cannot ask again.",
+                "fedstill.querying.table:check_config",
+            ),
+        ),
     ),
 )
 """The outer packages. They import inner packages, and never each other."""
 
 
-def installed() -> list[OuterPackage]:
+@functools.cache
+def installed() -> Sequence[OuterPackage]:
     """The outer packages that are there."""
     return [package for package in PACKAGES if package.installed]
 
@@ -167,3 +206,39 @@ def installed() -> list[OuterPackage]:
 def commands() -> list[Part]:
     """The commands of all packages."""
     return list(chain.from_iterable(package.commands for package in installed()))
+
+
+def config_tables() -> list[PlacedPart]:
+    """The config tables of all packages."""
+    return list(chain.from_iterable(package.config_tables for package in installed()))
+
+
+def config_checks() -> list[Part]:
+    """The checks of a config of all packages."""
+    return list(chain.from_iterable(package.config_checks for package in installed()))
+
+
+def missing_package(table: str) -> str:
+    """The package to which a config table belongs, if it is not installed; else empty."""
+    for package in PACKAGES:
+        tables = [part.name for part in package.config_tables]
+        if table in tables and not package.installed:
+            return package.module
+    return ""
+
+
+def placed(
+    inner: Mapping[str, Value], outer: Iterable[tuple[PlacedPart, Value]]
+) -> dict[str, Value]:
+    """Named values, with those of packages' parts behind the ones that the parts follow.
+
+    >>> part = PlacedPart("middle", "", "", after="first")
+    >>> placed({"first": 1, "last": 3}, [(part, 2)])
+    {'first': 1, 'middle': 2, 'last': 3}
+    """
+    parts = list(outer)
+    result: dict[str, Value] = {}
+    for name, value in inner.items():
+        result[name] = value
+        result.update({part.name: own for part, own in parts if part.after == name})
+    return result

@@ -9,7 +9,7 @@ import torch
 
 import toys
 from fedstill.config.overrides import parse_overrides
-from fedstill.config.resolve import read_query, settle
+from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.querying.queries import (
     Asking,
@@ -22,6 +22,7 @@ from fedstill.querying.queries import (
     picked,
     reasons,
 )
+from fedstill.querying.table import QueryTable
 from fedstill.running.preparation import prepare
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])
@@ -65,7 +66,7 @@ def test_a_draw_is_a_function_of_its_seed_and_of_the_client_alone() -> None:
 )
 def test_reasons_to_ask_may_be_typed_with_commas(typed: str, by: tuple[str, ...]) -> None:
     needs = {"needs": {"3": [1]}} if "need" in by else {}
-    read = read_query({"draw": "all", **needs, **parse_overrides((f"by={typed}",))})
+    read = QueryTable.read({"draw": "all", **needs, **parse_overrides((f"by={typed}",))}, "query")
     assert read.by == by
 
 

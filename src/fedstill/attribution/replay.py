@@ -69,7 +69,7 @@ def taken_up(folder: Path, before: int, data: Dataset | None = None) -> TakenUp:
         raise ConfigError(
             f"{folder} was trained on real sites, whose rounds cannot be gone through again here"
         )
-    if settings.privacy.secure_sum:
+    if settings.hides_client_models:
         raise ConfigError(
             f"{folder} has secure sums: its server knew no single client's part in a round"
         )

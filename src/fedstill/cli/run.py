@@ -80,7 +80,7 @@ def run_command(
                 f"{in_shell(str(stopped))}",
                 1,
             )
-    return _show(result, again=settings.query.again is not None)
+    return _show(result, again=settings.exchange_each_round)
 
 
 def resume_command(
@@ -111,7 +111,7 @@ def resume_command(
                 f"{in_shell(str(stopped))}",
                 1,
             )
-    return _show(result, again=settings.query.again is not None)
+    return _show(result, again=settings.exchange_each_round)
 
 
 def list_(

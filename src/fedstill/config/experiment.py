@@ -14,10 +14,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from fedstill import manifest
 from fedstill.config.named_tables import NAMED
 from fedstill.config.overrides import from_here, parse_overrides
 from fedstill.config.tables import TopKeys
@@ -152,8 +153,19 @@ def _state(network: nn.Module) -> list[tuple[str, Any]]:
 
 Table = Mapping[str, Any]
 
+Class = TypeVar("Class", bound=type)
+
+
+def _with_package_tables(experiment: Class) -> Class:
+    """Add a field for each table that an outer package has in a config."""
+    for part in manifest.config_tables():
+        experiment.__annotations__[part.name] = "Table"
+        setattr(experiment, part.name, field(default_factory=dict))
+    return experiment
+
 
 @dataclass(frozen=True)
+@_with_package_tables
 class Experiment(TopKeys):
     """One run as it was asked for: it holds only what differs from the defaults.
 
@@ -172,12 +184,14 @@ class Experiment(TopKeys):
     topology: str | Table = field(default_factory=dict)
     plan: Table = field(default_factory=dict)
     clients: Table = field(default_factory=dict)
-    privacy: Table = field(default_factory=dict)
     flower: Table = field(default_factory=dict)
-    query: Table = field(default_factory=dict)
     stream: str | Table = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     base: Path | None = None
+
+    if TYPE_CHECKING:  # the manifest has these; they are written here for editors and type checkers
+        privacy: Table = field(default_factory=dict)
+        query: Table = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in KEYS:

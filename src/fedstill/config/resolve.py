@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from fedstill import manifest
 from fedstill.config.client_models import checked_models
 from fedstill.config.experiment import Experiment, refuse_no_experiment
 from fedstill.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
+from fedstill.config.package_tables import package_tables
 from fedstill.config.settings import NamedTables, Settings
 from fedstill.config.tables import (
     NO_STREAM,
@@ -20,7 +22,6 @@ from fedstill.config.tables import (
     ClientsTable,
     DataTable,
     FlowerTable,
-    QueryTable,
     StreamTable,
     TopKeys,
 )
@@ -31,7 +32,6 @@ from fedstill.core import registry
 from fedstill.core.census import CENSUS, CensusStages
 from fedstill.core.errors import (
     ConfigError,
-    IncompatibleMethod,
     UnknownKeys,
     UnknownName,
     on_one_line,
@@ -40,7 +40,7 @@ from fedstill.core.errors import (
 from fedstill.core.extensions import StageProvider
 from fedstill.core.fields import (
     Count,
-    Typed,
+    PackageTable,
     as_table,
     checked,
     fields_of_record,
@@ -59,7 +59,6 @@ from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, FITTING, FitStage
 from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
 from fedstill.models.parameters import ADDED
-from fedstill.privacy.noise import Privacy
 
 # Paths and data sets' names: relative to the config's folder in a config, absolute in a run's
 # config.toml.
@@ -182,25 +181,29 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 """What each declaration must be: its type, and in words."""
 
 
-# The table ``[privacy]``: read, and what it changes or excludes in the rest of a config.
+# The tables of outer packages: read, and what they change in the rest of a config.
 
 
-def read_privacy(experiment: Experiment, top: TopKeys) -> tuple[Privacy, TopKeys]:
-    """The table, and the top keys: with secure sums, what is measured unless something is said is
-    left out.
-    """
-    privacy = read_record(Privacy, experiment.table("privacy"), "privacy")
-    unsaid = "measure" not in experiment.origins and top.measure == TopKeys().measure
-    return privacy, replace(top, measure=()) if privacy.secure_sum and unsaid else top
+def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
+    """The tables of outer packages, by name."""
+    return {
+        name: record.read(experiment.table(name), name) for name, record in package_tables().items()
+    }
 
 
-def refuse_unprotected(privacy: Privacy, method: Method, label: str) -> None:
-    """Raise IncompatibleMethod where logits are to be protected and none are sent."""
-    if privacy.protects_logits and "noisy_logits" not in method.permits:
-        raise IncompatibleMethod(
-            f"[privacy] protects logits that clients upload, and method {label} uploads none; "
-            "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
-        )
+def with_table_defaults(
+    top: TopKeys, tables: Mapping[str, PackageTable], experiment: Experiment
+) -> TopKeys:
+    """The top keys, with the defaults that packages' tables have for those that nothing sets."""
+    defaults = TopKeys()
+    for table in tables.values():
+        unset = {
+            key: value
+            for key, value in table.top_defaults.items()
+            if key not in experiment.origins and getattr(top, key) == getattr(defaults, key)
+        }
+        top = replace(top, **unset)
+    return top
 
 
 # The table ``[stream]`` of a config: read, and what in it cannot be meant together is refused.
@@ -256,14 +259,6 @@ def refuse_with_stream(settings: Settings) -> None:
             "'classes', "
             "'domains' or 'drift' here"
         )
-    if settings.on_sites and settings.privacy.secure_sum:
-        raise ConfigError(
-            "with privacy.secure_sum a site reports nothing of its own, and stream.kind = 'sites' "
-            "is measured by what "
-            "sites report; leave one of them out"
-        )
-    if settings.query.asks:
-        raise ConfigError("[stream] and [query] both say when data come; leave one of them out")
     if settings.named.stream.values.get("column") and settings.named.partition.values.get("column"):
         raise ConfigError(
             "stream.column and partition.column both need a column of their own; leave one of them "
@@ -304,109 +299,24 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
-# The table ``[query]`` of a config: read, and what in it cannot be meant together is refused.
-
-
 PEERS = "peer_to_peer"
 
 
-def read_query(given: Mapping[str, Any]) -> QueryTable:
-    """The table ``[query]``; raises ConfigError, in one line, for values that are wrong or cannot
-    be meant together.
-    """
-    one = isinstance(given.get("by"), str) and not isinstance(given["by"], Typed)
-    table = {
-        k: _lists(v) if k in ("classes", "needs") else (v,) if k == "by" and one else v
-        for k, v in given.items()
-    }
-    query = read_record(QueryTable, table, "query")
-    for name in ("classes", "needs"):
-        for client in getattr(query, name) or ():
-            if not client.isdecimal():
-                raise ConfigError(
-                    f"query.{name}.{client}: a client is a whole number, e.g. [query.{name}] 3 = "
-                    "[7, 9]"
-                )
-    if why := _odd(query):
-        raise ConfigError(f"query{why}")
-    return query
-
-
-def _lists(written: Any) -> Any:
-    if not isinstance(written, Mapping):
-        return written
-    return {str(k): tuple(v) if isinstance(v, list) else v for k, v in written.items()}
-
-
-def _odd(query: QueryTable) -> str:
-    by = query.by or ()
-    if query.classes and query.draw != "none":
-        return ": [query.classes] names the classes and query.draw would draw them; leave one out"
-    if query.by is not None and query.draw == "none":
-        return (
-            ".by says what raises a query; say with query.draw for how many classes: 'single', "
-            "'multi' or 'all'"
-        )
-    if query.by is not None and (not by or len(set(by)) < len(by)):
-        return (
-            f".by = {list(by)}: name each of 'lack', 'accuracy' and 'need' at most once, and one "
-            "of them at least"
-        )
-    if ("accuracy" in by) != (query.accuracy_under is not None):
-        if "accuracy" in by:
-            return ".by names 'accuracy': set query.accuracy_under, e.g. 0.6"
-        return (
-            ".accuracy_under is read where query.by names 'accuracy'; add it there, or leave this "
-            "out"
-        )
-    if ("need" in by) != bool(query.needs):
-        if "need" in by:
-            return (
-                ".by names 'need': write which classes each client will need, [query.needs] 3 = "
-                "[7, 9]"
-            )
-        return (
-            ".needs is read where query.by names 'need'; add it there, or leave [query.needs] out"
-        )
-    if query.again and not query.asks:
-        return ".again: nobody asks; set query.draw, or write [query.classes]"
-    if query.data_at_first is not None and not query.again:
-        return (
-            ".data_at_first applies only where clients ask more than once; set query.again, or "
-            "leave it out"
-        )
-    return ""
-
-
-def refuse_rounds(settings: Settings) -> None:
-    """Raises ConfigError where rounds, topology and ``query.again`` do not go together."""
-    query, kind, rounds = settings.query, settings.named.topology.name, settings.rounds
-    if query.again and kind != PEERS:
-        raise ConfigError(
-            f"query.again: with topology.kind = {kind!r} clients do not ask again; leave it out, "
-            "or choose a method on "
-            f"{PEERS!r} (qkt, naive_kd, local_only)"
-        )
-    if kind == PEERS and settings.stream.tasks > 1 and rounds != settings.stream.tasks:
-        tasks = settings.stream.tasks
+def check_rounds(settings: Settings) -> None:
+    """Raises ConfigError where rounds, topology and tasks do not go together."""
+    rounds = settings.rounds
+    tasks = settings.stream.tasks
+    if settings.named.topology.name != PEERS:
+        return
+    if tasks > 1 and rounds != tasks:
         raise ConfigError(
             f"rounds: peer_to_peer has one exchange a task; set rounds = {tasks}, as stream.tasks "
             "says"
         )
-    if kind == PEERS and rounds > 1 and not query.again and settings.stream.tasks == 1:
+    if tasks == 1 and rounds > 1 and not settings.exchange_each_round:
         raise ConfigError(
             "rounds: peer_to_peer is one shot; set rounds = 1, or query.again = 'mixed' to ask "
             "again with new data"
-        )
-    if query.again and rounds == 1:
-        raise ConfigError(
-            "query.again: in rounds = 1 clients ask once; set rounds to how often they ask"
-        )
-    if query.again and "label_counts" in settings.method.requires():
-        raise ConfigError(
-            f"query.again: method {settings.named.method.name} counts labels once, before round 1, "
-            "and data grow; "
-            "leave it out, or choose another method"
         )
 
 
@@ -444,7 +354,9 @@ def settle(experiment: Experiment, here: bool = True) -> Settings:
 
 def _settled(experiment: Experiment) -> Settings:
     base = experiment.base
-    privacy, top = read_privacy(experiment, _top(experiment))
+    top = _top(experiment)
+    tables = read_package_tables(experiment)
+    top = with_table_defaults(top, tables, experiment)
     data = _data(experiment)
     named_method, method = read_method(experiment)
     clients = _number_of_clients(experiment)
@@ -478,10 +390,9 @@ def _settled(experiment: Experiment) -> Settings:
         named=named,
         clients=clients,
         of_clients=replace(own, models=models, failures=failures),
-        privacy=privacy,
         flower=flower,
-        query=read_query(experiment.table("query")),
         stream=stream,
+        tables=tables,
         plans=_plans(method, experiment, named_topology, stream.longest(top.rounds)),
         method=method,
         schedule=schedule_of(method, named_topology.build(), named_stream.name),
@@ -687,6 +598,8 @@ def _refuse_contradictions(settings: Settings, device: str) -> None:
             "start_from names a model on this machine, which sites lack; leave flower.federation "
             "out"
         )
-    refuse_rounds(settings)
+    check_rounds(settings)
     refuse_with_stream(settings)
-    refuse_unprotected(settings.privacy, settings.method, settings.named.method.label)
+    for part in manifest.config_checks():
+        check = part.load()
+        check(settings)

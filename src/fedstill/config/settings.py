@@ -5,34 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
 from fedstill.config.named_tables import Named
+from fedstill.config.package_tables import with_package_tables
 from fedstill.config.tables import (
     NO_STREAM,
     SITES,
     ClientsTable,
     DataTable,
     FlowerTable,
-    QueryTable,
     StreamTable,
     TopKeys,
 )
-from fedstill.core.fields import Count, as_table
+from fedstill.core.fields import Count, PackageTable, as_table
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.registry import LIVE
 from fedstill.core.schedule import Schedule
 from fedstill.core.screen import Rules
 from fedstill.measures.choice import measured_rounds
-from fedstill.privacy.noise import Privacy
 
 CAME_LATER = {
     f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"
 }
 """Fields of a plan that earlier versions did not have, and their defaults."""
+
+Table = TypeVar("Table", bound=PackageTable)
 
 STARTS = ("start_from", "start_from_partial", "train_only")
 """Keys that stand in a config only where they are set."""
@@ -54,8 +55,8 @@ class Settings(TopKeys):
     """Every value of a run, resolved and checked, and the things built from them.
 
     ``method``, ``schedule``: built from what ``named`` names. ``clients``: how many there
-    are; ``of_clients``: the table ``[clients]``. ``plans``: by stage. ``origins``: where a dotted
-    key came from.
+    are; ``of_clients``: the table ``[clients]``. ``plans``: by stage. ``tables``: of outer
+    packages, by name. ``origins``: where a dotted key came from.
     """
 
     threads: tuple[Count, Count]
@@ -63,14 +64,39 @@ class Settings(TopKeys):
     named: NamedTables
     clients: int
     of_clients: ClientsTable
-    privacy: Privacy
     flower: FlowerTable
-    query: QueryTable
     stream: StreamTable
+    tables: Mapping[str, PackageTable]
     plans: Mapping[str, Plan]
     method: Method
     schedule: Schedule
     origins: Mapping[str, str]
+
+    def table(self, kind: type[Table]) -> Table:
+        """The table of an outer package, by its record."""
+        return next(table for table in self.tables.values() if isinstance(table, kind))
+
+    # These two go when nothing in inner packages reads them any more.
+
+    @property
+    def privacy(self) -> Any:
+        """The table ``[privacy]``."""
+        return self.tables["privacy"]
+
+    @property
+    def query(self) -> Any:
+        """The table ``[query]``."""
+        return self.tables["query"]
+
+    @property
+    def exchange_each_round(self) -> bool:
+        """Whether every round is a whole exchange between clients."""
+        return any(table.exchange_each_round for table in self.tables.values())
+
+    @property
+    def hides_client_models(self) -> bool:
+        """Whether the server sees no single client's model."""
+        return any(table.hides_client_models for table in self.tables.values())
 
     @property
     def rules(self) -> Rules:
@@ -91,10 +117,11 @@ class Settings(TopKeys):
 
     @property
     def measured_in(self) -> frozenset[int]:
-        """The rounds in which measures look: every so many, at task ends; all where clients ask
-        again.
+        """The rounds in which measures look: every so many, at task ends; all where each
+        is an exchange of its own.
         """
-        rounds = measured_rounds(self.rounds, 1 if self.query.again else self.measure_every)
+        interval = 1 if self.exchange_each_round else self.measure_every
+        rounds = measured_rounds(self.rounds, interval)
         return rounds | {first - 1 for first in self.stream.starts(self.rounds)[1:]}
 
     @property
@@ -116,22 +143,26 @@ class Settings(TopKeys):
         must not change.
         """
         top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name not in STARTS}
+        starts = {key: value for key in STARTS if (value := getattr(self, key))}
         named = self.named
-        return {
-            **top,
-            **{key: value for key in STARTS if (value := getattr(self, key))},
+        tables = {
             "data": as_table(self.data),
             "partition": named.partition.table,
             "topology": {**named.topology.table, "clients": self.clients},
             "model": named.model.table,
             "method": named.method.table,
             "clients": {k: v for k, v in self.of_clients.table.items() if not self._unwritten(k)},
-            "privacy": as_table(self.privacy),
-            **({"flower": as_table(self.flower)} if self.engine == "flower" else {}),
-            "query": as_table(self.query),
-            **({"stream": self._stream} if self.named.stream.name != NO_STREAM else {}),
+            "flower": as_table(self.flower),
+            "stream": self._stream,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
+        outer = {name: as_table(table) for name, table in self.tables.items()}
+        written = with_package_tables(tables, outer)
+        if self.engine != "flower":
+            del written["flower"]
+        if named.stream.name == NO_STREAM:
+            del written["stream"]
+        return {**top, **starts, **written}
 
     @property
     def _stream(self) -> dict[str, Any]:

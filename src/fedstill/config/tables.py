@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal
 
@@ -23,10 +23,8 @@ from fedstill.core.fields import (
 )
 from fedstill.core.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 from fedstill.core.stream import Head
-from fedstill.data.arrival import Order
 from fedstill.data.form import Kind, Missing, Value
 from fedstill.engines.precision import Precision
-from fedstill.querying.queries import Trigger
 
 # The table ``[stream]`` of a config: the clock of a run's tasks; the kind that it names cuts the
 # data.
@@ -340,53 +338,3 @@ class FlowerTable:
     """With data of the sites: how many token ids a tokenizer's file gives; unset: told by
     data.tokenizer.
     """
-
-
-@dataclass(frozen=True)
-class QueryTable:
-    """``[query]``: which classes clients ask for: drawn, or written in ``[query.classes]``,
-    ``client = [classes]``.
-    """
-
-    draw: Literal["none", "single", "multi", "all"] = "none"
-    """Whether clients ask for classes, and for how many of those they have reason to: none, one,
-    several, or all.
-    """
-    fewer_than: Count = 50
-    """A client lacks a class of which it has fewer examples than this."""
-    least: Count = 2
-    """The fewest classes in a query of several."""
-    most: Count = 3
-    """The most classes in a query of several."""
-    seed: Seed | None = None
-    """What the queries are drawn from; unset: the run's seed."""
-    classes: Mapping[str, tuple[CountOrZero, ...]] = field(default_factory=dict)
-    """The queries written out: the classes that each client asks for."""
-    by: tuple[Trigger, ...] | None = None
-    """What is reason to ask for a class: that the client lacks it (unset), its model's accuracy on
-    it, or a need.
-    """
-    accuracy_under: PositiveShare | None = None
-    """By accuracy: a client asks for classes on which its local model is less accurate, on its
-    held-out examples.
-    """
-    needs: Mapping[str, tuple[CountOrZero, ...]] | None = None
-    """By need: the classes that each client says it will need, whatever it has of them."""
-    again: Order | None = None
-    """In what order new data come with which clients ask again in every round; unset: they ask
-    once, with all data.
-    """
-    data_at_first: PositiveShare | None = None
-    """The share of its data with which a client asks first; the rest comes in equal parts; unset: 1
-    / rounds.
-    """
-
-    @property
-    def asks(self) -> bool:
-        """Whether any client may ask."""
-        return self.draw != "none" or bool(self.classes)
-
-    @property
-    def triggers(self) -> tuple[Trigger, ...]:
-        """What is reason to ask for a class."""
-        return self.by or ("lack",)

@@ -11,30 +11,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fedstill import manifest
 from fedstill.config.named_tables import NAMED, fields_of
-from fedstill.config.tables import (
-    ClientsTable,
-    DataTable,
-    FlowerTable,
-    QueryTable,
-    StreamTable,
-    TopKeys,
-)
+from fedstill.config.package_tables import record_tables
+from fedstill.config.tables import StreamTable, TopKeys
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, UnknownKeys
 from fedstill.core.fields import fields_of_record
 from fedstill.core.files import short_name
 from fedstill.core.records import Plan
-from fedstill.privacy.noise import Privacy
-
-RECORDS = {
-    "data": DataTable,
-    "clients": ClientsTable,
-    "privacy": Privacy,
-    "flower": FlowerTable,
-    "query": QueryTable,
-}
-"""Tables of a config that are records; the others name a registered thing, or are of stages."""
 
 MODELS = ("cnn", "digits_cnn")
 """The networks that a run has if its config names none."""
@@ -79,7 +64,7 @@ def meant(key: str, table: str, tree: Tree, base: Path | None, near: bool = True
     homes |= {
         word: [home]
         for word, home in OTHER_WORDS.items()
-        if word not in homes or word in (*NAMED, *RECORDS)
+        if word not in homes or word in (*NAMED, *record_tables())
     }
     like = difflib.get_close_matches(key, homes, n=1, cutoff=NEAR) if near else []
     there = [
@@ -118,7 +103,8 @@ def what_to_do(where: str, key: str, todo: str, tree: Tree, base: Path | None) -
     """
     table = where.partition(".")[0]
     return (
-        _untyped(table, key, tree, base)
+        _of_missing_package(table or key)
+        or _untyped(table, key, tree, base)
         or _called(table, key)
         or meant(key, table, tree, base, near=False)
         or _of_another(table, key, tree, base)
@@ -129,6 +115,14 @@ def what_to_do(where: str, key: str, todo: str, tree: Tree, base: Path | None) -
             else todo
         )
     )
+
+
+def _of_missing_package(table: str) -> str:
+    """What to do about a table of a package that is not installed."""
+    package = manifest.missing_package(table)
+    if not package:
+        return ""
+    return f"[{table}] belongs to {package}, which is not installed; leave it out, or install it"
 
 
 def _called(table: str, key: str) -> str:
@@ -192,11 +186,10 @@ def _homes(tree: Tree, base: Path | None) -> dict[str, list[str]]:
         for key in dict.fromkeys(keys):
             homes.setdefault(key, []).append(f"{table}.{key}")
 
-    for table, record in {
-        **RECORDS,
-        **({"stream": StreamTable} if tree.get("stream") else {}),
-    }.items():
+    for table, record in record_tables().items():
         add(table, fields_of_record(record))
+    if tree.get("stream"):
+        add("stream", fields_of_record(StreamTable))
     add("plan", fields_of_record(Plan))
     for kind, (key, _) in NAMED.items():
         names = (

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Self, TypeVar, get_args, get_type_hints
 
 from annotated_types import Interval, Len
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -188,6 +188,33 @@ def fields_of_record(record: type) -> Fields:
 def read_record(record: type[R], given: Mapping[str, Any], where: str) -> R:
     """A dataclass made of what a table of a config says; raises ConfigError as ``checked`` does."""
     return record(**checked(fields_of_record(record), given, where))
+
+
+class PackageTable:
+    """A table of a config that belongs to an outer package: a frozen dataclass derives from it.
+
+    The defaults change nothing.
+    """
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], name: str) -> Self:
+        """The table that a config gives under its name; raises ConfigError as ``checked`` does."""
+        return read_record(cls, given, name)
+
+    @property
+    def top_defaults(self) -> Mapping[str, Any]:
+        """Keys outside all tables that have another default with this table, and which."""
+        return {}
+
+    @property
+    def exchange_each_round(self) -> bool:
+        """Whether every round is a whole exchange between clients, which measures look at."""
+        return False
+
+    @property
+    def hides_client_models(self) -> bool:
+        """Whether the server sees no single client's model."""
+        return False
 
 
 def as_table(record: Any) -> dict[str, Any]:

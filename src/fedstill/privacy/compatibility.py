@@ -61,7 +61,7 @@ def _more_than_gradients(
 ) -> str:
     if others := sorted({stage.name for stage in schedule} - known):
         return f"stage {others[0]!r} sends what has no noise; leave it out"
-    if settings.stream.tasks > 1 or settings.query.again:
+    if settings.stream.tasks > 1 or settings.exchange_each_round:
         return "epsilon counts on data that stay the same; leave [stream] or query.again out"
     if settings.precision != "fp32":
         return f"precision = {settings.precision!r} rounds what is clipped; set fp32"
@@ -149,7 +149,7 @@ def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
                 "hides one among "
                 f"{FEWEST_SUMMED} or more; set topology.kind = 'parallel', and topology.sampled"
             )
-    if settings.query.again:
+    if settings.exchange_each_round:
         return "clients that ask again report why, each for itself; leave query.again out"
     if settings.privacy.trains and settings.on_sites:
         return (

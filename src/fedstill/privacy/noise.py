@@ -31,8 +31,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook
-from fedstill.core.fields import NonNegative, Positive, check_ranges
+from fedstill.core.fields import NonNegative, PackageTable, Positive, check_ranges
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Payload, Stage, Tensors, View, World
 
@@ -57,7 +58,7 @@ PROTECTED = (GROUP, SUMS_GROUP)
 
 
 @dataclass(frozen=True)
-class Privacy:
+class Privacy(PackageTable):
     """The table ``[privacy]``: protection of logits (``clip``), private training
     (``gradient_clip``), secure sums (``secure_sum``).
     """
@@ -118,6 +119,16 @@ class Privacy:
                 f"privacy.epsilon = {self.epsilon} needs privacy.{what}: without it nothing bounds "
                 "it"
             )
+
+    @property
+    def top_defaults(self) -> Mapping[str, Any]:
+        """With secure sums the usual measures, which look at single models, are left out."""
+        return {"measure": ()} if self.secure_sum else {}
+
+    @property
+    def hides_client_models(self) -> bool:
+        """Whether the server learns sums only."""
+        return bool(self.secure_sum)
 
     @property
     def protects_logits(self) -> bool:

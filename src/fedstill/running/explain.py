@@ -9,15 +9,9 @@ from typing import Any
 
 from fedstill.config.named_tables import NAMED
 from fedstill.config.overrides import flat
+from fedstill.config.package_tables import record_tables
 from fedstill.config.settings import Settings
-from fedstill.config.tables import (
-    ClientsTable,
-    DataTable,
-    FlowerTable,
-    QueryTable,
-    StreamTable,
-    TopKeys,
-)
+from fedstill.config.tables import StreamTable, TopKeys
 from fedstill.core import docstrings, registry
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage
@@ -26,7 +20,6 @@ from fedstill.core.stream import Stream
 from fedstill.data.inputs import examples_are
 from fedstill.measures.choice import measures
 from fedstill.models import contract
-from fedstill.privacy.noise import Privacy
 from fedstill.running.context import round_hooks
 from fedstill.running.engine_choice import chosen
 from fedstill.running.preparation import Prepared
@@ -102,16 +95,6 @@ def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int
         if not plan.steps
         else steps * min(plan.batch, examples)
     )
-
-
-TABLES = {
-    "data": DataTable,
-    "clients": ClientsTable,
-    "privacy": Privacy,
-    "flower": FlowerTable,
-    "query": QueryTable,
-}
-"""Tables of a config that are records; the other tables name a registered thing."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +230,7 @@ def about_key(settings: Settings, key: str) -> str:
         return own or (
             docstrings.sentences(StreamTable).get(field, "") if table == "stream" else ""
         )
-    record = TABLES.get(table, TopKeys)
+    record = record_tables().get(table, TopKeys)
     return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
 
 
