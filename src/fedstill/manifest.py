@@ -52,11 +52,15 @@ class OuterPackage:
     ``config_checks``: ``(settings)``, which raise ConfigError or IncompatibleMethod for what cannot
     be meant together, before any data are read.
     ``measures``: subclasses of ``measures.base.Measure``.
-    ``explanations``: ``(console, prepared)``, what ``fedstill explain`` prints after a part of its
-    own (``networks``, ``split``).
-    ``report_sections``: ``(groups, style)``, parts of the HTML page, each after another section.
-    ``comparison_notes``: ``(runs by label)``, a sentence below the table of a comparison, or "".
-    ``engines``: subclasses of ``running.remote.RemoteEngine``, for runs with this ``engine``.
+    ``explanations``: ``(console, prepared)``, which print the last part of ``fedstill explain``;
+    ``split_explanations``: what it prints above the split of the data, if that is drawn.
+    ``report_sections``: ``(groups, style)``, which return a section of the HTML page or None;
+    ``after`` is the section that they follow there.
+    ``comparison_notes``: ``(runs by label)``, which return a sentence for below the table of a
+    comparison, or "".
+    ``world_extensions``: ``(settings, world, label_counts)``, which return a run's world with what
+    the package adds to it; ``label_counts()`` gives (clients, C), or (0, C) where they are unknown.
+    ``engines``: for runs with this ``engine``, subclasses of ``running.remote.RemoteEngine``.
     """
 
     name: str
@@ -64,9 +68,11 @@ class OuterPackage:
     config_tables: tuple[PlacedPart, ...] = ()
     config_checks: tuple[Part, ...] = ()
     measures: tuple[Part, ...] = ()
-    explanations: tuple[PlacedPart, ...] = ()
+    explanations: tuple[Part, ...] = ()
+    split_explanations: tuple[Part, ...] = ()
     report_sections: tuple[PlacedPart, ...] = ()
     comparison_notes: tuple[Part, ...] = ()
+    world_extensions: tuple[Part, ...] = ()
     engines: tuple[Part, ...] = ()
 
     @property
@@ -119,11 +125,10 @@ PACKAGES = (
             ),
         ),
         explanations=(
-            PlacedPart(
+            Part(
                 "maps",
                 "What the ranking's maps found near a run's setting.",
                 "fedstill.benchmark.maps:explain_maps",
-                after="split",
             ),
         ),
     ),
@@ -148,6 +153,13 @@ PACKAGES = (
                 "fedstill.flower.commands:deploy",
             ),
         ),
+        engines=(
+            Part(
+                "flower",
+                "Clients are nodes of Flower: in this process, in Ray, or on other machines.",
+                "fedstill.flower.remote_runs:FlowerRuns",
+            ),
+        ),
     ),
     OuterPackage(
         name="privacy",
@@ -164,6 +176,13 @@ PACKAGES = (
                 "privacy",
                 "Refuses a config that would have nothing to protect, or could not.",
                 "fedstill.privacy.config_check:check_config",
+            ),
+        ),
+        measures=(
+            Part(
+                "leakage",
+                "How well a server can tell which examples a client trained on.",
+                "fedstill.privacy.leakage:Leakage",
             ),
         ),
     ),
@@ -192,6 +211,41 @@ PACKAGES = (
                 "fedstill.querying.table:check_config",
             ),
         ),
+        split_explanations=(
+            Part(
+                "queries",
+                "Which clients will ask for which classes, and why.",
+                "fedstill.querying.terminal:explain_queries",
+            ),
+        ),
+        report_sections=(
+            PlacedPart(
+                "asked",
+                "What clients asked for, gained and forgot.",
+                "fedstill.querying.report:asked",
+                after="results",
+            ),
+            PlacedPart(
+                "probe",
+                "What models predict on noise, beside the label shares of their clients.",
+                "fedstill.querying.report:noise_probes",
+                after="split",
+            ),
+        ),
+        comparison_notes=(
+            Part(
+                "untaught",
+                "How many queries had no teacher.",
+                "fedstill.querying.report:untaught",
+            ),
+        ),
+        world_extensions=(
+            Part(
+                "queries",
+                "The queries of clients, or the rule by which they raise them.",
+                "fedstill.querying.rules:with_asking",
+            ),
+        ),
     ),
 )
 """The outer packages. They import inner packages, and never each other."""
@@ -216,6 +270,42 @@ def config_tables() -> list[PlacedPart]:
 def config_checks() -> list[Part]:
     """The checks of a config of all packages."""
     return list(chain.from_iterable(package.config_checks for package in installed()))
+
+
+def measures() -> list[Part]:
+    """The measures of all packages."""
+    return list(chain.from_iterable(package.measures for package in installed()))
+
+
+def explanations() -> list[Part]:
+    """What all packages say at the end of ``fedstill explain``."""
+    return list(chain.from_iterable(package.explanations for package in installed()))
+
+
+def split_explanations() -> list[Part]:
+    """What all packages say of the split in ``fedstill explain``."""
+    return list(chain.from_iterable(package.split_explanations for package in installed()))
+
+
+def report_sections() -> list[PlacedPart]:
+    """The sections of the HTML page of all packages."""
+    return list(chain.from_iterable(package.report_sections for package in installed()))
+
+
+def comparison_notes() -> list[Part]:
+    """The notes on a comparison of all packages."""
+    return list(chain.from_iterable(package.comparison_notes for package in installed()))
+
+
+def world_extensions() -> list[Part]:
+    """What all packages add to a run's world."""
+    return list(chain.from_iterable(package.world_extensions for package in installed()))
+
+
+def engines() -> dict[str, Part]:
+    """The engines of all packages, by their value of the config's key ``engine``."""
+    parts = chain.from_iterable(package.engines for package in installed())
+    return {part.name: part for part in parts}
 
 
 def missing_package(table: str) -> str:

@@ -15,11 +15,8 @@ import torch
 import fedstill
 import toys
 from fedstill.attribution.falls import (
-    BESIDE,
     Moment,
-    add_looks,
     all_falls,
-    looks_of,
     of_one_model,
     the_moment,
     told_of,
@@ -29,6 +26,7 @@ from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage
 from fedstill.measures.contributions import Contributions
+from fedstill.running.later_looks import LATER_LOOKS, add_looks, looks_of
 
 CONFIG = """
 rounds = 6
@@ -132,7 +130,7 @@ def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_pat
         (3, "absent"),
         (6, "idle"),
     ]
-    (folder / BESIDE).write_text("{")
+    (folder / LATER_LOOKS).write_text("{")
     with pytest.raises(CorruptFile, match=r"why\.jsonl is damaged; delete it, and ask again"):
         looks_of(folder)
 

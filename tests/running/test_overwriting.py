@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.attribution.falls import add_looks
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
 from fedstill.running.directory import clear, locked
 from fedstill.running.existing_runs import make_way, other_settings
+from fedstill.running.later_looks import add_looks
 from fedstill.running.runner import run
 from fedstill.running.tables import write_run_tables
 from fedstill.running.variants import seeded, variants

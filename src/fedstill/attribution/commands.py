@@ -97,7 +97,7 @@ def why_command(
         quiet: Say nothing of progress.
     """
     from fedstill.attribution.falls import the_moment
-    from fedstill.querying.answers import numbered
+    from fedstill.running.journal import class_numbers
 
     given = {
         "--client": client,
@@ -113,7 +113,7 @@ def why_command(
         return say(f"{directory} holds no run: it has no journal.jsonl", 2)
     if client is not None:
         return _lesson(directory, client, round_ or 1, quiet)
-    of = numbered(directory, [class_])[0] if class_ is not None else None
+    of = class_numbers(directory, [class_])[0] if class_ is not None else None
     moment = the_moment(directory, of, round_)
     if without is not None:
         return _without(directory, moment, without, from_ or moment.round, rounds or 5, once, quiet)
@@ -152,11 +152,12 @@ def _tell(
     quiet: bool,
 ) -> None:
     from fedstill.attribution import report as why_said
-    from fedstill.attribution.falls import add_looks, looks_of, told_of
+    from fedstill.attribution.falls import told_of
     from fedstill.attribution.replay import looked_at, refuse_many, taken_up
     from fedstill.measures.contributions import Contributions
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
+    from fedstill.running.later_looks import add_looks, looks_of
 
     told = None if exact or game else told_of(moment, looks_of(directory))
     if told is None:

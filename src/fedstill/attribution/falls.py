@@ -4,26 +4,17 @@ contributed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.files import write_whole
+from fedstill.core.errors import ConfigError
 from fedstill.methods.fit import FIT
 from fedstill.running import journal as journals
 from fedstill.running.directory import settings_of
-
-BESIDE = "why.jsonl"
-"""What `fedstill why` found out later, beside the journal: one event of the measure
-``contributions`` a line.
-"""
-
-Look = dict[str, Any]
-"""An event of the measure ``contributions``: one stage of one round."""
+from fedstill.running.later_looks import Look
 
 
 @dataclass(frozen=True)
@@ -85,33 +76,6 @@ def the_moment(folder: Path, of: int | None, round: int | None) -> Moment:
     return fitting[0]
 
 
-def looks_of(folder: Path, measures: Sequence[Look] = ()) -> list[Look]:
-    """All looks of the measure in a run: its journal's, and those that were added later, which
-    count for more.
-    """
-    own = measures or journals.read_journal(folder / "journal.jsonl")
-    known = [e for e in own if e.get("measure") == "contributions"]
-    added = _added(folder)
-    later = {look["round"] for look in added}
-    return sorted(
-        [*(e for e in known if e["round"] not in later), *added],
-        key=lambda e: (e["round"], e["stage"]),
-    )
-
-
-def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
-    """A run's events of measures, with what `fedstill why` found out later."""
-    added = _added(folder)
-    return (
-        list(measures)
-        if not added
-        else [
-            *(e for e in measures if e["measure"] != "contributions"),
-            *looks_of(folder, measures),
-        ]
-    )
-
-
 def of_one_model(looks: Sequence[Look]) -> list[Look]:
     """Looks that show one change: the global model's where any does, else of each round those at
     the same clients.
@@ -125,23 +89,6 @@ def of_one_model(looks: Sequence[Look]) -> list[Look]:
         for look in looks
         if look["clients"] == clients.setdefault(look["round"], look["clients"])
     ]
-
-
-def add_looks(folder: Path, looks: Sequence[Look]) -> None:
-    """Keep looks at rounds beside the journal, in place of earlier ones at the same rounds."""
-    rounds = {look["round"] for look in looks}
-    every = [*(look for look in _added(folder) if look["round"] not in rounds), *looks]
-    write_whole(folder / BESIDE, "".join(f"{json.dumps(look)}\n" for look in every).encode())
-
-
-def _added(folder: Path) -> list[Look]:
-    path = folder / BESIDE
-    if not path.is_file():
-        return []
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise CorruptFile(f"{path} is damaged; delete it, and ask again") from error
 
 
 @dataclass(frozen=True)

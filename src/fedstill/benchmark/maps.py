@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from fedstill.benchmark.entries import column_of
 from fedstill.benchmark.recipes import RANKING, Recipe
@@ -308,6 +309,15 @@ def away(cell: MapCell, here: Setting) -> tuple[float, float, float]:
         for ours, theirs in zip(astuple(here)[1:], astuple(there)[1:], strict=True)
     )
     return abs(here.labels_apart - there.labels_apart) / APART, steps, share
+
+
+def explain_maps(screen: Console, prepared: Prepared) -> None:
+    """Print what ``fedstill explain`` says of a run from the maps that ship."""
+    setting = None
+    if prepared.dataset.about.kind == "image":  # as the maps' digits are
+        setting = setting_of(prepared)
+    for line in told_of_maps(shipped_maps(), prepared.settings.named.method.name, setting):
+        screen.print(line)
 
 
 def told_of_maps(maps: Mapping[str, Grid], method: str, here: Setting | None) -> Iterator[str]:

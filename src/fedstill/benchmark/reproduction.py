@@ -14,12 +14,11 @@ from fedstill.benchmark.recipes import Published, Recipe
 from fedstill.core.errors import ConfigError
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.querying.report import untaught
 from fedstill.report.groups import differing
 from fedstill.report.groups import said as as_written
 from fedstill.report.numbers import COLUMNS, Spread, spread
 from fedstill.report.runs import Run, read_run
-from fedstill.report.summary import NONE
+from fedstill.report.summary import NONE, package_notes
 from fedstill.report.terminal import table
 from fedstill.running.existing_runs import as_settled, other_settings
 from fedstill.running.variants import Variant
@@ -76,8 +75,9 @@ def paper_tables(
         )
         yield table(_head(recipe, long), _rows(recipe, column, rows, summaries, long))
         asked = any(m.startswith("query_") for m in recipe.measures)
-        if said := untaught({row: runs_of_cell(row, column, runs) for row in rows if asked}):
-            yield Text(said)
+        if asked:
+            notes = package_notes({row: runs_of_cell(row, column, runs) for row in rows})
+            yield from map(Text, notes)
         for row in rows:
             for text in [
                 s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")

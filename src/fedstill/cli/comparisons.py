@@ -224,13 +224,12 @@ def carry_out(
 
 def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     """Print the table of some runs, and write their report and their tables as files."""
-    from fedstill.querying.report import untaught
     from fedstill.report import terminal
     from fedstill.report.comparison import write_files
     from fedstill.report.groups import groups
     from fedstill.report.numbers import BELOW_ZERO
     from fedstill.report.page import refused
-    from fedstill.report.summary import best_first, said_of_order
+    from fedstill.report.summary import best_first, package_notes, said_of_order
 
     screen, compared = terminal.console(), groups(begun)
     if show:
@@ -241,8 +240,8 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
             screen.print(leaks)
         if any(v < 0 for g in compared for v in g.values("forgetting")):
             terminal.tell(screen, BELOW_ZERO)
-        if said := untaught({g.label: g.started for g in compared}):
-            screen.print(said)
+        for note in package_notes({g.label: g.started for g in compared}):
+            screen.print(note)
         for line in refused({g.label: g.started for g in compared}):
             terminal.tell(screen, f"warning: {line}")
     screen.print(f"report: {write_files(begun, folder)}", soft_wrap=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstill import manifest
 from fedstill.cli.app import Settings
 
 if TYPE_CHECKING:
@@ -29,10 +30,8 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         set_: A value over the file's, as key=value. May be repeated.
         split: Draw the split, clients × classes.
     """
-    from fedstill.benchmark.maps import setting_of, shipped_maps, told_of_maps
     from fedstill.config.experiment import load
     from fedstill.config.resolve import settle
-    from fedstill.querying.terminal import who_asks
     from fedstill.report import catalogue, terminal
     from fedstill.report.terminal import drawn_data
     from fedstill.running import explain as explained
@@ -60,14 +59,14 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     screen.print(terminal.table(["network", "parameters", "has"], networks))
     if split and prepared.sites.split is not None:
         screen.print()
-        _explain_queries(*who_asks(prepared))
+        for part in manifest.split_explanations():
+            explain_part = part.load()
+            explain_part(screen, prepared)
         for drawn in drawn_data(prepared, min(screen.width, 160)):
             screen.print(drawn)
-    like = prepared.dataset.about.kind == "image"  # as the maps' digits are
-    for line in told_of_maps(
-        shipped_maps(), settings.named.method.name, setting_of(prepared) if like else None
-    ):
-        screen.print(line)
+    for part in manifest.explanations():
+        explain_part = part.load()
+        explain_part(screen, prepared)
     return 0
 
 
@@ -109,15 +108,3 @@ def _explain_measures(costs: Sequence[Cost], many: str) -> None:
                 else "leave it out if you do not need it"
             )
             terminal.tell(screen, f"warning: measure {cost.name} costs {more}; {todo}")
-
-
-def _explain_queries(said: str, rows: Sequence[tuple[str, str, str]]) -> None:
-    from fedstill.report import terminal
-
-    screen = terminal.console(sentences=True)
-    if rows:
-        screen.print(terminal.table(["client", "asks for", "why"], rows, words=3))
-    if said:
-        terminal.tell(screen, said)
-    if rows or said:
-        screen.print()

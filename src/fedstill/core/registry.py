@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
+from fedstill import manifest
 from fedstill.core import docstrings
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName
 from fedstill.core.files import digest
@@ -278,6 +279,9 @@ def _import_home(kind: str) -> None:
     home = importlib.import_module(HOMES[kind])
     for info in pkgutil.iter_modules(getattr(home, "__path__", [])):
         importlib.import_module(f"{home.__name__}.{info.name}")
+    if kind == "measure":
+        for part in manifest.measures():
+            part.load()
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -30,7 +30,6 @@ from fedstill.data.sources.catalog import KNOWN, Known
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.frozen_teachers import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
-from fedstill.flower.site_storage import Desk
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.ensemble import Joined
@@ -42,6 +41,7 @@ from fedstill.running.directory import settings_of
 from fedstill.running.evaluation import of_some_clients
 from fedstill.running.preparation import read_data, with_pixels
 from fedstill.running.provenance import sources
+from fedstill.running.remote import remote_engine
 from fedstill.running.result import Result
 from fedstill.running.start_weights import body_of
 from fedstill.running.world import RunWorld, started, world_of
@@ -335,16 +335,10 @@ def _remembered(run: _Trained, client: int) -> Payload:
     version = run.versions.get(client)
     if version is None:
         return NOTHING
-    if run.settings.engine != "flower":
+    remote = remote_engine(run.settings)
+    if remote is None:
         return Memory(run.folder / "memory", dict(run.versions)).load(client)
-    with (run.folder / "journal.jsonl").open("rb") as file:
-        identity = digest(file.readline())[:16]
-    desk = Desk(run.folder / "sites", identity, client)
-    if not desk.place.is_dir():
-        raise ConfigError(
-            f"the model of client {client} is at its site: this machine does not have it"
-        )
-    return desk.remembered(version)
+    return remote.client_memory(run.folder, client, version)
 
 
 def _networks(predict: Callable[[Tensor], Tensor]) -> str:

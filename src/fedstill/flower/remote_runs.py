@@ -5,122 +5,121 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
-from fedstill.core.files import in_shell
+from fedstill.core.files import digest, in_shell
+from fedstill.core.records import Payload
 from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import cores
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import load_federation
-from fedstill.flower.messages import require_flower
+from fedstill.flower.messages import Version, require_flower
 from fedstill.flower.run_engine import trial_app
+from fedstill.flower.site_storage import Desk
 from fedstill.running import journal as journals
-from fedstill.running.progress import OnRound, Progress
+from fedstill.running.progress import Progress
+from fedstill.running.remote import Driven
 from fedstill.running.result import Result
-from fedstill.running.trackers import Track
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 
-# A run on Flower's simulation: clients are virtual nodes, which Ray spreads over a machine's cores
-# or a cluster.
-
-
-Driven = TypeVar("Driven")
-
 CLIENTS_ON_CARD = 4
 """Clients that share a card; without a share Ray may hide the card from them."""
-
-
-def simulate(
-    settings: Settings, data: Dataset | None, folder: Path, drive: Callable[[Grid], Driven]
-) -> Driven:
-    """What ``drive`` gives for a grid of ``settings.clients`` virtual nodes.
-
-    ``folder``: the run's directory; clients keep what they remember in its ``sites``, which all
-    machines must see. Raises ConfigError if Ray is not installed, DeployFailed if it does not
-    start, and whatever ``drive`` raises.
-    """
-    require_flower()
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        remedy = "pip install 'fedstill[flower-simulation]'"
-        raise ConfigError(f"flower.grid = 'ray' needs Ray: {remedy} ({error})") from error
-    from flwr.serverapp import ServerApp
-    from flwr.simulation import run_simulation
-
-    given: list[Driven] = []
-    raised: list[BaseException] = []
-    app = ServerApp()
-
-    @app.main()  # type: ignore[untyped-decorator]
-    def main(grid: Any, context: Any) -> None:
-        try:
-            given.append(drive(grid))
-        except BaseException as error:
-            raised.append(error)
-
-    share = 1 / min(cores(), CLIENTS_ON_CARD) if settings.device == "cuda" else 0.0
-    one_core = {"client_resources": {"num_cpus": 1, "num_gpus": share}}
-    clients = trial_app(settings, data, (folder / "sites").resolve())
-    try:
-        run_simulation(app, clients, num_supernodes=settings.clients, backend_config=one_core)
-    except Exception as error:
-        raise DeployFailed(
-            f"Ray could not carry the run out: {' '.join(str(error).split())[:300]}"
-        ) from error
-    if raised:
-        raise raised[0]
-    if not given:
-        raise DeployFailed("Ray ended before the run did; its log says why")
-    return given[0]
-
-
-# A run on a federation's server: submitted to it, and followed from here until it ends.
-
 
 LOOK, ASK, START = 1.0, 60.0, 180.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""
 
 
-def elsewhere(settings: Settings) -> str:
-    """Where a run is done: "federation" (its server), "ray", or empty for this process."""
-    if settings.engine != "flower":
-        return ""
-    return (
-        "federation" if settings.flower.federation else settings.flower.grid.replace("loopback", "")
-    )
+class FlowerRuns:
+    """Runs with ``engine = "flower"``: a ``running.remote.RemoteEngine``."""
 
+    def require(self) -> None:
+        """Raise ConfigError if Flower is not installed."""
+        require_flower()
 
-def refuse_calls(on_round: OnRound | None, track: Track = ()) -> None:
-    """Raise ConfigError for what is called in this process, where a run elsewhere would have to
-    call it.
-    """
-    for what, given in (("on_round is", on_round), ("trackers are", track)):
-        if given:
+    def simulate(
+        self,
+        settings: Settings,
+        data: Dataset | None,
+        folder: Path,
+        drive: Callable[[Grid], Driven],
+    ) -> Driven:
+        """What ``drive`` gives for a grid of ``settings.clients`` virtual nodes, which Ray spreads
+        over a machine's cores or a cluster.
+
+        ``folder``: the run's directory; clients keep what they remember in its ``sites``, which all
+        machines must see. Raises ConfigError if Ray is not installed, DeployFailed if it does not
+        start, and whatever ``drive`` raises.
+        """
+        require_flower()
+        try:
+            import ray  # noqa: F401
+        except ImportError as error:
+            remedy = "pip install 'fedstill[flower-simulation]'"
+            raise ConfigError(f"flower.grid = 'ray' needs Ray: {remedy} ({error})") from error
+        from flwr.serverapp import ServerApp
+        from flwr.simulation import run_simulation
+
+        given: list[Driven] = []
+        raised: list[BaseException] = []
+        app = ServerApp()
+
+        @app.main()  # type: ignore[untyped-decorator]
+        def main(grid: Any, context: Any) -> None:
+            try:
+                given.append(drive(grid))
+            except BaseException as error:
+                raised.append(error)
+
+        share = 1 / min(cores(), CLIENTS_ON_CARD) if settings.device == "cuda" else 0.0
+        one_core = {"client_resources": {"num_cpus": 1, "num_gpus": share}}
+        clients = trial_app(settings, data, (folder / "sites").resolve())
+        try:
+            run_simulation(app, clients, num_supernodes=settings.clients, backend_config=one_core)
+        except Exception as error:
+            raise DeployFailed(
+                f"Ray could not carry the run out: {' '.join(str(error).split())[:300]}"
+            ) from error
+        if raised:
+            raise raised[0]
+        if not given:
+            raise DeployFailed("Ray ended before the run did; its log says why")
+        return given[0]
+
+    def submit(self, settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
+        """Have a federation's server do a run in a directory of its own disk, and wait for its end.
+
+        The directory must be seen from here too: this is the operator's command on the server's
+        machine. Raises DeployFailed with the reason if the server does not take the run, or it
+        fails there.
+        """
+        federation = load_federation(Path(settings.flower.federation))
+        config = settings.toml
+        if resume:
+            config = ""  # the server reads the one in the directory
+        values = {"config": config, "out": str(folder.resolve()), "resume": resume}
+        control = Control.of(federation)
+        run = when_it_listens(lambda: control.start(federation.app, values), START)
+        watch.started(folder, 1 + len(_rounds(folder)))
+        return _follow(control, run, settings.rounds, folder, watch)
+
+    def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
+        """What a client remembers, if it worked in a simulation on this machine.
+
+        Raises ConfigError if its memory is at its site.
+        """
+        with (folder / "journal.jsonl").open("rb") as file:
+            identity = digest(file.readline())[:16]
+        desk = Desk(folder / "sites", identity, client)
+        if not desk.place.is_dir():
             raise ConfigError(
-                f"{what} called where the run is, and a federation's run is not in this process"
+                f"the model of client {client} is at its site: this machine does not have it"
             )
-
-
-def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
-    """Have a federation's server do a run in a directory of its own disk, and wait for its end.
-
-    The directory must be seen from here too: this is the operator's command on the server's
-    machine. Raises DeployFailed with the reason if the server does not take the run, or it fails
-    there.
-    """
-    federation = load_federation(Path(settings.flower.federation))
-    config = settings.toml
-    values = {"config": "" if resume else config, "out": str(folder.resolve()), "resume": resume}
-    control = Control.of(federation)
-    run = when_it_listens(lambda: control.start(federation.app, values), START)
-    watch.started(folder, 1 + len(_rounds(folder)))
-    return _follow(control, run, settings.rounds, folder, watch)
+        return desk.remembered(version)
 
 
 def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progress) -> Result:

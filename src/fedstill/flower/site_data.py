@@ -26,14 +26,13 @@ from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.compatibility import refuse_unmaskable, refuse_unprivate
-from fedstill.querying.rules import with_asking
 from fedstill.running.client_data import ClientData
 from fedstill.running.data_sums import moments
 from fedstill.running.preparation import Prepared, site_views
 from fedstill.running.public_data import NOISE, Wanted, copied, form_like
 from fedstill.running.splitting import cut_into_tasks, stream_of
 from fedstill.running.standardisation import STANDARDISED, UNSCALED, Scaler, unscaled
-from fedstill.running.world import RunWorld, world_of
+from fedstill.running.world import RunWorld, extended, world_of
 
 # A site's own data as the run has them: read by the run's keys, checked against its facts,
 # standardised by these.
@@ -458,7 +457,7 @@ def _had(train: Mapping[int, Examples], now: int, kept: bool) -> dict[int, Examp
 def _world(settings: Settings, facts: Facts, public: Examples | None) -> RunWorld:
     classes = len(facts.classes)
     world = world_of(settings, facts.shape, classes, len(public) if public else 0, facts.vocabulary)
-    world = with_asking(settings, world, lambda: torch.zeros(0, classes))
+    world = extended(settings, world, lambda: torch.zeros(0, classes))
     refuse_unprivate(settings, world)  # a server that is hostile would not
     refuse_unmaskable(settings, world)
     return world

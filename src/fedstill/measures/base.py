@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.fields import PackageTable
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import Method
@@ -36,7 +37,6 @@ from fedstill.engines.serial import Sites
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.values import Values
 from fedstill.models import contract
-from fedstill.privacy.noise import Privacy
 
 # Models that measures run: whole ones. A module fills in what a model lacks, with random weights of
 # its own.
@@ -87,6 +87,9 @@ class WholePasses(ModelPasses):
 # costs.
 
 
+LOGITS = "logits"
+"""The group of an upload that holds logits on public examples."""
+
 MEASURES_FOLDER = "measures"
 """The folder in a run's directory for what measures keep beside the journal."""
 
@@ -116,7 +119,7 @@ class Room:
     clients' own data.
 
     ``folder``: the run's directory, for what is too large for the journal.
-    ``schedule``, ``privacy``: the run's.
+    ``schedule``: the run's. ``tables``: the tables of outer packages in its config.
     ``remembered``: what a client remembers after the stage; None where clients are reached over
     Flower. ``previous``: in a chain, the client whose model was handed over, None for the very
     first; ``previous_round``: in which round it acted.
@@ -128,7 +131,7 @@ class Room:
     sites: Sites
     schedule: Schedule
     folder: Path | None = None
-    privacy: Privacy = field(default_factory=Privacy)
+    tables: Mapping[str, PackageTable] = field(default_factory=dict)
     remembered: Callable[[int], Payload] | None = None
     previous: int | None = None
     previous_round: int | None = None

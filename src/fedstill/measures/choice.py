@@ -10,9 +10,8 @@ from fedstill.core import registry
 from fedstill.core.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.core.records import SERVER, Stage, World
 from fedstill.core.schedule import Schedule
-from fedstill.measures.base import Measure, SaysLogits
+from fedstill.measures.base import LOGITS, Measure, SaysLogits
 from fedstill.models import contract
-from fedstill.privacy.noise import GROUP
 
 NEEDS = frozenset(
     {
@@ -190,7 +189,7 @@ def _no_uploads(setting: MeasuredRun) -> str:
     sent = set().union(*(_sent(stage, setting.schedule, setting.world) for stage in setting.stages))
     if "params" in sent:
         return ""
-    if GROUP not in sent:
+    if LOGITS not in sent:
         other = f" but {', '.join(sorted(sent))}" if sent else ""
         return (
             f"clients of method {setting.name} send neither models nor logits{other}; choose a "

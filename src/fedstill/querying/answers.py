@@ -15,7 +15,7 @@ from torch import Tensor
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.errors import ConfigError
 from fedstill.core.fields import as_table
 from fedstill.core.files import digest, in_shell
 from fedstill.core.method import Method
@@ -32,7 +32,6 @@ from fedstill.models.model_file import read_model
 from fedstill.querying.hooks import why_asked
 from fedstill.querying.queries import Why, picked
 from fedstill.querying.rules import rule_of
-from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
@@ -343,18 +342,6 @@ def ask(
         why,
         later.examples if later else 0,
     )
-
-
-def numbered(folder: Path, names: Sequence[str]) -> list[int]:
-    """Classes by number or by name, as numbers; raises UnknownName for one that the run does not
-    have.
-    """
-    events = journals.read_journal(folder / "journal.jsonl") if folder.is_dir() else []
-    known = [str(c) for e in events[:1] for c in e.get("classes", [])]
-    for name in names:
-        if not name.isdecimal() and name not in known:
-            raise UnknownName("class", name, known)
-    return [int(name) if name.isdecimal() else known.index(name) for name in names]
 
 
 def _experiment(

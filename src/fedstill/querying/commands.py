@@ -55,8 +55,9 @@ def query(
     from fedstill.data.sources import load_dataset
     from fedstill.models.model_file import save_model
     from fedstill.querying import terminal as answer
-    from fedstill.querying.answers import Later, ask, numbered
+    from fedstill.querying.answers import Later, ask
     from fedstill.report import terminal
+    from fedstill.running.journal import class_numbers
 
     if bool(by) == bool(classes):
         raise ConfigError(
@@ -68,8 +69,8 @@ def query(
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
     refuse_other_kind(out, MODEL)
     reason = {"by": by, **({"accuracy_under": under} if under else {})}
-    reason |= {"needs": {str(client): tuple(numbered(run, need))}} if need else {}
-    asked = reason if by else numbered(run, classes)
+    reason |= {"needs": {str(client): tuple(class_numbers(run, need))}} if need else {}
+    asked = reason if by else class_numbers(run, classes)
     later = Later(student, load_dataset(new_data) if new_data else None)
     answered = ask(
         run, client, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later

@@ -213,7 +213,7 @@ def asked(groups: Sequence[Group], style: Style) -> Html | None:
     return section("Queries: what clients gained and forgot", *notes, *parts, name="asked")
 
 
-def noise_probes(groups: Sequence[Group]) -> Html | None:
+def noise_probes(groups: Sequence[Group], _: Style) -> Html | None:
     """What models predict on noise beside what their clients hold; None if no model was probed."""
     run = next((r for g in groups for r in g.started if any("probe" in e for e in r.clients)), None)
     if run is None:

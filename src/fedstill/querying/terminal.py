@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fedstill.data.arrival import Arrival
@@ -18,7 +18,7 @@ from fedstill.querying.answers import Answer
 from fedstill.querying.queries import because
 from fedstill.querying.rules import reasons_before
 from fedstill.report.summary import NONE
-from fedstill.report.terminal import SHADES, table
+from fedstill.report.terminal import SHADES, table, tell
 from fedstill.running.preparation import Prepared
 
 # What a run's clients will ask for, as far as it is known before: shown by ``fedstill explain``.
@@ -62,6 +62,17 @@ def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
         rows.append((f"{client}", ", ".join(names[c] for c in query), told))
     more = len(world.queries) - len(rows)
     return f"and {more} more clients" if more else "", rows
+
+
+def explain_queries(screen: Console, prepared: Prepared) -> None:
+    """Print what ``fedstill explain`` says of a run's queries, if there are any."""
+    sentence, rows = who_asks(prepared)
+    if rows:
+        screen.print(table(["client", "asks for", "why"], rows, words=3))
+    if sentence:
+        tell(screen, sentence)
+    if rows or sentence:
+        screen.print()
 
 
 def _growing(arrival: Arrival) -> str:

@@ -10,10 +10,9 @@ from datetime import datetime
 from importlib import resources
 from pathlib import Path
 
-from fedstill.attribution.report import contributors
+from fedstill import manifest
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import PAGE, as_named, refuse_other_kind, write_over
-from fedstill.querying.report import asked, noise_probes
 from fedstill.report import figures as heatmaps
 from fedstill.report.chain import chain
 from fedstill.report.clients import clients
@@ -374,38 +373,39 @@ def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Pat
 def page(compared: Sequence[Group], against: str = "") -> str:
     """The page as text; differences are to the group of the label ``against``, or to the first."""
     style = Style(compared)
-    parts = [
-        _head(compared),
-        results_section(compared, style, group_named(against, compared)),
-        asked(compared, style),
-        boundaries(compared, style),
-        over_rounds(compared, style),
-        over_tasks(compared, style),
-        heterogeneity(compared),
-        sensitivity(compared),
-        class_maps(compared, style),
-        contributors(compared, style),
-        data_section(compared),
-        split_section(compared),
-        noise_probes(compared),
-        knowledge(compared, style),
-        epochs(compared, style),
-        clients(compared, style),
-        personal(compared, style),
-        weight_changes(compared, style),
-        units(compared, style),
-        tsne(compared, style),
-        joint(compared, style),
-        sphere(compared, style),
-        landscape(compared, style),
-        chain(compared, style),
-        leaks(compared, style),
-        targets(compared, style),
-        cost(compared, style),
-        failures(compared, style),
-        settings(compared, style),
-    ]
-    main = "\n".join(p.text for p in parts if p is not None)
+    inner: dict[str, Html | None] = {
+        "results": results_section(compared, style, group_named(against, compared)),
+        "boundaries": boundaries(compared, style),
+        "rounds": over_rounds(compared, style),
+        "tasks": over_tasks(compared, style),
+        "heterogeneity": heterogeneity(compared),
+        "sensitivity": sensitivity(compared),
+        "classes": class_maps(compared, style),
+        "data": data_section(compared),
+        "split": split_section(compared),
+        "knowledge": knowledge(compared, style),
+        "epochs": epochs(compared, style),
+        "clients": clients(compared, style),
+        "personal": personal(compared, style),
+        "weights": weight_changes(compared, style),
+        "units": units(compared, style),
+        "tsne": tsne(compared, style),
+        "joint": joint(compared, style),
+        "sphere": sphere(compared, style),
+        "landscape": landscape(compared, style),
+        "chain": chain(compared, style),
+        "leaks": leaks(compared, style),
+        "targets": targets(compared, style),
+        "cost": cost(compared, style),
+        "failures": failures(compared, style),
+        "settings": settings(compared, style),
+    }
+    outer = []
+    for part in manifest.report_sections():
+        made = part.load()
+        outer.append((part, made(compared, style)))
+    sections = manifest.placed(inner, outer)
+    main = "\n".join(p.text for p in (_head(compared), *sections.values()) if p is not None)
     return document(_title(compared), main)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from fedstill.attribution.falls import with_later_looks
 from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.data.client_split import LabelCounts
@@ -20,6 +19,7 @@ from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
 from fedstill.running.directory import refuse_changed
 from fedstill.running.journal import Event, refuse_cut
+from fedstill.running.later_looks import with_later_looks
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
 # What a reader of journals relies on, checked once: an event that lacks it is named, with its file.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fedstill import manifest
 from fedstill.report.groups import Group
 from fedstill.report.numbers import COLUMNS, PERSONAL, Column, Spread
+from fedstill.report.runs import Run
 
 # The order of a comparison's lines: as asked for, or best first where some methods leave each
 # client its own model.
@@ -99,3 +101,15 @@ def _note(group: Group) -> str:
     rounds = f"{min(reached)}" if min(reached) == max(reached) else f"{min(reached)}–{max(reached)}"
     who = "" if len(group.runs) == 1 else f"{len(open_runs)} of {len(group.runs)} runs "
     return f"{who}unfinished, at round {rounds} of {open_runs[0].asked}"
+
+
+# What packages add below the table of a comparison.
+
+
+def package_notes(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """The sentences of outer packages on runs, by what the runs are called."""
+    notes = []
+    for part in manifest.comparison_notes():
+        note_on = part.load()
+        notes.append(note_on(runs))
+    return [note for note in notes if note]

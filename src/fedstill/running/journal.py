@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstill.core.errors import CorruptFile, cut_reason
+from fedstill.core.errors import CorruptFile, UnknownName, cut_reason
 from fedstill.core.files import as_named, digest, sync_folder
 from fedstill.core.reports import healed, json_value
 
@@ -147,6 +147,18 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
             _warn(path, number, str(event.get("client")), tuple(left_out))
         events.append(event)
     return events
+
+
+def class_numbers(folder: Path, names: Sequence[str]) -> list[int]:
+    """Classes by number or by name, as numbers; raises UnknownName for one that the run does not
+    have.
+    """
+    events = read_journal(folder / "journal.jsonl") if folder.is_dir() else []
+    known = [str(c) for e in events[:1] for c in e.get("classes", [])]
+    for name in names:
+        if not name.isdecimal() and name not in known:
+            raise UnknownName("class", name, known)
+    return [int(name) if name.isdecimal() else known.index(name) for name in names]
 
 
 def _whole_number(text: str) -> int | None:

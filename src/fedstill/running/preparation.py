@@ -38,7 +38,7 @@ from fedstill.privacy.compatibility import refuse_unmaskable, refuse_unprivate
 from fedstill.privacy.noise import NoisedLogits
 from fedstill.privacy.private_training import Private, PrivateTraining
 from fedstill.querying.hooks import QueriesAtClient
-from fedstill.querying.rules import arrival_of, with_asking
+from fedstill.querying.rules import arrival_of
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import (
     refuse_misfits,
@@ -52,7 +52,7 @@ from fedstill.running.split_file import StoredSplit
 from fedstill.running.splitting import stream_of, task_data
 from fedstill.running.standardisation import UNSCALED, Scaler
 from fedstill.running.start_weights import as_features
-from fedstill.running.world import RunWorld, started, world_of
+from fedstill.running.world import RunWorld, extended, started, world_of
 
 LEAST_SPREAD = 1e-4
 """The least ``data.std`` of pixels in [0, 1]. With less, inputs are so large that networks
@@ -127,7 +127,7 @@ class Prepared:
             sites=self.sites,
             schedule=self.settings.schedule,
             folder=folder,
-            privacy=self.settings.privacy,
+            tables=self.settings.tables,
             remembered=None if memory is None else memory.load,
         )
 
@@ -224,7 +224,7 @@ def _make_world(settings: Settings, dataset: Dataset, data: ClientData) -> RunWo
     world = started(settings, world)
     if data.tasks is not None:
         world = replace(world, stream=stream_of(settings, data.tasks, data.split))
-    return with_asking(settings, world, lambda: data.label_table(classes))
+    return extended(settings, world, lambda: data.label_table(classes))
 
 
 def _inputs(settings: Settings, dataset: Dataset, scaler: Scaler) -> Inputs:

@@ -16,8 +16,6 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER
 from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import Dataset
-from fedstill.flower.messages import require_flower
-from fedstill.flower.remote_runs import elsewhere, refuse_calls, simulate, submit
 from fedstill.running.cautions import say_cautions
 from fedstill.running.data_sums import Moments
 from fedstill.running.directory import (
@@ -33,6 +31,7 @@ from fedstill.running.driver import Driver
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.progress import OnRound, Progress, Quiet
+from fedstill.running.remote import check_calls, place_of, remote_engine
 from fedstill.running.result import Result
 from fedstill.running.split_file import begun_split
 from fedstill.running.trackers import Track
@@ -126,27 +125,30 @@ def run(
     """
     settings = settle(experiment if data is None else with_data(experiment, data))
     _refuse_debug(debug, settings)
-    where = elsewhere(settings) if grid is None else ""
-    if data is not None and where == "federation":
+    place = "here"
+    if grid is None:
+        place = place_of(settings)
+    if data is not None and place == "federation":
         raise ConfigError(
             "data in memory stay in this process: name data that the server has, or leave "
             "federation out"
         )
-    if settings.engine == "flower":
-        require_flower()  # before there is a directory
-    if where == "federation":
-        refuse_calls(on_round, track)
+    remote = remote_engine(settings)
+    if remote is not None:
+        remote.require()  # before there is a directory
+    if place == "federation":
+        check_calls(on_round, track)
     trackers = wanted(track)
     prepared = prepare(settings, data)
     say_cautions(prepared)
     folder = new_directory(settings, named_path(out) if out else None, overwrite)
-    if where == "ray":
+    if remote is not None and place == "ray":
         again = partial(
             run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track
         )
-        return simulate(settings, data, folder, lambda ray: again(grid=ray))
-    if where:
-        return submit(settings, folder, False, watch or Quiet())
+        return remote.simulate(settings, data, folder, lambda ray: again(grid=ray))
+    if remote is not None and place == "federation":
+        return remote.submit(settings, folder, False, watch or Quiet())
     with locked(folder):
         refuse_used(folder)
         sweep(folder)
@@ -182,14 +184,18 @@ def resume(
     if data is not None:
         refuse_other_data(data)
     _refuse_debug(debug, settings)
-    if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
-        if elsewhere(settings) == "ray":
+    place = place_of(settings)
+    remote = remote_engine(settings)
+    unfinished = not (folder / "summary.json").is_file()
+    if remote is not None and grid is None and unfinished:
+        if place == "ray":
             again = partial(
                 resume, folder, data, watch, debug=debug, on_round=on_round, track=track
             )
-            return simulate(settings, data, folder, lambda ray: again(grid=ray))
-        refuse_calls(on_round, track)
-        return submit(settings, folder, True, watch or Quiet())
+            return remote.simulate(settings, data, folder, lambda ray: again(grid=ray))
+        if place == "federation":
+            check_calls(on_round, track)
+            return remote.submit(settings, folder, True, watch or Quiet())
     trackers = wanted(track)
     # which one that was killed leaves
     done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()

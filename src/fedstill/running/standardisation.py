@@ -266,7 +266,8 @@ def _summed_moments(
 def _sent_sums(settings: Settings, work: SumUp, client: int, values: Tensor) -> Payload:
     """What a simulated client sends of its sums, with noise if the run has any."""
     seed = seed_for(settings.seed, 0, 1, client, "privacy")
-    return settings.privacy.protect(work.sent(values), seed)
+    protected: Payload = settings.privacy.protect(work.sent(values), seed)
+    return protected
 
 
 def _scaler(origin: Origin, common_moments: Moments, dataset: Dataset) -> Scaler:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
+from fedstill import manifest
 from fedstill.config.client_models import assigned
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
@@ -116,6 +119,18 @@ def started(settings: Settings, world: RunWorld) -> RunWorld:
     if settings.train_only:
         return _holding(settings.train_only, world, start)
     return replace(world, _initial={spec: start.params}, start=start)
+
+
+def extended(settings: Settings, world: RunWorld, label_counts: Callable[[], Tensor]) -> RunWorld:
+    """The world with what outer packages add to it.
+
+    label_counts: gives the label counts (clients, C) of a simulation; (0, C) of real sites, which
+    are unknown. It is called only where they are needed.
+    """
+    for part in manifest.world_extensions():
+        extend = part.load()
+        world = extend(settings, world, label_counts)
+    return world
 
 
 def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunWorld:

@@ -21,7 +21,7 @@ from fedstill.core.results import StageResult
 from fedstill.measures.base import Measure, Numbers, Room, SaysLogits
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
 from fedstill.metrics.values import Values
-from fedstill.privacy.noise import GROUP
+from fedstill.privacy.noise import GROUP, Privacy
 
 MOST = 2000
 """The most members that are tried in a stage, shared equally among its clients."""
@@ -127,12 +127,15 @@ def _on_uploads(models: Mapping[int, Tensors], stage: Stage, room: Room) -> dict
     )
     with_members = list(dict.fromkeys(tried.owners.tolist()))
     own = _by_loss(seen, list(models), tried)
+    before_protection = {}
+    if _privacy_of(room).protects_logits:
+        before_protection["raw"] = _attacks(raw, list(models), tried)
     return {
         "members": len(own) // 2,
         "clients": with_members,
         "client_auc": [tried.attack(own[tried.owners == c])["auc"] for c in with_members],
         "seen": _attacks(seen, list(models), tried),
-        **({"raw": _attacks(raw, list(models), tried)} if room.privacy.protects_logits else {}),
+        **before_protection,
     }
 
 
@@ -189,7 +192,14 @@ def _told(
     logits = room.passes().logits(params, images, room.world.model(client)).cpu()
     sent = room.method.sent_logits(logits) if isinstance(room.method, SaysLogits) else logits
     seed = seed_for(room.world.seed, stage.round, stage.index, client, "leakage noise")
-    return sent, room.privacy.protect(Payload({GROUP: sent}), seed).tensor(GROUP)
+    return sent, _privacy_of(room).protect(Payload({GROUP: sent}), seed).tensor(GROUP)
+
+
+def _privacy_of(room: Room) -> Privacy:
+    """The run's table ``[privacy]``."""
+    table = room.tables["privacy"]
+    assert isinstance(table, Privacy)
+    return table
 
 
 def _candidates(clients: Sequence[int], stage: Stage, room: Room) -> _Candidates | None:
