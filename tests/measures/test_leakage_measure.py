@@ -23,10 +23,10 @@ from fedstill.core.results import StageResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import standardize
-from fedstill.measures import leakage
 from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.measures.choice import MeasuredRun, check_fit, measures
 from fedstill.metrics.membership import attack, confidences, likelihood_ratios
+from fedstill.privacy import leakage
 from fedstill.privacy.noise import clip_rows
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
