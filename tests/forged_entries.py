@@ -13,10 +13,11 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.benchmark.checking import checked_entry, summary_from
+from fedstill.benchmark.checking import checked_entry
 from fedstill.benchmark.entries import Entered, entries_below, read_entry
-from fedstill.core.errors import CorruptFile
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
+from fedstill.running.result import summary_from_journal
 
 SHIPPING = Path(__file__).parents[1] / "results" / "rank"
 
@@ -24,12 +25,12 @@ Events = list[dict[str, Any]]
 
 
 def refusals(folder: Path) -> list[str]:
-    """What is wrong with an entry, a line each."""
+    """What is wrong with an entry: the first problem, or nothing."""
     try:
-        entry = read_entry(folder)
-    except CorruptFile as error:
+        list(checked_entry(read_entry(folder)))
+    except (ConfigError, CorruptFile) as error:
         return [str(error)]
-    return [f"{one.check}: {one.problem}" for one in checked_entry(entry) if one.problem]
+    return []
 
 
 def told(entry: Entered, change: Callable[[dict[str, Any]], object]) -> None:
@@ -68,7 +69,7 @@ def forged(entry: Entered, change: Callable[[Events], Events | None]) -> None:
         path.write_text("".join(json.dumps(e, separators=(",", ":")) + "\n" for e in events))
         if (summary := path.with_name("summary.json")).is_file():
             summary.write_text(
-                json.dumps(json.loads(summary.read_text()) | summary_from(events), indent=1)
+                json.dumps(json.loads(summary.read_text()) | summary_from_journal(events), indent=1)
             )
     sealed(entry)
 

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from fedstill.benchmark.entries import Entered, read_entry
 from fedstill.benchmark.replay import drawn_places
 from fedstill.benchmark.scoring import Do
 from fedstill.benchmark.suites import Suite
-from fedstill.benchmark.terminal import check_one
+from fedstill.benchmark.terminal import ReplayRequest, check_one
 from forged_entries import (
     Events,
     forged,
@@ -49,8 +48,8 @@ def replay(entry: Entered, do: Do, processor: str) -> tuple[bool, str]:
     """Whether one replayed run of an entry passes, and what is printed."""
     if processor == "another processor":
         made_on(entry, "AMD EPYC")
-    lines = list(check_one(entry.folder, do, replay=1, number=7))
-    return all(good for _, good in lines), "\n".join(text for text, _ in lines)
+    lines = list(check_one(entry.folder, do, ReplayRequest(runs=1, number=7)))
+    return all(line.good for line in lines), "\n".join(line.text for line in lines)
 
 
 def by_events(change: Callable[[Events], Events | None]) -> Forgery:
@@ -167,10 +166,11 @@ def test_a_run_that_nobody_replays_may_be_invented_and_the_verdict_says_so(
 ) -> None:
     """The last round of a replay that is cut short, too."""
     forged(fedntd, only_the_last_round)
-    lines = list(check_one(fedntd.folder, do, replay=1, rounds=1, number=7))
-    assert all(good for _, good in lines)
-    assert any("later rounds than 1 were not replayed" in text for text, _ in lines)
-    assert any("not replayed" in text for text, _ in check_one(fedntd.folder, do))
+    lines = list(check_one(fedntd.folder, do, ReplayRequest(runs=1, rounds=1, number=7)))
+    assert all(line.good for line in lines)
+    assert any("later rounds than 1 were not replayed" in line.text for line in lines)
+    unproven = list(check_one(fedntd.folder, do, ReplayRequest()))
+    assert any("not replayed" in line.text for line in unproven)
 
 
 def test_one_outlier_lowers_the_level_and_hides_no_other_number(
@@ -189,12 +189,28 @@ def test_one_outlier_lowers_the_level_and_hides_no_other_number(
     forged(entry, only_the_last_round)
     (verdict,) = replaying.replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do)
     assert verdict.level == "disagrees"
-    assert any(line.startswith("round 2: accuracy is ") for line in verdict.problems)
-    assert any(line.startswith("the score: accuracy is ") for line in verdict.problems)
+    problems = [str(problem) for problem in verdict.problems]
+    assert any(line.startswith("round 2: accuracy is ") for line in problems)
+    assert any(line.startswith("the score: accuracy is ") for line in problems)
 
 
-def as_runs(folder: Path, place: str, count: int) -> Any:
-    return [SimpleNamespace(folder=folder / place, settings=SimpleNamespace(rounds=count))]
+@dataclass(frozen=True)
+class ShippedRun:
+    """A run of an entry that ships, and how many of its rounds stand for a replay."""
+
+    suite: str
+    row: str
+    place: str
+    rounds: int
+
+
+def compared_with(entry: Entered, honest: Path, run: ShippedRun) -> replaying.Replay:
+    """The comparison of a run of an entry with an honest one in the place of its repetitions."""
+    entered, replayed = (
+        replaying.comparable_events(folder / run.place, run.rounds)
+        for folder in (entry.folder, honest)
+    )
+    return replaying.compared(run.place, entered, [replayed], run.rounds)
 
 
 def right_at_task_ends(events: Events) -> None:
@@ -207,16 +223,6 @@ def right_at_task_ends(events: Events) -> None:
 def better_answers(events: Events) -> None:
     for answer in rounds(events)[-1]["answers"]:
         answer |= {"average_accuracy": 1.0, "average_accuracy_before": 1.0}
-
-
-@dataclass(frozen=True)
-class ShippedRun:
-    """A run of an entry that ships, and how many of its rounds stand for a replay."""
-
-    suite: str
-    row: str
-    place: str
-    rounds: int
 
 
 @pytest.mark.parametrize(
@@ -233,20 +239,18 @@ def test_task_ends_and_answers_are_compared_too(
     """The entry that ships stands for the replay."""
     entry = shipped_copy(run.suite, run.row, tmp_path / "entry")
     honest = Path(shutil.copytree(entry.folder, tmp_path / "honest"))
-    replays = as_runs(honest, run.place, run.rounds)
-    assert replaying._compared(entry, run.place, replays, complete=True).level == "tolerance"
+    assert compared_with(entry, honest, run).level == "tolerance"
     forged(entry, change)
-    verdict = replaying._compared(entry, run.place, replays, complete=True)
+    verdict = compared_with(entry, honest, run)
     assert verdict.level == "disagrees"
-    assert any(line.startswith("the score: accuracy") for line in verdict.problems)
+    assert any(str(problem).startswith("the score: accuracy") for problem in verdict.problems)
 
 
 def test_task_ends_in_another_order_have_other_bits(tmp_path: Path) -> None:
     """Then the last row of the matrix would be that of an earlier, easier task."""
     entry = shipped_copy("digits-time", "FedAvg", tmp_path / "entry")
-    honest = Path(shutil.copytree(entry.folder, tmp_path / "honest")) / "10-permuted-tasks/seed0"
     run = entry.folder / "10-permuted-tasks/seed0"
-    assert replaying._same_bits(run, honest, complete=True)
+    honest = replaying.comparable_events(run, 20)
     forged(
         entry,
         lambda events: (
@@ -254,7 +258,7 @@ def test_task_ends_in_another_order_have_other_bits(tmp_path: Path) -> None:
             + [e for e in events if e["event"] == "task"]
         ),
     )
-    assert not replaying._same_bits(run, honest, complete=True)
+    assert replaying.comparable_events(run, 20) != honest
 
 
 @pytest.mark.parametrize(
@@ -277,7 +281,7 @@ def test_a_journal_has_the_types_that_a_score_needs(
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     sealed(entry)
     (problem,) = refusals(entry.folder)
-    assert "even/seed0/journal.jsonl" in problem
+    assert "even/seed0" in problem
     assert field in problem
 
 
@@ -313,12 +317,12 @@ def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"event":"client","round":2,' not in line))
     sealed(entry)
-    assert "even/seed0/journal.jsonl" in refusals(entry.folder)[0]
+    assert "even/seed0" in refusals(entry.folder)[0]
     told(entry, lambda tree: tree.__setitem__("diverged", {"even/seed1": "never"}))
     shutil.copytree(honest / "even", entry.folder / "even", dirs_exist_ok=True)
     (entry.folder / "even/seed1/summary.json").unlink()
     sealed(entry)
-    assert "even/seed1/journal.jsonl" in refusals(entry.folder)[0]
+    assert "even/seed1" in refusals(entry.folder)[0]
 
 
 @pytest.mark.usefixtures("suite")
@@ -354,11 +358,11 @@ def mine(entry: Entered, of: Callable[[int], str], **values: Any) -> None:
     [
         (
             lambda n: 'name = "other.py"\nbeta = 1.0',
-            "has the method 'other.py', and the entry's file is mine.py",
+            "method.name = 'other.py'",
         ),
         (
             lambda n: 'name = "mine.py"\nbeta = 2.0',
-            "has method.beta = 2.0, and not what was chosen",
+            "method.beta = 2.0",
         ),
     ],
 )

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import tiny_ranking
-from fedstill.benchmark.checking import checked_entry
 from fedstill.benchmark.competing import (
     choice_of,
     choose_fields,
@@ -41,6 +40,7 @@ from fedstill.core.files import digest
 from fedstill.running.compare import Outcome, carry_out_runs
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.variants import Variant, variants
+from forged_entries import refusals
 
 
 def journal(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
@@ -290,8 +290,7 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
     (entry,) = compete(chosen, [row], tmp_path / "out", tiny_ranking.do, file)
     assert isinstance(entry, Entered)
     (entry.folder / "mine.py").write_text("raise SystemExit('executed')\n" + NEWCOMER)
-    problems = [finding.problem for finding in checked_entry(read_entry(entry.folder))]
-    (problem,) = filter(None, problems)
+    (problem,) = refusals(entry.folder)
     assert "mine.py" in problem
     executed = "raise SystemExit('executed')\n" + NEWCOMER
     told = (
@@ -300,7 +299,7 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
         .replace(entry.digests["mine.py"], digest(executed.encode()))
     )
     (entry.folder / "entry.toml").write_text(told)
-    assert not any(finding.problem for finding in checked_entry(read_entry(entry.folder)))
+    assert refusals(entry.folder) == []
     assert not list(entry.folder.rglob("__pycache__"))
     with pytest.raises(ConfigError, match="executed"):
         list(replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do))

@@ -307,7 +307,7 @@ def rank_check(
 
     from fedstill.benchmark.entries import entries_below
     from fedstill.benchmark.suites import own_suite
-    from fedstill.benchmark.terminal import check_one
+    from fedstill.benchmark.terminal import ReplayRequest, check_one
     from fedstill.core.errors import ConfigError
 
     for file in suite:
@@ -318,18 +318,17 @@ def rank_check(
             "rank check: name at least one folder of an entry, e.g. "
             "runs/rank/entries/digits-space/fedgap"
         )
-    number = secrets.randbelow(MOST_DRAWS) if draw is None else draw
+    number = draw
+    if number is None:
+        number = secrets.randbelow(MOST_DRAWS)
+    request = ReplayRequest(runs=replay, rounds=rounds, number=number, note=note)
+    good = True
     with doing(None, jobs, quiet) as do:
-        return max(say_all(check_one(place, do, replay, rounds, note, number)) for place in places)
-
-
-def say_all(lines: Iterator[tuple[str, bool]]) -> int:
-    """Print lines; 1 where one of them is of something that is wrong."""
-    worst = 0
-    for text, good in lines:
-        print(text)
-        worst = max(worst, int(not good))
-    return worst
+        for place in places:
+            for line in check_one(place, do, request):
+                print(line.text)
+                good = good and line.good
+    return int(not good)
 
 
 @rank.command(name="page")

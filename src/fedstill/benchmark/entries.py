@@ -32,6 +32,7 @@ from fedstill.running.archive import readable
 from fedstill.running.journal import CONFIG_SEAL, without_times
 from fedstill.running.provenance import processor, software
 from fedstill.running.split_file import SPLIT
+from fedstill.running.variants import Variant
 
 ENTRY = "entry.toml"
 RUN_FILES = ("config.toml", "journal.jsonl", "summary.json", SPLIT)
@@ -137,7 +138,7 @@ def write_entry(
     files: dict[str, bytes] = {} if own is None else {own.name: own.read_bytes()}
     diverged: dict[str, str] = {}
     for one in runs:
-        place = run_place(column_of(one), one.run.seed)
+        place = place_of(one.run)
         files |= {f"{place}/{name}": data for name, data in _kept(one.run.folder)}
         diverged |= {place: one.diverged} if one.diverged else {}
     entry = Entered(
@@ -166,9 +167,14 @@ def write_entry(
     return entry
 
 
-def column_of(one: Ended) -> str:
+def column_of(run: Variant) -> str:
     """The column of a run, whose label is ``ROW | COLUMN``."""
-    return one.run.label.rpartition(" | ")[2]
+    return run.label.rpartition(" | ")[2]
+
+
+def place_of(run: Variant) -> str:
+    """Where in an entry a run is."""
+    return run_place(column_of(run), run.seed)
 
 
 def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -217,7 +223,7 @@ def read_entry(folder: Path) -> Entered:
     refuse_strange(place)
     try:
         tree = tomllib.loads((place / ENTRY).read_bytes().decode())
-        tries = list(tree.get("choice", {}).get("tries", []))
+        tries = [dict(values) for values in tree.get("choice", {}).get("tries", [])]
         choice = read_choice(str(folder), tree["choice"], len(tries)) if "choice" in tree else None
         if (own := str(tree.get("file", ""))) and not (
             own.endswith(".py") and (place / Path(own).name).is_file()

@@ -249,7 +249,7 @@ def _standing(runs: Iterable[Variant]) -> dict[str, dict[int, Setting]]:
 def _by_cell(runs: Sequence[Ended]) -> dict[str, dict[int, Score]]:
     scores: dict[str, dict[int, Score]] = {}
     for one in runs:
-        scores.setdefault(column_of(one), {})[one.run.seed] = one.score
+        scores.setdefault(column_of(one.run), {})[one.run.seed] = one.score
     return scores
 
 

@@ -105,14 +105,15 @@ def score_of(folder: Path, asked: int) -> Score:
     """
     events = events_of(folder / "journal.jsonl")
     try:
-        return _score(events, asked)
+        return score_from(events, asked)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise CorruptFile(
             f"{folder / 'journal.jsonl'} cannot be scored: {type(error).__name__}: {error}"
         ) from error
 
 
-def _score(events: Sequence[Event], asked: int) -> Score:
+def score_from(events: Sequence[Event], asked: int) -> Score:
+    """The score of a journal's events; raises KeyError or another error where one is missing."""
     rounds = [e for e in events if e["event"] == "round"]
     rows, ends = matrix_of(events, asked), task_rows(events)
     alike = np.zeros(rows.shape[1])

@@ -87,6 +87,9 @@ def refuse_one_folder(suite: str, what: str, names: Iterable[str]) -> None:
 # best of them.
 
 
+CHOOSING_SEEDS = (100, 101, 102)
+"""Fields are chosen on other seeds than those that are reported."""
+
 TIE = 0.002
 """Scores that are nearer than this are alike: then fewer bytes win, and of these the try that
 stands first.
@@ -127,12 +130,15 @@ def read_choice(where: str, table: Any, tries: int) -> Choice:
         sent = tuple(int(v) for v in table["sent"])
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{where}: the scores of its tries cannot be read: {error}") from error
-    if (
-        (len(scores), len(sent)) != (tries, tries)
-        or len({len(own) for own in scores}) != 1
-        or not scores[0]
-    ):
-        raise ConfigError(f"{where}: it has scores of {len(scores)} tries, and there are {tries}")
+    seeds = {len(try_scores) for try_scores in scores}
+    if len(scores) != tries or len(sent) != tries or seeds != {len(CHOOSING_SEEDS)}:
+        raise ConfigError(
+            f"{where}: it has scores of {len(scores)} tries; it needs {len(CHOOSING_SEEDS)} scores "
+            f"of each of {tries} tries, and the bytes sent"
+        )
+    shares = [score for try_scores in scores for score in try_scores]
+    if not all(0 <= score <= 1 for score in shares) or min(sent) < 0:
+        raise ConfigError(f"{where}: scores must be from 0 to 1, and bytes sent not negative")
     return Choice(scores, sent)
 
 
@@ -180,8 +186,6 @@ TRACKS = {
 """The six questions."""
 
 TEST_SEEDS = (0, 1, 2, 3, 4)
-CHOOSING_SEEDS = (100, 101, 102)
-"""Fields are chosen on other seeds than those that are reported."""
 
 KEYS = {"paper", "version", "against", "bounds", "choosing", "common", "columns", "rows", "tries"}
 

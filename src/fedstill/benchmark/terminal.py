@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -73,14 +74,13 @@ def rows_below(
         for place in places:
             try:
                 entry = read_entry(place)
-                for finding in checked_entry(entry):
-                    if finding.problem:
-                        raise CorruptFile(f"{finding.check}: {finding.problem}")
+                for _ in checked_entry(entry):
+                    pass
                 suite = suite_of(entry)
                 row = row_of(
                     entry, suite, levels.get((entry.suite, entry.row, entry.sha), NOT_REPLAYED)
                 )
-            except CorruptFile as error:
+            except (ConfigError, CorruptFile) as error:
                 left_out.append(f"{place.name}: {error}")
                 continue
             same = suites.get(suite.name, suite)
@@ -158,68 +158,79 @@ MOST_PROBLEMS = 5
 """How many problems of a replayed run are printed."""
 
 
-def check_one(
-    place: Path, do: Do, replay: int = 0, rounds: int = 0, note: Path | None = None, number: int = 0
-) -> Iterator[tuple[str, bool]]:
-    """Lines to print, each with whether it is good, for everything that is checked of an entry.
+@dataclass(frozen=True)
+class ReplayRequest:
+    """Which runs of an entry are replayed.
 
-    ``replay``: so many runs are replayed, drawn by a ``number``; ``rounds``: only the first so many
-    rounds of each.
+    ``runs``: how many, drawn by ``number``. ``rounds``: only the first so many of each; 0: all.
     ``note``: the folder in which the level of complete replays is written down.
     """
-    yield f"{place}", True
+
+    runs: int = 0
+    rounds: int = 0
+    number: int = 0
+    note: Path | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a verdict, and whether it says something good of the entry."""
+
+    text: str
+    good: bool = True
+
+
+def check_one(place: Path, do: Do, request: ReplayRequest) -> Iterator[Line]:
+    """The verdict on the entry in a folder."""
+    yield Line(str(place))
     try:
         entry = read_entry(place)
-    except CorruptFile as error:
-        yield f"  REFUSED  {error}", False
+        for check in checked_entry(entry):
+            yield Line(f"  ok       {check}")
+    except (ConfigError, CorruptFile) as error:
+        yield Line(f"  REFUSED  {error}", good=False)
         return
-    for finding in checked_entry(entry):
-        if finding.problem:
-            yield f"  REFUSED  {finding.check}: {finding.problem}", False
-            return
-        yield f"  ok       {finding.check}", True
-    if not replay:
-        yield "  not replayed: an entry that was invented consistently passes up to here", True
+    if not request.runs:
+        yield Line("  not replayed: an entry that was invented consistently passes up to here")
         return
-    if entry.file:
-        yield f"  executing {entry.folder / entry.file}, which came with the entry", True
-    drawn = drawn_places(entry, suite_of(entry), replay, number)
-    yield f"  runs drawn with --draw {number}: {', '.join(run_place(*one) for one in drawn)}", True
     try:
-        replays = list(replayed(entry, drawn, do, rounds))
+        yield from _replay_lines(entry, do, request)
     except DataAbsent as error:
-        yield f"  not replayed here: its data are missing: {error}", False
-        return
-    for one in replays:
-        yield f"  {one.level:9} {one.place}", one.level != "disagrees"
-        for problem in one.problems[:MOST_PROBLEMS]:
-            yield f"            {problem}", True
-        if len(one.problems) > MOST_PROBLEMS:
-            yield f"            and {len(one.problems) - MOST_PROBLEMS} more", True
-    level = reached(replays)
-    if note is not None and not rounds:
-        note_level(note, entry, level, processor())
-    yield f"  replayed here: {level}", level != "disagrees"
-    for line in _unproven(entry, replays, rounds):
-        yield f"  {line}", True
+        yield Line(f"  not replayed here: its data are missing: {error}", good=False)
 
 
-def _unproven(entry: Entered, replays: Sequence[Replay], rounds: int) -> Iterator[str]:
-    """What a replay does not show."""
+def _replay_lines(entry: Entered, do: Do, request: ReplayRequest) -> Iterator[Line]:
+    suite = suite_of(entry)
+    drawn = drawn_places(entry, suite, request.runs, request.number)
+    if entry.file:
+        yield Line(f"  executing {entry.folder / entry.file}, which came with the entry")
+    places = ", ".join(run_place(column, seed) for column, seed in drawn)
+    yield Line(f"  runs drawn with --draw {request.number}: {places}")
+    replays = list(replayed(entry, drawn, do, request.rounds))
+    for replay in replays:
+        yield Line(f"  {replay.level:9} {replay.place}", replay.level != "disagrees")
+        for problem in replay.problems[:MOST_PROBLEMS]:
+            yield Line(f"            {problem}")
+
     level = reached(replays)
-    if level == "disagrees":
-        yield "REFUSED: its numbers do not come from this method in this suite"
-        return
-    if level != "bits":
+    if request.note is not None and not request.rounds:
+        note_level(request.note, entry, level, processor())
+    yield Line(f"  replayed here: {level}", level != "disagrees")
+    if level != "disagrees":
+        for gap in _unproven(entry, replays, suite, request.rounds):
+            yield Line(f"  {gap}")
+
+
+def _unproven(
+    entry: Entered, replays: Sequence[Replay], suite: Suite, rounds: int
+) -> Iterator[str]:
+    """What replays of an entry do not show."""
+    if reached(replays) != "bits":
         made = entry.made.get("processor", "an unknown processor")
-        yield f"it says that it was made on {made}, and this is {processor()}, or versions differ:"
-        yield "a replay on the same processor and versions would have to have the same bits"
+        yield f"made on {made} or with other versions; there, only the same bits would pass"
     if rounds:
         yield f"later rounds than {rounds} were not replayed, and the level is not noted"
-    runs = len(suite_of(entry).columns(entry.row)) * len(TEST_SEEDS)
+    runs = len(suite.columns(entry.row)) * len(TEST_SEEDS)
     if len(replays) < runs:
-        yield (
-            f"{len(replays)} of {runs} runs replayed: nothing shows that the other "
-            f"{runs - len(replays)} took place"
-        )
+        yield f"not replayed: the other {runs - len(replays)} of {runs} runs"
     yield "not replayed at all: the scores of the tries, and CPU seconds"

@@ -39,7 +39,6 @@ from fedstill.running.provenance import check_same, note_versions, versions
 from fedstill.running.recording import Measuring
 from fedstill.running.result import Result, summary_of, write_result
 from fedstill.running.split_file import restore_split, write_split
-from fedstill.running.tasks import summed_up
 from fedstill.running.tracking import Named, Tracking
 
 if TYPE_CHECKING:
@@ -182,11 +181,7 @@ class Driver:
                 self.on_round(dict(event))
         self.journal.sync()
         events = journals.read_journal(self.journal.path)
-        rounds, clients, ends = (
-            [e for e in events if e["event"] == kind] for kind in ("round", "client", "task")
-        )
-        summary = summary_of(self.settings, rounds, clients, self.measuring.seconds)
-        summary |= summed_up([e["row"] for e in ends if e["task"]])
+        summary = summary_of(self.settings, events, self.measuring.seconds)
         write_result(self.folder, state, summary)
         self.tracking.finished(summary)
         # whoever watches the run shows it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest, in_shell, named_path, short_name, write_whole
 from fedstill.core.records import SERVER, State
 from fedstill.core.reports import json_value
+from fedstill.metrics import tasks as over_tasks
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.metrics.queries import QUERY_MEASURES, UNTAUGHT
@@ -352,19 +354,56 @@ OF_LAST = (
 """What a summary has of the last round, where it is there."""
 
 
+def summary_from_journal(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a summary says that follows from a journal's events, apart from times.
+
+    It has the last and the best accuracy and the mean of the last ten, as papers print any of them.
+    """
+    rounds = [event for event in events if event["event"] == "round"]
+    task_ends = [event for event in events if event["event"] == "task" and event["task"]]
+    last = rounds[-1]
+    return {
+        "accuracy": last["accuracy"],
+        **best_and_recent([event["accuracy"] for event in rounds]),
+        "forgetting": last["forgetting"],
+        **{key: last[key] for key in (*QUERIED, *OF_LAST) if key in last},
+        "bytes_up": sum(event["bytes_up"] for event in rounds),
+        "bytes_down": sum(event["bytes_down"] for event in rounds),
+        **_task_numbers([event["row"] for event in task_ends]),
+    }
+
+
+def _task_numbers(rows: Sequence[Any]) -> dict[str, float | None]:
+    """The numbers of the matrix of a run's task ends, (T, T); nothing without one."""
+    if not rows:
+        return {}
+    numbers = {
+        "final_accuracy": over_tasks.final_accuracy(rows),
+        "incremental_accuracy": over_tasks.incremental_accuracy(rows),
+        "average_forgetting": over_tasks.average_forgetting(rows),
+        "backward_transfer": over_tasks.backward_transfer(rows),
+        "learned": over_tasks.learned(rows),
+        "kept": over_tasks.kept_share(rows),
+    }
+    return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+
+
 def summary_of(
     settings: Settings,
-    history: Sequence[Mapping[str, Any]],
-    clients: Sequence[Mapping[str, Any]] = (),
+    events: Sequence[Mapping[str, Any]],
     measures: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The run in one mapping, with the last, the best and the mean accuracy of the last ten: papers
-    print any of them.
+    """The run in one mapping; ``measures``: the seconds of each measure in all rounds."""
+    rounds = [event for event in events if event["event"] == "round"]
+    clients = [event for event in events if event["event"] == "client"]
 
-    history, clients: the events of rounds and of clients. measures: seconds of each measure in all
-    rounds.
-    """
-    accuracies = [e["accuracy"] for e in history]
+    answer = "server"
+    if "personal_clients" in rounds[-1]:
+        answer = "clients"
+    seconds = {key: sum(event[key] for event in rounds) for key in ("seconds", "seconds_training")}
+    if all("seconds_cpu" in event for event in rounds):
+        seconds["seconds_cpu"] = sum(event["seconds_cpu"] for event in rounds)
+
     return {
         "method": settings.named.method.label,
         "dataset": short_name(settings.data.name),
@@ -373,21 +412,10 @@ def summary_of(
         "clients": settings.clients,
         "rounds": settings.rounds,
         "seed": settings.seed,
-        "answer": "clients" if "personal_clients" in history[-1] else "server",
-        "accuracy": accuracies[-1],
-        **best_and_recent(accuracies),
-        "forgetting": history[-1]["forgetting"],
-        **{k: history[-1][k] for k in (*QUERIED, *OF_LAST) if k in history[-1]},
-        **Refusals.of(clients, settings.clients, len(history)).summary,
-        "bytes_up": sum(e["bytes_up"] for e in history),
-        "bytes_down": sum(e["bytes_down"] for e in history),
-        "seconds": sum(e["seconds"] for e in history),
-        "seconds_training": sum(e["seconds_training"] for e in history),
-        **(
-            {"seconds_cpu": sum(e["seconds_cpu"] for e in history)}
-            if all("seconds_cpu" in e for e in history)
-            else {}
-        ),
+        "answer": answer,
+        **summary_from_journal(events),
+        **Refusals.of(clients, settings.clients, len(rounds)).summary,
+        **seconds,
         "seconds_measures": dict(measures or {}),
     }
 

@@ -15,7 +15,6 @@ from fedstill.core.records import Examples
 from fedstill.core.stream import OFF
 from fedstill.engines.cores import workers
 from fedstill.engines.passes import Predict, by_shard, correct_by_class, counted_right
-from fedstill.metrics import tasks as over
 from fedstill.running.evaluation import SiteRows, mean_row
 from fedstill.running.preparation import Prepared
 
@@ -266,21 +265,6 @@ class TaskEnds:
                 str(c): [_number(v) for v in row] for c, row in enumerate(zip(*each, strict=True))
             }
         }
-
-
-def summed_up(rows: Sequence[Any]) -> dict[str, float | None]:
-    """What a summary says of the matrix of a run's task ends, (T, T); nothing without one."""
-    if not rows:
-        return {}
-    numbers = {
-        "final_accuracy": over.final_accuracy(rows),
-        "incremental_accuracy": over.incremental_accuracy(rows),
-        "average_forgetting": over.average_forgetting(rows),
-        "backward_transfer": over.backward_transfer(rows),
-        "learned": over.learned(rows),
-        "kept": over.kept_share(rows),
-    }
-    return {name: _number(value) for name, value in numbers.items()}
 
 
 def _weighed(accuracy: Tensor, counts: Tensor) -> Tensor:
