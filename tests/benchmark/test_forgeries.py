@@ -109,6 +109,10 @@ def another_methods_journals(entry: Entered, made: Path) -> None:
     sealed(entry)
 
 
+def losses_without_a_value(events: Events) -> None:
+    with_losses(events, float("nan"))
+
+
 FORGERIES: dict[str, Forgery] = {
     "losses and accuracies": by_events(forged_entries.invented),
     "accuracies, and an outlier in round 1": by_events(forged_entries.invented_with_outlier),
@@ -117,6 +121,7 @@ FORGERIES: dict[str, Forgery] = {
     "only the last round": by_events(only_the_last_round),
     "only the losses": by_events(only_the_losses),
     "no losses": by_events(without_losses),
+    "losses that are no numbers": by_events(losses_without_a_value),
     "bytes": by_events(half_the_bytes),
     "a client": by_events(another_client),
     "swapped seeds": swapped_seeds,

@@ -20,6 +20,7 @@ from fedstill.benchmark.scoring import Do, completed, events_of, matrix_of, scor
 from fedstill.benchmark.suites import TEST_SEEDS, Suite
 from fedstill.config.experiment import from_tree
 from fedstill.core.keys import numpy_generator, seed_for
+from fedstill.core.reports import json_value
 from fedstill.running.journal import VERSIONS, Event, without_times
 from fedstill.running.preparation import read_data
 from fedstill.running.provenance import processor, software
@@ -40,14 +41,14 @@ confirm a rejection.
 """
 
 LEAST_IMAGES = 2
-"""The least tolerance of an accuracy in test images, where that is more than ``LEAST_SHARE``."""
+LEAST = {"loss": 1e-4, "correct": LEAST_IMAGES, "correct_by_class": LEAST_IMAGES}
+"""The least tolerances of losses, relative to them above 1, and of counts of right answers.
+
+Vector instructions make up to 4e-5 in the losses of round 1.
+"""
 
 LEAST_SHARE = 0.005
-
-LEAST_LOSS = 1e-4
-"""The least tolerance of a loss, relative to it where it is above 1; vector instructions make up to
-4e-5 in round 1.
-"""
+"""The least tolerance of an accuracy: two test images or half a point, whichever is more."""
 
 ROUNDS_AHEAD = 2
 """Rounding takes off in one run earlier than in another: a round has the tolerance of so many
@@ -55,14 +56,11 @@ rounds later.
 """
 
 MOST_OUTLIERS = 0.2
-"""The share of a round's numbers of one kind that may be outliers.
+"""The share of a run's numbers of one kind that may be outliers.
 
 With other vector instructions, 3 of 20 clients that train alone on few examples at a high rate
 ended at other losses.
 """
-
-MOST_FAILED_ROUNDS = 0.05
-"""The share of rounds in which more numbers of one kind than that may be outliers."""
 
 NOT_COMPARED = (*VERSIONS, "sources", "examples_sha256")
 """Fields of the event ``start`` that say with what a run was made; earlier versions do not name the
@@ -236,8 +234,7 @@ def compared(
         if not all(section in of_run for of_run in sections):
             # A run diverged before: the score has the number of rounds.
             continue
-        events_in_place = itertools.zip_longest(*[of_run[section] for of_run in sections])
-        for event, *repeated in events_in_place:
+        for event, *repeated in itertools.zip_longest(*[of_run[section] for of_run in sections]):
             similar = [_numbers(other) for other in repeated if _texts(other) == _texts(event)]
             if not similar:
                 rejected.append(f"{section}: the replays have no such fields and texts: {event}")
@@ -252,11 +249,12 @@ def compared(
     swing = float(np.ptp([np.nanmean(matrix, axis=1) for matrix in matrices], axis=0).max())
     for kind, of_kind in numbers.items():
         least = _least_tolerance(kind, of_kind[0], repetitions[0][0]["test_counts"], swing)
-        found = _outliers(of_kind, least)
-        if found.too_many:
-            rejected += found.numbers
+        beyond = _beyond(of_kind, least)
+        exact = least == 0
+        if len(beyond) > MOST_OUTLIERS * len(of_kind) or (exact and beyond):
+            rejected += beyond
         else:
-            outliers += found.numbers
+            outliers += beyond
 
     if rejected:
         return Replay(place, "disagrees", rejected)
@@ -273,7 +271,7 @@ def _sections(events: Sequence[Event], rounds: int) -> dict[str, list[Event]]:
         number = event.get("round", 0)
         if number == 0 or number in completed_rounds:
             sections.setdefault(f"round {number}", []).append(event)
-    sections["the score"] = [{"event": "score", **score_from(events, rounds).table}]
+    sections["the score"] = [json_value({"event": "score", **score_from(events, rounds).table})]
     return sections
 
 
@@ -294,14 +292,12 @@ def _numbers(event: Event | None) -> dict[tuple[Any, ...], float]:
     """The numbers in an event by path; those of a start are data, and must be equal like texts."""
     if event is None or event["event"] == "start":
         return {}
-    leaves = _leaves(event)
-    return {path: value for path, value in leaves if type(value) in (int, float) and value == value}
+    return {path: value for path, value in _leaves(event) if type(value) in (int, float)}
 
 
 def _texts(event: Event | None) -> dict[tuple[Any, ...], Any]:
-    """Everything in an event but its numbers, and where these are; NaN is none."""
-    texts = {path: None if value != value else value for path, value in _leaves(event)}
-    return {**texts, **dict.fromkeys(_numbers(event), "a number")}
+    """Everything in an event but its numbers, and where these are."""
+    return {**dict(_leaves(event)), **dict.fromkeys(_numbers(event), "a number")}
 
 
 def _least_tolerance(
@@ -313,10 +309,8 @@ def _least_tolerance(
     be narrow by chance.
     """
     event, field = kind
-    if field == "loss":
-        return LEAST_LOSS
-    if field in ("correct", "correct_by_class"):
-        return LEAST_IMAGES
+    if field in LEAST:
+        return LEAST[field]
     if isinstance(example.low, int):
         return 0.0
     if event == "score":
@@ -327,27 +321,13 @@ def _least_tolerance(
     return max(LEAST_SHARE, LEAST_IMAGES / images)
 
 
-@dataclass(frozen=True)
-class _Outliers:
-    """The numbers of one kind that are beyond their tolerances."""
-
-    numbers: Sequence[_Number]
-    too_many: bool
-
-
-def _outliers(numbers: Sequence[_Number], least: float) -> _Outliers:
-    """Compare the numbers of one kind with their tolerances, round by round."""
+def _beyond(numbers: Sequence[_Number], least: float) -> list[_Number]:
+    """The numbers of one kind that are beyond the tolerances of their rounds."""
     rounds = [list(group) for _, group in itertools.groupby(numbers, lambda one: one.section)]
     widths = [max(number.width for number in of_round) for of_round in rounds]
-    outliers: list[_Number] = []
-    failed_rounds = 0
+    beyond: list[_Number] = []
     for index, of_round in enumerate(rounds):
         tolerance = max(least, *widths[: index + ROUNDS_AHEAD + 1])
-        beyond = [number for number in of_round if number.distance > tolerance]
-        failed_rounds += len(beyond) > MOST_OUTLIERS * len(of_round)
-        outliers += beyond
-
-    too_many = failed_rounds > MOST_FAILED_ROUNDS * len(rounds)
-    if least == 0:
-        too_many = bool(outliers)
-    return _Outliers(outliers, too_many)
+        # A distance that is not a number is beyond, too.
+        beyond += [number for number in of_round if not number.distance <= tolerance]
+    return beyond
