@@ -21,7 +21,7 @@ def test_rows_are_chosen_by_how_their_names_begin() -> None:
         "threads-2",
         "threads-4",
     ]
-    with pytest.raises(SystemExit, match="no row begins with 'sse'; there are as-it-is, default"):
+    with pytest.raises(SystemExit, match="'sse'"):
         grid.chosen("avx2,sse")
 
 
@@ -53,8 +53,7 @@ def test_a_failing_test_is_named_and_the_table_kept(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     assert (
-        "no row begins with 'python-9'"
-        in subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        "'python-9'" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
     )
     command[3] = "as-it-is,default"
     done = subprocess.run(command, capture_output=True, text=True, check=False)

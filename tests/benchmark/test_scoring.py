@@ -175,7 +175,7 @@ def asked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_journal_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CorruptFile, match=r"journal.jsonl cannot be scored"):
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl"):
         score_of(journal(tmp_path, [{"event": "start"}, {"event": "round", "round": 1}]), 1)
 
 
@@ -205,7 +205,7 @@ def test_fields_are_chosen_and_the_same_call_does_nothing_anew(
         return tiny_ranking.do(runs)
 
     bare = replace(suite, chosen={})
-    with pytest.raises(ConfigError, match="nothing is chosen for FedAvg yet"):
+    with pytest.raises(ConfigError, match="FedAvg"):
         bare.settings_chosen("FedAvg")
     chosen = choose_fields(bare, ["FedAvg"], tmp_path, counting)
     assert len(done) == 2 * 3
@@ -312,12 +312,12 @@ def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
     file.write_text(NEWCOMER.replace("    tries:", "    other:"))
     with_it, row = newcomer(suite, file, "Mine again")
     assert (row, with_it.tries[row]) == ("Mine again", [{}, {"plan.lr": 0.1}])
-    with pytest.raises(ConfigError, match="the rows 'FedAvg' and 'fedavg' would have one folder"):
+    with pytest.raises(ConfigError, match="'FedAvg' and 'fedavg'"):
         newcomer(suite, file, "fedavg")
     file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', '{"mu": 0.2}'))
-    with pytest.raises(ConfigError, match="tries must be a tuple of tables"):
+    with pytest.raises(ConfigError, match="tries"):
         newcomer(suite, file)
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match=r"none\.py"):
         newcomer(suite, tmp_path / "none.py")
 
 
@@ -331,5 +331,5 @@ def test_a_method_that_does_not_repeat_itself_is_refused(suite: Suite, tmp_path:
 """
     file.write_text(NEWCOMER + random)
     with_it, row = newcomer(suite, file)
-    with pytest.raises(FedstillError, match="does not give the same run twice"):
+    with pytest.raises(FedstillError, match="same run twice"):
         rehearse(with_it, row, tiny_ranking.do)

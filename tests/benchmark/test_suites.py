@@ -73,7 +73,7 @@ def test_a_try_is_tested_on_training_images_and_nothing_else_of_it_differs(name:
 def test_a_try_has_the_learning_rate_that_the_reference_chose_unless_it_sets_one() -> None:
     tries = {"A": [{}, {"plan.lr": 0.1}], "B": [{}, {"method.beta": 3.0}, {"plan.lr": 0.2}]}
     suite = replace(load_suite("digits-space"), tries=tries, rate_of="A", chosen={})
-    with pytest.raises(ConfigError, match="nothing is chosen for A yet"):
+    with pytest.raises(ConfigError, match="for A"):
         suite.tries_of("B")
     assert suite.tries_of("A") == tries["A"]
     slow, fast = (
@@ -145,7 +145,7 @@ def test_a_suite_whose_tries_are_not_those_of_the_one_that_chooses_is_refused(
     )
     with pytest.raises(
         ConfigError,
-        match="FedProx has not the tries of digits-time, in which its fields are chosen",
+        match=r"FedProx .*digits-time",
     ):
         load_suite("digits-both")
 
@@ -218,7 +218,7 @@ def test_a_newcomer_may_try_its_own_fields_and_the_two_free_keys_only(
     suite = load_suite("digits-space")
     with pytest.raises(ConfigError, match=said):
         suite.with_row("mine", "fedavg", tries)
-    with pytest.raises(ConfigError, match="has a row 'FedAvg' already"):
+    with pytest.raises(ConfigError, match="'FedAvg'"):
         suite.with_row("FedAvg", "fedavg", [{}])
     assert suite.with_row("mine", "fedprox", [{"mu": 0.5}]).tries["mine"] == [{"method.mu": 0.5}]
 

@@ -70,9 +70,9 @@ def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the gain over FedAvg; name another method"):
+    with pytest.raises(ConfigError, match="FedAvg"):
         grid_of(suite, "FedAvg", AXES, tmp_path, tiny_ranking.do)
-    with pytest.raises(ConfigError, match="have 1000 cells; 200 is the most"):
+    with pytest.raises(ConfigError, match="1000 cells"):
         grid_of(suite, "FedNTD", {"rounds": range(1, 1001)}, tmp_path, tiny_ranking.do)
 
 

@@ -154,12 +154,12 @@ def test_an_override_that_cannot_be_is_named(override: str, words: str, tmp_path
 
 
 def test_a_config_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the config .*nowhere\.toml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="cannot read the config"):
         load(tmp_path)
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"c\.toml is not valid TOML"):
+    with pytest.raises(ConfigError, match=r"c\.toml"):
         load(tmp_path / "c.toml")
 
 

@@ -80,14 +80,12 @@ def test_where_there_is_no_run_the_error_says_so(what: str, home: Path) -> None:
     folder = run(toys.toy(rounds=1), "all/toy/seed0", toys.blobs()).directory
     with pytest.raises(
         NoRun,
-        match=rf"comparison of 1 runs; the same .* --out all goes on .* name one run, .*{folder}",
+        match=rf"--out all .*{folder}",
     ):
         NO_RUN[what]("all")
     with pytest.raises(RunExists, match=r"^all "):
         run(toys.toy(rounds=1), "all", toys.blobs())
-    with pytest.raises(
-        RunExists, match="holds 1 runs of a comparison, which a run does not overwrite"
-    ):
+    with pytest.raises(RunExists, match="1 runs of a comparison"):
         run(toys.toy(rounds=1), "all", toys.blobs(), overwrite=True)
 
 

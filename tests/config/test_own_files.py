@@ -339,9 +339,7 @@ def test_a_model_without_parameters_is_refused(folder: Path) -> None:
     (folder / "bare.py").write_text(
         text + "    def forward(self, x):\n        return x.flatten(1) @ self.w\n"
     )
-    assert "has no parameters, so there is nothing to train: a tensor of y" in problem(
-        folder, "model=bare.py:Bare"
-    )
+    assert "has no parameters" in problem(folder, "model=bare.py:Bare")
 
 
 @pytest.mark.parametrize("raises", ["[][3]", "1 / 0", "nn.Linear(2, 'a')"])
@@ -392,11 +390,9 @@ def test_a_model_is_given_what_its_parameters_name(tmp_path: Path, folder: Path)
             toys.blobs(),
         )
     lazy = f"model={tmp_path / 'nets.py'}:lazy"
-    assert "has lazy layers, whose sizes only a first batch tells" in problem(folder, lazy)
+    assert "has lazy layers" in problem(folder, lazy)
     shared = f"model={tmp_path / 'nets.py'}:shared"
-    assert "1.weight and 2.weight are one tensor; give it one name, and use it twice" in problem(
-        folder, shared
-    )
+    assert "1.weight and 2.weight" in problem(folder, shared)
     said = problem(folder, lazy, "model.activation='relu'")
     assert "unknown key 'model.activation'" in said, "what a config cannot hold keeps its default"
 
@@ -432,9 +428,7 @@ def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) 
     )
     (tmp_path / "run" / "summary.json").unlink()
     (tmp_path / "parts.py").write_text("from torch import nn\nlinear = nn.Linear  # the same\n")
-    with pytest.raises(
-        CorruptFile, match=r"parts\.py is not the file that the run was started with"
-    ):
+    with pytest.raises(CorruptFile, match=r"parts\.py"):
         resume(tmp_path / "run", toys.blobs())
     start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     before = {path: sha for path, sha in start["sources"].items() if not path.endswith("parts.py")}

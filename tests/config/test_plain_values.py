@@ -89,7 +89,7 @@ def test_paths_are_taken_wherever_a_name_is(
         )  # type: ignore[arg-type]
         assert settings.data.name == settings.start_from == str(tmp_path / "simple.csv")
         assert settings.named.method.name == str(tmp_path / "mine.py")
-    with pytest.raises(ConfigError, match=r"^a data set is named by a text or a path, not an int$"):
+    with pytest.raises(ConfigError, match="not an int"):
         fedstill.load_dataset(3)  # type: ignore[arg-type]
 
 

@@ -108,9 +108,7 @@ def test_below_the_quorum_the_run_stops_with_the_last_good_state(tmp_path: Path)
     method = {"name": "toy_failing", "who": 1, "how": "raise"}
     clients = {"quorum": 1.0, **toys.TOLERANT}
     experiment = toys.toy(method, topology={"clients": 6, "sampled": 6}, clients=clients)
-    with pytest.raises(
-        TooFewReplies, match=r"round 2.*client 1 failed.*the disk of this site is gone"
-    ):
+    with pytest.raises(TooFewReplies, match=r"round 2.*client 1.*the disk of this site is gone"):
         run(experiment, tmp_path / "run", data=toys.blobs())
     short = run(
         toys.toy(method, topology={"clients": 6, "sampled": 6}, rounds=1),

@@ -58,5 +58,5 @@ def test_what_cannot_be_is_named() -> None:
         flower_datasets(LABELS, 5, 3, "DirichletPartitioner", {"alfa": 0.5})
     with pytest.raises(ConfigError, match="partition DirichletPartitioner refuses"):
         flower_datasets(LABELS, 5, 3, "DirichletPartitioner", {"alpha": -1.0})
-    with pytest.raises(ConfigError, match=r"makes 5 parts, not one for each of 4 clients"):
+    with pytest.raises(ConfigError, match="5 parts"):
         flower_datasets(LABELS, 4, 3, "NaturalIdPartitioner")

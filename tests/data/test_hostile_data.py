@@ -74,16 +74,14 @@ def refused(text: str, place: Path, **fields: Any) -> str:
 def test_the_memory_that_there_is_is_known() -> None:
     assert 1 << 28 < memory_bytes() < 1 << 50
     refuse_large("CIFAR-100", 60_000 * 3 * 32 * 32)
-    with pytest.raises(
-        DataError, match=r"x says that it holds 640 TB, and this machine reads at most .*1/3 of its"
-    ):
+    with pytest.raises(DataError, match="640 TB"):
         refuse_large("x", 582 << 40)
 
 
 def test_ten_gigabytes_pass_on_a_machine_of_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "memory_bytes", lambda: 64 << 30)
     refuse_large("x", 10 << 30, 5 << 30)
-    with pytest.raises(DataError, match="over 200 times as much"):
+    with pytest.raises(DataError, match="200 times"):
         refuse_large("x", 10 << 30, 5 << 20)
 
 
@@ -149,7 +147,7 @@ def test_an_image_of_too_many_pixels_is_refused_from_its_header(side: int, tmp_p
         refused(
             rf"image of {side} × {side} pixels, and at most 67,108,864|larger image", place, size=8
         )
-        with pytest.raises(DataError, match=r"images/large\.png is an? (image of|larger)"):
+        with pytest.raises(DataError, match=r"images/large\.png"):
             read_unlabelled(tmp_path / "images", 8)
 
 
@@ -224,7 +222,7 @@ def test_a_file_that_is_larger_than_an_image_can_be_is_not_read(
         file.truncate(20 * MEGABYTE)  # a hole: it takes no room on the disk
     with (
         at_most(),
-        pytest.raises(DataError, match=r"a\.webp is 20 MB; an image may have at most 1.0 MB"),
+        pytest.raises(DataError, match=r"a\.webp is 20 MB"),
     ):
         read_unlabelled(tmp_path / "mine")
 
@@ -482,7 +480,7 @@ def test_a_path_in_a_table_opens_nothing_outside_of_the_folder(how: str, tmp_pat
     (place / "up").unlink() if how != "folder link" else None
     table(place / "train-0.parquet", [encoded()] * 3 + [path], [0, 1, 0, 1])
     if how == "folder link":
-        with pytest.raises(DataError, match="names the file 'up/secret"):
+        with pytest.raises(DataError, match="'up/secret"):
             Pictures("x", within=place).decoded({"bytes": None, "path": path}, 0)
     else:
         refused("train: example 3(: there is no file| names the file)", place)
@@ -688,7 +686,7 @@ def test_a_folder_or_file_that_may_not_be_read(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", opened)
         refused(r"cat/3\.png cannot be read \(Permission denied\); make it readable", place)
-        with pytest.raises(DataError, match=r"cat/3\.png cannot be read"):
+        with pytest.raises(DataError, match=r"cat/3\.png"):
             read_unlabelled(place / "cat")
 
 
@@ -718,7 +716,7 @@ def test_a_table_beside_images_is_named_because_it_is_not_read(tmp_path: Path) -
 
 def test_names_that_no_system_has(tmp_path: Path) -> None:
     refused("File name too long", tmp_path / ("x" * 5000))
-    with pytest.raises(DataError, match="names a home folder that is not there"):
+    with pytest.raises(DataError, match="home folder"):
         load_dataset("~nobody-has-this-name/data")
     with pytest.raises(DataError, match="there is no file or folder"):
         load_dataset("./a\0b")

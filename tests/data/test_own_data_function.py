@@ -103,15 +103,13 @@ def test_owners_of_a_function_are_clients_or_tasks_by_any_column_name(tmp_path: 
     assert data.train.owners.bincount().tolist() == [6, 6, 6]
     with pytest.raises(
         DataError,
-        match=r"'mine.py:none' says of no example whose it is, so there is no column 'ward'",
+        match=r"'mine\.py:none' .*column 'ward'",
     ):
         load_dataset("mine.py:none", base=tmp_path, owner="ward")
 
 
 def test_a_file_without_a_name_says_which_are_there(base: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"the file registers no dataset; .* meant: mine\.py:some or"
-    ):
+    with pytest.raises(ConfigError, match=r"mine\.py:some or"):
         load_dataset("mine.py", base=base)
     with pytest.raises(
         ConfigError, match=r"^mine\.py: unknown dataset 'date'; did you mean 'data'\?$"
@@ -129,9 +127,7 @@ def test_what_a_data_set_is_fits_on_a_line(base: Path) -> None:
 
 def test_images_with_their_channels_last_are_refused() -> None:
     images, labels = np.zeros((6, 8, 8, 3), np.uint8), np.arange(6) % 2
-    with pytest.raises(
-        DataError, match=r"channels last; give \(N, C, H, W\): values.transpose\(0, 3, 1, 2\)"
-    ):
+    with pytest.raises(DataError, match=r"values\.transpose\(0, 3, 1, 2\)"):
         from_tensors("photos", (images, labels), (images, labels))
     first = images.transpose(0, 3, 1, 2)
     assert from_tensors("photos", (first, labels), (first, labels)).input_shape == (3, 8, 8)
@@ -161,7 +157,7 @@ def test_labels_of_another_type_are_refused_with_what_makes_class_ids(
 def test_a_client_without_examples_is_named() -> None:
     some = np.zeros((3, 2)), np.arange(3)
     none = np.zeros((0, 2)), np.zeros(0, dtype=int)
-    with pytest.raises(DataError, match="mine, client 1 has no training examples; leave it out"):
+    with pytest.raises(DataError, match="mine, client 1"):
         fedstill.from_clients("mine", [some, none], test=some)
     with pytest.raises(DataError, match="mine, client 1 "):
         fedstill.from_clients("mine", [(some, some), (some, none)])
@@ -169,9 +165,7 @@ def test_a_client_without_examples_is_named() -> None:
 
 def test_data_in_memory_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     pair = np.zeros((3, 2)), np.arange(3)
-    with pytest.raises(
-        ConfigError, match=r"data is a tuple, not a data set: make one with fedstill.from_tensors\("
-    ):
+    with pytest.raises(ConfigError, match=r"tuple.*fedstill\.from_tensors\("):
         fedstill.run(fedstill.Experiment(rounds=1), tmp_path / "run", data=pair)
     assert not (tmp_path / "run").exists()
 
@@ -179,15 +173,11 @@ def test_data_in_memory_that_are_no_data_set_are_refused(tmp_path: Path) -> None
 def test_sounds_and_archives_of_other_numbers_are_led_to_a_function(tmp_path: Path) -> None:
     (tmp_path / "tones/high").mkdir(parents=True)
     (tmp_path / "tones/high/1.wav").write_bytes(b"RIFF")
-    with pytest.raises(
-        DataError, match=r"holds no images \(it holds 1 .wav\).*sounds.*'mine.py:data'"
-    ):
+    with pytest.raises(DataError, match=r"1 \.wav.*'mine\.py:data'"):
         load_dataset("tones", base=tmp_path)
     arrays = {f"{split}_images": np.zeros((4, 8, 8)) for split in ("train", "test")}
     np.savez(tmp_path / "tones.npz", **arrays, train_labels=np.arange(4), test_labels=np.arange(4))
-    with pytest.raises(
-        DataError, match=r"train_images.npy holds float64, and images are uint8.*'mine.py:data'"
-    ):
+    with pytest.raises(DataError, match=r"train_images\.npy .*float64.*'mine\.py:data'"):
         load_dataset("tones.npz", base=tmp_path)
 
 
@@ -199,7 +189,7 @@ def test_a_run_may_resize_images_of_several_sizes(tmp_path: Path) -> None:
             Image.new("L", (8 + i, 8), i).save(place / f"{i}.png")
     config = tmp_path / "scans.toml"
     config.write_text('data = "scans"\ntopology = { clients = 2 }\npartition = "iid"\n')
-    with pytest.raises(DataError, match=r"set data\.size = 8 to resize all"):
+    with pytest.raises(DataError, match=r"data\.size = 8"):
         prepare(settle(load(config)))
     ready = prepare(settle(load(config, ("data.size=8",))))
     assert ready.dataset.input_shape == (1, 8, 8)

@@ -79,9 +79,7 @@ def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Pa
     images(tmp_path / "mixed", count=3, side=9)
     images(tmp_path / "mixed" / "more", count=1)
     (tmp_path / "mixed" / "more" / "000.png").rename(tmp_path / "mixed" / "100.png")
-    with pytest.raises(
-        DataError, match=r"100.png is 4×4 grey, the first 9×9 grey; set data.public_resize = true"
-    ):
+    with pytest.raises(DataError, match=r"100\.png .*data\.public_resize = true"):
         public(public_from=str(tmp_path / "mixed"))
     assert len(public(public_from=str(tmp_path / "mixed"), public_resize=True)) == 4
 
@@ -95,7 +93,7 @@ def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
     monkeypatch.setattr("fedstill.data.sources.images.EXAMPLE_BYTES", 0)
     assert len(public(public_from=str(folder), public_resize=True)) == 40
     monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * 39 * 4 * 4)
-    with pytest.raises(DataError, match=r"says that it holds 640 bytes, .* at most 624 bytes"):
+    with pytest.raises(DataError, match=r"640 bytes, .* 624 bytes"):
         public(public_from=str(folder), public_resize=True)
 
 
@@ -109,16 +107,14 @@ def test_images_are_resized_the_same_however_many_at_once(monkeypatch: pytest.Mo
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine")
     (folder / "004.png").write_bytes(b"not a picture")
-    with pytest.raises(DataError, match=r"004\.png cannot be decoded as an image"):
+    with pytest.raises(DataError, match=r"004\.png"):
         public(public_from=str(folder))
 
 
 def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
     with pytest.raises(DataError, match=r"shape \(1, 8, 8\), the run's \(1, 4, 4\)"):
         public(public_from="digits")
-    with pytest.raises(
-        DataError, match=r"10 classes, the run's data 5; set data.public_labels = false"
-    ):
+    with pytest.raises(DataError, match=r"10 classes.*data\.public_labels = false"):
         public(public_from="digits", public_resize=True)
     found = public(public_from="digits", public_resize=True, public_labels=False, public=50)
     assert found.values.shape == (50, 1, 4, 4)
@@ -148,7 +144,7 @@ def test_too_many_or_none_are_refused(data: dict[str, object], says: str) -> Non
 
 
 def test_fedmd_refuses_to_pretrain_without_labels_before_it_starts() -> None:
-    with pytest.raises(ConfigError, match="'pretrain' of method fedmd reads the labels"):
+    with pytest.raises(ConfigError, match="'pretrain' of method fedmd"):
         public("fedmd", public=30, public_from="noise")
 
 

@@ -139,7 +139,7 @@ def test_a_known_folder_with_one_changed_row_is_refused(tmp_path, monkeypatch, n
     (tmp_path / name).chmod(0o755)
     file.chmod(0o644)
     pq.write_table(changed, file)
-    with pytest.raises(DataError, match=f"{name}, test: the examples are not those of that name"):
+    with pytest.raises(DataError, match=f"{name}, test"):
         load_dataset(name)
 
 
@@ -399,14 +399,14 @@ def test_tensors():
         from_tensors("mine", (images.float(), labels), (images, labels))
     with pytest.raises(
         DataError,
-        match=r"values are uint8 of shape \(1, 4, 4\); give pixels as uint8 \(N, C, H, W\)",
+        match=r"uint8 of shape \(1, 4, 4\)",
     ):
         from_tensors("mine", (images[0], labels[:1]), (images, labels))
     with pytest.raises(DataError, match="mine, test: labels"):
         from_tensors("mine", (images, labels), (images, [0] * 6))
-    with pytest.raises(DataError, match="example 2 has label 2, outside 0 to 1"):
+    with pytest.raises(DataError, match="example 2 has label 2"):
         from_tensors("mine", (images, labels), (images, labels), classes=["a", "b"])
-    with pytest.raises(ConfigError, match="mean and std need 1"):
+    with pytest.raises(ConfigError, match="mean and std"):
         from_tensors("mine", (images, labels), (images, labels), mean=[0.5, 0.5])
 
 
@@ -461,7 +461,7 @@ def test_arrays_of_numpy_are_taken_as_tensors_are():
             )
             assert torch.equal(got.train.values, want.train.values)
             assert torch.equal(got.train.labels, want.train.labels)
-    with pytest.raises(DataError, match="values of train are float32, those of test uint8"):
+    with pytest.raises(DataError, match=r"train are float32.*test uint8"):
         from_tensors("mine", (images / 255, np.array(labels)), (images, np.array(labels)))
 
 

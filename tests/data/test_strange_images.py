@@ -99,15 +99,13 @@ def test_what_is_said_of_images_that_differ_is_their_difference(place: Path) -> 
     pictures(place / "kinds", ("L", "RGB"), (8, 16))
     with pytest.raises(
         DataError,
-        match=r"is 16×16 RGB, the first 16×16 grey; save all in one kind \(grey or RGB\)$",
+        match=r"16×16 RGB, the first 16×16 grey",
     ):
         load_dataset("kinds", size=16)
-    with pytest.raises(
-        DataError, match=r"set data.size = 8 to resize all, and save all in one kind"
-    ):
+    with pytest.raises(DataError, match=r"data\.size = 8 .*one kind"):
         load_dataset("kinds")
     pictures(place / "sizes", ("L", "L"), (8, 16))
-    with pytest.raises(DataError, match=r"the first 8×8 grey; set data.size = 8 to resize all$"):
+    with pytest.raises(DataError, match=r"data\.size = 8"):
         load_dataset("sizes")
 
 

@@ -113,7 +113,7 @@ def test_the_training_columns_are_those_of_the_data_set(kind: str, place: Path) 
     write("less/test", some)
     with pytest.raises(
         DataError,
-        match=rf"less/test\.{kind} has no column 'z' among 'x', 'label', and .*train\.{kind}",
+        match=rf"less/test\.{kind} .*'z' .*train\.{kind}",
     ):
         load_dataset("less")
     assert told("less", columns=("x",))[0] == ("x",)
@@ -125,32 +125,24 @@ def test_the_training_columns_are_those_of_the_data_set(kind: str, place: Path) 
 def test_files_and_splits_that_hold_other_things_in_a_column_are_named() -> None:
     csv("two/a.csv")
     csv("two/b.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)])
-    with pytest.raises(
-        DataError, match=r"two/b\.csv: column 'label' holds text, and in a\.csv numbers; make"
-    ):
+    with pytest.raises(DataError, match=r"two/b\.csv: column 'label' .*a\.csv"):
         load_dataset("two")
     csv("texts/train.csv", "text,label", [f"a word {i},{i % 2}" for i in range(N)])
     csv("texts/test.csv", "text,label", [f"{i},{i % 2}" for i in range(N)])
-    with pytest.raises(
-        DataError, match=r"texts/test\.csv: column 'text' holds numbers, and in .*train\.csv text"
-    ):
+    with pytest.raises(DataError, match=r"texts/test\.csv: column 'text' .*train\.csv"):
         load_dataset("texts")
     csv("names/train.csv")
     csv(
         "names/test.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)]
     )
-    with pytest.raises(
-        DataError, match="the labels of test are 'ill', 'well', those of train '0', '1'; make"
-    ):
+    with pytest.raises(DataError, match=r"'ill', 'well', .*'0', '1'"):
         load_dataset("names")
 
 
 def test_a_file_may_lack_a_column_only_where_something_is_done_about_it() -> None:
     csv("two/a.csv")
     csv("two/b.csv", "age,label", [f"{line.split(',')[0]},{i % 2}" for i, line in enumerate(LINES)])
-    with pytest.raises(
-        DataError, match=r"b\.csv has no column 'pressure', which others of its split have"
-    ):
+    with pytest.raises(DataError, match=r"b\.csv .*'pressure'"):
         load_dataset("two")
     assert len(load_dataset("two", missing="mean").train) == 64
 
@@ -178,16 +170,14 @@ def test_other_separators_are_told_by_the_first_line(separator: str) -> None:
         "age;pressure;label",
         [line.replace(",", ";").replace(".5", ",5") for line in LINES],
     )
-    with pytest.raises(
-        DataError, match="example 0 has '20,5' in column 'age', which otherwise holds numbers"
-    ):
+    with pytest.raises(DataError, match="example 0 has '20,5' in column 'age'"):
         load_dataset("commas.csv")
 
 
 def test_endings_in_capitals_tabs_and_packed_files() -> None:
     assert told(csv("MINE.CSV"))[0] == ("age", "pressure")
     assert told(csv("mine.tsv", "age\tlabel", [f"{i}\t{i % 2}" for i in range(N)]))[0] == ("age",)
-    with pytest.raises(DataError, match=r"gunzip mine\.csv\.gz"):
+    with pytest.raises(DataError, match=r"mine\.csv\.gz"):
         load_dataset(csv("mine.csv.gz"))
 
 
@@ -207,17 +197,13 @@ def test_the_column_labels_is_the_label_where_there_is_no_other() -> None:
 
 
 def test_a_file_of_names_alone_has_no_rows() -> None:
-    with pytest.raises(
-        DataError, match=r"mine\.csv has a line of column names and no rows below it"
-    ):
+    with pytest.raises(DataError, match=r"mine\.csv"):
         load_dataset(csv("mine.csv", lines=[]))
 
 
 def test_one_parquet_file_is_named_not_its_folder() -> None:
     pq.write_table(pa.table({"x": [1.0], "y": [1]}), "mine.parquet")
-    with pytest.raises(
-        DataError, match=r"mine\.parquet has not one clear label column among 'x', 'y'"
-    ):
+    with pytest.raises(DataError, match=r"mine\.parquet .*'x', 'y'"):
         load_dataset("mine.parquet")
 
 
@@ -232,9 +218,7 @@ def test_which_files_were_read_is_said_where_names_do_not_say_it() -> None:
     )
     csv("mixed/train.csv")
     parquet("mixed/test.parquet")
-    with pytest.raises(
-        DataError, match=r"mixed has parquet files \(test\.parquet\) and train\.csv; the splits"
-    ):
+    with pytest.raises(DataError, match=r"test\.parquet.*train\.csv"):
         load_dataset("mixed")
 
 

@@ -245,7 +245,7 @@ def test_vectors_and_series_are_columns_of_lists(place: Path) -> None:
 def test_series_of_several_lengths_need_one_length(place: Path) -> None:
     values = [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[1.0], [2.0]]] * 5
     name, _ = both(lists(values), place)
-    with pytest.raises(DataError, match=r"example 1 has 1 values, the first 3; set data.length"):
+    with pytest.raises(DataError, match=r"example 1 .*data\.length"):
         load_dataset(name)
     read = load_dataset(name, length=2).train.values
     assert read[0].tolist() == [[1.0, 2.0], [4.0, 5.0]]
@@ -269,9 +269,7 @@ def test_what_a_series_lacks_is_missing_however_it_is_written(
 ) -> None:
     values = [gap if i == 3 else [[1.0, 2.0, 3.0], [4.0, 5.0, i]] for i in range(10)]
     pq.write_table(made(values), place / "mine.parquet")
-    with pytest.raises(
-        DataError, match=r"example 3 has no value \(1 of 10 rows miss one\); set data.missing"
-    ):
+    with pytest.raises(DataError, match=r"example 3 .*data\.missing"):
         load_dataset("mine.parquet", length=length)
     data = load_dataset("mine.parquet", length=length, missing="drop")
     kept = torch.cat([data.train.values, data.test.values])
@@ -362,7 +360,7 @@ def test_clients_own_data_sets_are_one_with_owners() -> None:
         from_clients(
             "mine", [some(4, 0), (torch.zeros(2, 4), torch.zeros(2).long())], test=some(2, 0)
         )
-    with pytest.raises(DataError, match="2 clients and 1 different names"):
+    with pytest.raises(DataError, match="2 clients and 1"):
         from_clients("mine", [some(4, 0)] * 2, test=some(2, 0), names=["a", "a"])
 
 
@@ -378,15 +376,15 @@ def test_what_is_no_example_of_a_kind_is_refused_from_python() -> None:
     assert made(np.zeros((4, 3)), kind="table").about.kind == "table"
     assert made(torch.zeros(4, 2, 5)).about.kind == "series"
     assert made(torch.ones(4, 7).int(), vocabulary=9).train.values.dtype == torch.int64
-    with pytest.raises(DataError, match="token id outside 0 to 8"):
+    with pytest.raises(DataError, match="0 to 8"):
         made(torch.full((4, 7), 9), vocabulary=9)
-    with pytest.raises(DataError, match="example 0 has a value that is missing or infinite"):
+    with pytest.raises(DataError, match="example 0"):
         made(torch.full((4, 7), float("nan")))
-    with pytest.raises(DataError, match="or token ids with vocabulary="):
+    with pytest.raises(DataError, match="vocabulary="):
         made(torch.ones(4, 7).int())
     with pytest.raises(DataError, match="are no series"):
         made(torch.zeros(4, 7), kind="series")
-    with pytest.raises(ConfigError, match="mean and std need 7"):
+    with pytest.raises(ConfigError, match="mean and std"):
         made(torch.zeros(4, 7), mean=[0.0], std=[1.0])
 
 

@@ -93,7 +93,7 @@ def test_images_in_a_parquet_file_have_times_too(tmp_path: Path) -> None:
         )
     with pytest.raises(
         DataError,
-        match="has no column 'taken' among image, label, acquired; correct time_column in site",
+        match=r"'taken' .*time_column in site",
     ):
         load_dataset(str(tmp_path / "scans.parquet"), owner="taken", cuts=CUTS)
 
@@ -114,9 +114,7 @@ def test_a_moment_belongs_to_the_task_that_begins_with_it() -> None:
 
 def test_a_column_that_holds_no_dates_is_refused_in_one_line(tmp_path: Path) -> None:
     rows().assign(ward=7).to_csv(tmp_path / "rows.csv", index=False)
-    with pytest.raises(
-        DataError, match="column 'ward' has '7', which is no date; write dates as 2023-01-31"
-    ):
+    with pytest.raises(DataError, match="column 'ward' has '7'"):
         load_dataset(str(tmp_path / "rows.csv"), owner="ward", columns=("a", "b"), cuts=CUTS)
 
 

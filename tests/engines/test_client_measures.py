@@ -64,7 +64,7 @@ def test_a_measures_mistake_is_named_with_its_client() -> None:
     seen = AtClient(
         TRAIN, view, start, start, (), ready.sites.common_test, None, ready.sites.inputs, 5
     )
-    with pytest.raises(FedstillError, match="measure mine failed at client 3: AttributeError"):
+    with pytest.raises(FedstillError, match=r"measure mine .*client 3: AttributeError"):
         ClientMeasures({"mine": Mistaken()}, frozenset({2})).take(seen)
 
 

@@ -113,7 +113,7 @@ def test_a_damaged_file_names_the_client(damage: str, tmp_path: Path) -> None:
             path.unlink()
         case "another":
             path.write_bytes(encode(said(2)))  # whole, but of another run
-    with pytest.raises(CorruptFile, match=rf"{path.name}, the memory of client 1, cannot be used"):
+    with pytest.raises(CorruptFile, match=rf"{path.name}.*client 1"):
         memory.load(1)
     memory.index.clear()
     assert memory.load(1) == NOTHING

@@ -97,7 +97,7 @@ def test_shards_stay_in_one_thread(why: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_predictor_raises_names_its_part() -> None:
     data = Examples(torch.zeros(3 * SHARD, 2, 8, 8), torch.zeros(3 * SHARD, dtype=torch.int64))
-    with pytest.raises(MethodFailed, match=r"after round 1: str\.predictors failed"):
+    with pytest.raises(MethodFailed, match=r"round 1: str\.predictors"):
         right_by_example(wrapped(), data, INPUTS, workers=2)
 
 

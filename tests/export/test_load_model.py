@@ -212,7 +212,7 @@ def test_a_clients_memory_on_flower_is_found_at_its_site_if_that_is_here(tmp_pat
     hits = data.test.labels[right(model, data)]
     assert torch.bincount(hits, minlength=toys.CLASSES).tolist() == measured(folder, 2)
     shutil.rmtree(folder / "sites")
-    with pytest.raises(ConfigError, match="client 2 is at its site"):
+    with pytest.raises(ConfigError, match="client 2"):
         load_model(folder, client=2)
 
 
@@ -238,9 +238,7 @@ def test_a_model_that_there_is_not_is_one_line(
 
 def test_a_servers_model_that_nobody_trained_is_not_given(tmp_path: Path) -> None:
     run(toys.toy("toy_kept", rounds=1), tmp_path / "run", data=toys.blobs())
-    with pytest.raises(
-        ConfigError, match="toy_kept trains a model for each client and none for all"
-    ):
+    with pytest.raises(ConfigError, match="toy_kept"):
         load_model(tmp_path / "run")
     acted = [
         e["client"]
@@ -281,10 +279,10 @@ def test_a_run_that_has_trained_nothing_is_refused(own: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoints/.*model\.safetensors"):
         load_model(own)
     (own / "summary.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds no model.* go on: fedstill resume"):
+    with pytest.raises(ConfigError, match="fedstill resume"):
         load_model(own)
     (own / "journal.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="has no model yet"):
+    with pytest.raises(ConfigError, match="no model"):
         load_model(own)
 
 
@@ -303,7 +301,7 @@ def test_weights_of_another_network_are_named(own: Path) -> None:
     shutil.rmtree(own / "checkpoints")
     text = (own / "config.toml").read_text()
     (own / "config.toml").write_text(text.replace("hidden = [\n    8,\n]", "hidden = [9]"))
-    with pytest.raises(CorruptFile, match="the weights are not those of a mlp"):
+    with pytest.raises(CorruptFile, match="mlp"):
         load_model(own)
 
 
@@ -312,9 +310,7 @@ def test_a_pack_has_no_models(own: Path, tmp_path: Path, monkeypatch: pytest.Mon
     packed = archive.pack(own)
     shutil.rmtree(own)
     for path in (packed, own):
-        with pytest.raises(
-            ConfigError, match="is packed, and a pack keeps what runs measured, not their models"
-        ):
+        with pytest.raises(ConfigError, match="packed"):
             load_model(path)
 
 
@@ -323,9 +319,7 @@ def test_a_run_of_before_has_its_inputs_from_the_catalogue_or_the_data(
 ) -> None:
     folder = tmp_path / "parallel"
     shutil.copytree(BEFORE / "parallel", folder)
-    with pytest.raises(
-        ConfigError, match=r"begun by an earlier version.*give them: load_model\(run, data=...\)"
-    ):
+    with pytest.raises(ConfigError, match=r"load_model\(run, data=...\)"):
         load_model(folder)
     assert load_model(folder, data=toys.blobs()).input_shape == (1, 4, 4)
     where = Experiment(
@@ -380,9 +374,9 @@ def test_a_file_of_ones_own_that_changed_is_warned_of(
     path.write_text(path.read_text() + "\n")
     with caplog.at_level(logging.WARNING):
         load_model(tmp_path / "run")
-    assert "mine.py has changed since the run began" in caplog.text
+    assert "mine.py" in caplog.text
     path.unlink()
-    with pytest.raises(ConfigError, match=r"there is no file .*mine.py"):
+    with pytest.raises(ConfigError, match=r"mine\.py"):
         load_model(tmp_path / "run")
 
 
@@ -413,5 +407,5 @@ def test_data_that_are_floats_are_taken_as_they_are(tmp_path: Path) -> None:
     model = load_model(result)
     assert model.pixels == "float32"
     assert float(right(model, data).double().mean()) == result.accuracy
-    with pytest.raises(ConfigError, match=r"images are torch.uint8; give floats"):
+    with pytest.raises(ConfigError, match=r"torch\.uint8"):
         model(toys.blobs().test.values)

@@ -225,15 +225,13 @@ def test_what_cannot_be_encoded_or_taken_is_one_line(runs: Runs) -> None:
     with pytest.raises(ConfigError, match=r"encode.*series"):
         load_model(runs("series")).encode([[1.0]])
     table_model, text_model = load_model(runs("table")), load_model(runs("text"))
-    with pytest.raises(ConfigError, match=r"rows of a table must be \(N, 6\), not \(6,\)"):
+    with pytest.raises(ConfigError, match=r"\(N, 6\), not \(6,\)"):
         table_model(torch.zeros(6))
     with pytest.raises(ConfigError, match=r"torch\.int64"):
         table_model(torch.zeros(1, 6, dtype=torch.int64))
-    with pytest.raises(
-        ConfigError, match=r"texts are torch.float32; give token ids.* encode\(texts\)"
-    ):
+    with pytest.raises(ConfigError, match=r"torch\.float32.* encode\(texts\)"):
         text_model(torch.zeros(1, 5))
-    with pytest.raises(ConfigError, match="token ids must be from 0 to 49, 0 for padding"):
+    with pytest.raises(ConfigError, match="0 to 49"):
         text_model(torch.full((1, 5), 50))
 
 

@@ -92,10 +92,7 @@ def test_what_was_never_started_is_said_at_once(
 ) -> None:
     made(tmp_path / "fed")
     assert call(["deploy", "admit", str(tmp_path / "fed")]) == 1
-    assert (
-        f"start the server first: fedstill deploy server {tmp_path / 'fed'}"
-        in capsys.readouterr().err
-    )
+    assert f"fedstill deploy server {tmp_path / 'fed'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,7 @@ def test_the_servers_certificate_names_how_its_own_machine_reaches_it(
     certificates.make_server(
         federation.server, certificates.authority_of(federation.folder), ["fed.example.org"], 9
     )
-    with pytest.raises(ConfigError, match=f"does not name {local}, .*; run: fedstill deploy renew"):
+    with pytest.raises(ConfigError, match=f"{local}.*deploy renew"):
         programs.superlink(federation, insecure=False)
 
 
@@ -142,7 +139,7 @@ def test_another_program_on_the_port_is_not_taken_for_the_server(
     with socket.create_server(("127.0.0.1", 0)) as there:
         federation = made(tmp_path / "fed", port=there.getsockname()[1])
         assert call(["deploy", "server", str(federation.folder)]) == 1
-    assert f"something listens on {federation.local} already" in capsys.readouterr().err
+    assert federation.local in capsys.readouterr().err
 
 
 def test_one_client_runs_from_a_folder_at_a_time(
@@ -151,7 +148,7 @@ def test_one_client_runs_from_a_folder_at_a_time(
     here = made(tmp_path / "fed").client(0)
     with processes.alone(here, "a client"):
         assert call(["deploy", "client", str(here)]) == 1
-    assert f"a client already runs from {here}: stop it first" in capsys.readouterr().err
+    assert str(here) in capsys.readouterr().err
 
 
 def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(
@@ -221,7 +218,7 @@ def test_the_server_does_not_start_without_certificates_or_a_list(
 ) -> None:
     federation = made(tmp_path / "fed", clients=1)
     (federation.server / name).unlink()
-    with pytest.raises(ConfigError, match=r"without .* the server does not start"):
+    with pytest.raises(ConfigError, match=name.removesuffix("/client0.pub")):
         programs.superlink(federation, insecure=False)
 
 
@@ -231,7 +228,7 @@ def test_a_client_does_not_start_without_its_key_or_the_authority(
 ) -> None:
     federation = made(tmp_path / "fed")
     (federation.client(0) / name).unlink()
-    with pytest.raises(ConfigError, match="without it the client does not start"):
+    with pytest.raises(ConfigError, match=name):
         programs.supernode(folder.membership(federation.client(0)), insecure=False)
 
 
@@ -296,7 +293,7 @@ def test_the_command_line_says_what_to_do_next(
     assert f"fedstill deploy client {place}/client2" in said
     assert call(["deploy", "server", place, "--insecure-for-testing"]) == 2
     assert call(["deploy", "client", str(tmp_path)]) == 2
-    assert "give a folder clientN that `fedstill deploy init` made" in capsys.readouterr().err
+    assert "deploy init" in capsys.readouterr().err
 
 
 def test_nothing_of_flower_is_imported_before_it_is_needed() -> None:

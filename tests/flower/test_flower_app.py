@@ -43,7 +43,7 @@ def test_the_app_that_init_writes_passes_as_flower_packs_it(tmp_path: Path) -> N
     write_app(tmp_path / "app", 3, "1.0")
     require_own_app(build_fab_from_disk(tmp_path / "app"))
     (tmp_path / "app/fedstill_app/more.py").write_text("import os\n")
-    with pytest.raises(Refused, match=r"brings code of its own, 'fedstill_app/more.py'"):
+    with pytest.raises(Refused, match=r"fedstill_app/more\.py"):
         require_own_app(build_fab_from_disk(tmp_path / "app"))
 
 
@@ -127,8 +127,8 @@ def test_the_list_of_keys_is_of_clients_each_with_a_key_of_its_own(tmp_path: Pat
         programs.listed(federation)
     (allowed / "client2.pub").unlink()
     (allowed / "client1.pub").write_bytes((allowed / "client0.pub").read_bytes())
-    with pytest.raises(ConfigError, match=r"client1.pub is the key of client0, too"):
+    with pytest.raises(ConfigError, match=r"client1\.pub .*client0"):
         programs.listed(federation)
     (allowed / "client1.pub").write_text("ssh-ed25519 AAAA")
-    with pytest.raises(ConfigError, match=r"client1.pub is no public key|is a key of another kind"):
+    with pytest.raises(ConfigError, match=r"client1\.pub"):
         programs.listed(federation)

@@ -340,7 +340,7 @@ def test_below_the_quorum_the_run_stops_by_name_and_goes_on_when_the_nodes_are_b
     grid = TroubledGrid(
         experiment, tmp_path / "sites", lambda g, c, r, b, d: None if r == 2 else g.work(c, d)
     )
-    with pytest.raises(TooFewReplies, match="did not reply within the deadline"):
+    with pytest.raises(TooFewReplies, match="deadline"):
         run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
     grid.trouble = None
     resume(tmp_path / "run", data=toys.blobs(), grid=grid)
@@ -421,5 +421,5 @@ def test_an_answer_over_the_limit_is_refused_by_name(tmp_path: Path) -> None:
     experiment = over_flower(
         toys.toy(rounds=1, model={"name": "mlp", "hidden": (20000,)}, plan={"epochs": 0}), max_mb=1
     )
-    with pytest.raises(TooFewReplies, match=r"over the limit of 1048576"):
+    with pytest.raises(TooFewReplies, match="1048576"):
         run(experiment, tmp_path / "run", data=toys.blobs())

@@ -99,7 +99,7 @@ def test_fifty_thousand_columns_fit_a_request_and_the_server_names_what_does_not
     }
     request = replace(request_of(settings_of()), facts=facts)
     assert Request.of(request.header(), request.payload).facts == facts
-    with pytest.raises(ConfigError, match=r"over the limit of 16,777,216; give it fewer columns"):
+    with pytest.raises(ConfigError, match="16,777,216"):
         replace(request, facts={"columns": names * 30}).header()
 
 
@@ -266,7 +266,7 @@ def test_a_configuration_that_resolves_to_something_else_is_refused(tmp_path: Pa
     request = request_of(settings_of())
     config = request.config.replace("measure_every = 2\n", "")
     answer = clerk(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
-    assert "resolves to other values at this site" in answer.failure
+    assert "other values" in answer.failure
 
 
 def own_data(folder: Path, ready: Any, client: int, test: Any) -> Path:
@@ -365,7 +365,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     stage = Stage(1, 0, "local", (0, 1, 2))
     request = request_of(settings, facts=facts, stage=stage, payload=Payload())
     site = Site(0, tmp_path / "memory", data=str(folder))
-    assert "set public, your copy of it" in Clerk(site)(request).failure
+    assert "set public" in Clerk(site)(request).failure
     assert "is not the server's" in Clerk(replace(site, public=str(folder)))(request).failure
     public = prepare(settings, toys.blobs()).sites.public
     assert public is not None

@@ -299,7 +299,7 @@ def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, wo
     setting = MeasuredRun(schedule, "mine", schedule(1, ready.world), ready.world)
     with pytest.raises(
         IncompatibleMethod,
-        match=f"measure leakage: clients of method mine send neither models {words}",
+        match=f"method mine .*{words}",
     ):
         check_fit(measures(["leakage"]), setting)
 

@@ -202,9 +202,7 @@ def test_a_picture_of_the_end_is_refused_where_models_are_sent_only_before() -> 
     what = toys.toy(
         "toy_logits", data={"public": toys.PUBLIC}, topology=topology, measure=("units",)
     )
-    with pytest.raises(
-        IncompatibleMethod, match=r"measure units: it looks in the last round, where .* send no"
-    ):
+    with pytest.raises(IncompatibleMethod, match="measure units"):
         prepare(settle(what), toys.blobs())
     prepare(settle(what.with_values({"rounds": 1}, "test")), toys.blobs())
 
@@ -256,6 +254,6 @@ def test_a_model_that_lacks_an_entry_is_not_run_with_another_in_its_place() -> N
             act(some)
     with pytest.raises(FedstillError, match=says):
         room.passes().logits(some, room.test)
-    with pytest.raises(FedstillError, match=r"that lacks body\.1\.weight and 1 more entries"):
+    with pytest.raises(FedstillError, match=r"body\.1\.weight"):
         room.passes().features({k: v for k, v in some.items() if "head" in k}, room.test)
     assert room.passes().features(some, room.test).shape == (40, 2), "the head has no part in it"

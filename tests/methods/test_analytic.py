@@ -136,7 +136,7 @@ def test_classes_that_have_not_come_have_no_column() -> None:
 
 
 def test_a_network_without_a_linear_head_is_refused() -> None:
-    with pytest.raises(IncompatibleMethod, match="no linear layer with a bias"):
+    with pytest.raises(IncompatibleMethod, match="linear layer"):
         prepare(settle(toys.toy("analytic", model=toys.on_simplex(), stream=STREAM)), toys.blobs())
 
 
@@ -174,7 +174,7 @@ def test_groups_are_counted_once_and_need_tasks_of_their_own() -> None:
     torch.testing.assert_close(
         b.extra.tensor("cross"), a.extra.tensor("cross"), rtol=1e-10, atol=1e-9
     )
-    with pytest.raises(IncompatibleMethod, match=r"count each example once"):
+    with pytest.raises(IncompatibleMethod, match="each example once"):
         gone_through({"name": "analytic", "groups": 5}, stream={**STREAM, "past": "kept"})
 
 

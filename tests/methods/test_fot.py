@@ -143,12 +143,10 @@ def test_in_the_first_task_it_is_fedavg(tmp_path: Path) -> None:
 
 
 def test_networks_that_it_cannot_protect_are_refused() -> None:
-    with pytest.raises(IncompatibleMethod, match="has no layer to protect"):
+    with pytest.raises(IncompatibleMethod, match="no layer"):
         prepare(settle(toys.toy("fot", model="logistic", stream=STREAM)), toys.blobs())
     wide = {"name": "mlp", "hidden": (5001, 4)}
-    with pytest.raises(
-        IncompatibleMethod, match=r"layer body\.3 has 5001 inputs, and at most 5000 can"
-    ):
+    with pytest.raises(IncompatibleMethod, match=r"body\.3 has 5001 inputs"):
         prepare(settle(toys.toy("fot", model=wide, stream=STREAM)), toys.blobs())
 
 

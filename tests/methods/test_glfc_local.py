@@ -82,5 +82,5 @@ def test_clients_keep_examples_and_get_the_old_model_from_the_second_task_on(
 
 
 def test_weights_of_other_methods_are_refused() -> None:
-    with pytest.raises(IncompatibleMethod, match="losses have weights of their own"):
+    with pytest.raises(IncompatibleMethod, match="weights"):
         prepare(settle(toys.toy({"name": "glfc_local", "alpha": 0.5}, stream=STREAM)), toys.blobs())

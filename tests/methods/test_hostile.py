@@ -102,9 +102,7 @@ def test_a_method_whose_fold_is_no_mean_refuses_at_the_start(name: str) -> None:
 
 
 def test_what_has_no_meaning_is_refused_in_a_line() -> None:
-    with pytest.raises(
-        IncompatibleMethod, match="at least 3 clients side by side, and a stage has 1"
-    ):
+    with pytest.raises(IncompatibleMethod, match="at least 3 clients"):
         prepare(
             settle(toys.toy({"name": "fedavg", "aggregation": "median"}, topology="sequential")),
             toys.blobs(),

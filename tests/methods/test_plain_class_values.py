@@ -194,7 +194,7 @@ def test_networks_may_differ_but_for_the_number_of_features() -> None:
     assert states[-1].extra.tensor("seen").bool().all()
     assert {len(memory.load(k).params) for k in range(6)} == {4, 6}
     other = toys.toy("fedproto", clients={"models": ("mlp", "logistic")})
-    with pytest.raises(IncompatibleMethod, match="the same number of features"):
+    with pytest.raises(IncompatibleMethod, match="number of features"):
         prepare(settle(other), toys.blobs())
     with pytest.raises(IncompatibleMethod, match="averages weights"):
         prepare(

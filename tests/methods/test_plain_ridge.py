@@ -129,9 +129,7 @@ def test_balanced_classes_of_several_tasks_are_refused_where_data_go(
     stream: dict[str, object],
 ) -> None:
     afl = {"name": "afl", "balanced": True}
-    with pytest.raises(
-        IncompatibleMethod, match=r"set method\.balanced = false, or give each class to one task"
-    ):
+    with pytest.raises(IncompatibleMethod, match=r"method\.balanced = false"):
         ready_for(afl, **ALL, stream={"tasks": 2, **stream})
     ready_for(afl, **ALL, stream={"tasks": 2, "past": "kept", **stream})
 
@@ -157,7 +155,7 @@ def test_more_features_than_examples_have_a_solution_for_every_penalty_and_none_
     sums = feature_sums(h, y, 3)
     assert sums.tensor("cross")[-1].tolist() == [1.0, 1.0, 2.0]
     assert all(bool(v.isfinite().all()) for v in solved(**sums, ridge=1e-3).values())
-    with pytest.raises(ConfigError, match=r"set method\.ridge above 0"):
+    with pytest.raises(ConfigError, match=r"method\.ridge"):
         solved(**sums, ridge=0.0)
     nothing = feature_sums(h[:0], y[:0], 3)
     assert not any(v.any() for v in nothing.values())
@@ -214,5 +212,5 @@ def test_where_there_is_no_layer_to_solve_for_it_is_refused(
 
 
 def test_a_head_without_a_bias_is_refused_by_afl_too() -> None:
-    with pytest.raises(IncompatibleMethod, match=r"method afl .* is no linear layer with a bias"):
+    with pytest.raises(IncompatibleMethod, match=r"afl .*linear layer"):
         prepare(settle(toys.toy("afl", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs())

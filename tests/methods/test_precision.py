@@ -119,10 +119,10 @@ def test_a_stack_trains_in_bfloat16_too() -> None:
 
 
 def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'tf32' works on CUDA devices only"):
+    with pytest.raises(ConfigError, match="'tf32'"):
         settle(Experiment(precision="tf32"))
     monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
-    with pytest.raises(ConfigError, match="no units for bfloat16"):
+    with pytest.raises(ConfigError, match="bfloat16"):
         settle(Experiment(precision="bf16"))
     assert settle(Experiment()).precision == "fp32"
 

@@ -132,9 +132,7 @@ def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
 
     ready = federation("fedmd")
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
-    with pytest.raises(
-        IncompatibleMethod, match=r"'pretrain' of method fedmd reads .* topology.first"
-    ):
+    with pytest.raises(IncompatibleMethod, match=r"'pretrain' of method fedmd .*topology\.first"):
         _check_public_labels(blind.settings, blind.sites, {"pretrain"})
     _check_public_labels(blind.settings, blind.sites, {"local"})
 
@@ -225,7 +223,7 @@ def test_a_stage_that_most_fail_ends_the_run_by_name(tmp_path) -> None:
         topology={"clients": 4},
         clients=toys.TOLERANT,
     )
-    with pytest.raises(TooFewReplies, match="round 1, stage 'local': 1 of 4 clients replied well"):
+    with pytest.raises(TooFewReplies, match="stage 'local': 1 of 4 clients"):
         run(experiment, tmp_path / "run", data=toys.blobs())
 
 

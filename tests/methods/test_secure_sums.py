@@ -250,9 +250,7 @@ def test_the_journal_counts_the_bytes_of_masked_models_and_no_examples(tmp_path:
 
 def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
     run(secret(), tmp_path / "run", toys.blobs())
-    with pytest.raises(
-        ConfigError, match="has secure sums: its server knew no single client's part"
-    ):
+    with pytest.raises(ConfigError, match="secure sums"):
         taken_up(tmp_path / "run", 1, toys.blobs())
 
 
@@ -271,9 +269,7 @@ def test_a_threshold_of_one_s_own() -> None:
 
 def test_a_change_out_of_range_is_refused_at_the_client_by_name(tmp_path: Path) -> None:
     privacy = {**ON, "secure_range": 1e-4}
-    with pytest.raises(
-        ClientFailed, match=r"the change of body.* over privacy\.secure_range = 0\.0001; raise it"
-    ):
+    with pytest.raises(ClientFailed, match=r"body.*privacy\.secure_range = 0\.0001"):
         run(secret(privacy=privacy), tmp_path / "run", toys.blobs())
 
 
@@ -353,9 +349,7 @@ class Squares(FedAvg):
 
 
 def test_a_fold_that_only_says_it_is_linear_is_found_out() -> None:
-    with pytest.raises(
-        IncompatibleMethod, match="gives another result for single models than for their mean"
-    ):
+    with pytest.raises(IncompatibleMethod, match="single models"):
         prepare(settle(secret("toy_squares")), toys.blobs())
 
 

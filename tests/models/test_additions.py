@@ -87,9 +87,7 @@ def test_a_file_of_the_plain_network_will_do_to_start_from(tmp_path: Path) -> No
 
 
 def test_a_network_without_a_linear_head_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        ConfigError, match=r"toy_headless needs submodules body and head, a linear layer"
-    ):
+    with pytest.raises(ConfigError, match=r"toy_headless .*body and head"):
         prepare(settle(toys.toy("fedrod", model="toy_headless")), toys.blobs())
 
 

@@ -43,5 +43,5 @@ def test_a_width_of_nothing_is_the_network_itself() -> None:
 
 def test_a_network_without_a_linear_head_is_refused() -> None:
     etf = {"of": "etf", "arguments": {"of": "mlp", "arguments": {"hidden": (6,)}}}
-    with pytest.raises(ConfigError, match="has no body and linear head"):
+    with pytest.raises(ConfigError, match="body and linear head"):
         contract.build(spec_for("lifted", (1, 4, 4), 3, etf))

@@ -148,12 +148,12 @@ def test_a_query_table_that_is_wrong_is_one_line(query: dict[str, object], said:
 
 
 def test_qkt_without_queries_is_refused_before_round_one() -> None:
-    with pytest.raises(IncompatibleMethod, match="method qkt needs queries"):
+    with pytest.raises(IncompatibleMethod, match="queries"):
         prepare(settle(toys.toy("qkt", rounds=1, topology={"clients": 6})), toys.blobs())
 
 
 def test_more_least_than_most_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"query\.least = 4 is more than query\.most = 3"):
+    with pytest.raises(ConfigError, match=r"query\.least = 4 .*query\.most = 3"):
         Asking("multi", 0, least=4)
 
 
@@ -216,9 +216,7 @@ def test_several_reasons_stand_side_by_side() -> None:
     "nothing", [Standing(COUNTED), Standing(COUNTED, torch.zeros(5), torch.zeros(5))]
 )
 def test_without_held_out_examples_no_accuracy(nothing: Standing) -> None:
-    with pytest.raises(
-        ConfigError, match=r"client 2 holds out no example .*; set plan.fit.validation"
-    ):
+    with pytest.raises(ConfigError, match=r"client 2 .*plan\.fit\.validation"):
         reasons(Asking("all", 0, by=("accuracy",), accuracy_under=0.5), 2, nothing)
 
 
@@ -242,13 +240,11 @@ def test_what_is_needed_may_be_a_class_that_the_client_has_but_not_one_that_nobo
     None
 ):
     assert check_queries({0: (0,)}, COUNTS, None) == {0: (0,)}
-    with pytest.raises(ConfigError, match="no other client has an example of class 4"):
+    with pytest.raises(ConfigError, match="class 4"):
         check_queries({0: (4,)}, COUNTS, None)
 
 
 def test_of_sites_whose_labels_nobody_sees_the_classes_are_checked() -> None:
     assert check_unseen({1: (3, 0, 3)}, 4) == {1: (0, 3)}
-    with pytest.raises(
-        ConfigError, match="query of client 1: there is no class 4; classes are 0 to 3"
-    ):
+    with pytest.raises(ConfigError, match=r"client 1: .*class 4.* 0 to 3"):
         check_unseen({1: (4,)}, 4)

@@ -201,7 +201,7 @@ def test_a_query_that_cannot_be_answered_is_one_line_and_exit_code_2(
 def test_a_run_without_local_models_is_refused(tmp_path: Path) -> None:
     assert len(load_dataset("digits").train) > 0
     run(toys.toy("fedavg", rounds=1), tmp_path / "fedavg", toys.blobs())
-    with pytest.raises(ConfigError, match="has no models that clients trained alone"):
+    with pytest.raises(ConfigError, match="no models"):
         ask(tmp_path / "fedavg", 0, [1], data=toys.blobs())
 
 
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_said(
     shutil.copytree(local, other)
     for path in (other / "checkpoints" / "objects").iterdir():
         path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(CorruptFile, match="no whole checkpoint is left"):
+    with pytest.raises(CorruptFile, match="checkpoint"):
         ask(other, 0, [lacking[0]], CHANGES)
 
 
@@ -339,7 +339,7 @@ def test_what_cannot_be_a_later_query_is_refused(
 ) -> None:
     spec = spec_for("mlp", (1, 8, 8), 10, {"hidden": (16,)})
     save_model(tmp_path / "m.safetensors", spec, initial(spec, 0))
-    with pytest.raises(ConfigError, match=r"was trained on all data of client 0; .* give new data"):
+    with pytest.raises(ConfigError, match="all data of client 0"):
         ask(
             local,
             0,
@@ -348,9 +348,7 @@ def test_what_cannot_be_a_later_query_is_refused(
         )
     wide = spec_for("mlp", (1, 8, 8), 10, {"hidden": (17,)})
     save_model(tmp_path / "wide.safetensors", wide, initial(wide, 0))
-    with pytest.raises(
-        ConfigError, match=r"wide.safetensors is a mlp\(hidden=\(17,\)\), client 0 has a mlp"
-    ):
+    with pytest.raises(ConfigError, match=r"wide\.safetensors is a mlp\(hidden=\(17,\)\)"):
         ask(local, 0, [lacking[0]], later=Later(tmp_path / "wide.safetensors"))
     with pytest.raises(
         ConfigError, match=r"examples have shape \(1, 4, 4\), those of the run \(1, 8, 8\)"
@@ -358,12 +356,12 @@ def test_what_cannot_be_a_later_query_is_refused(
         ask(local, 0, [lacking[0]], later=Later(new=toys.blobs()))
     with pytest.raises(
         ConfigError,
-        match=r"client 0 has no reason to ask: its model is right on 1e-07 % or more of each",
+        match=r"client 0 .*1e-07 %",
     ):
         ask(local, 0, {"by": ("accuracy",), "accuracy_under": 1e-9})
     digits = load_dataset("digits")
     named = replace(digits, classes=(*digits.classes[:-1], "tenth"))
-    with pytest.raises(ConfigError, match="the run has no class 'tenth'; its classes: 0, 1"):
+    with pytest.raises(ConfigError, match="'tenth'"):
         ask(local, 0, [lacking[0]], later=Later(new=named))
 
 

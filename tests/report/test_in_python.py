@@ -264,7 +264,5 @@ def test_a_comparison_is_shown_as_the_command_prints_it_and_by_class(finished: P
 
 def test_without_pandas_it_is_one_line(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(
-        ConfigError, match=r"a data frame needs pandas: pip install 'fedstill\[pandas\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"fedstill\[pandas\]"):
         result.rounds()

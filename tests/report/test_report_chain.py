@@ -145,7 +145,7 @@ def test_a_damaged_look_is_named(runs: Path, tmp_path: Path) -> None:
     lines = events(runs / "seq7")
     next(e for e in lines if e["event"] == "measure")["class_accuracy"] = ["much"]
     (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
-    with pytest.raises(CorruptFile, match=r"round 1 of chain is damaged"):
+    with pytest.raises(CorruptFile, match="round 1 of chain"):
         page(made(folder))
 
 

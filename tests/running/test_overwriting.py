@@ -89,9 +89,7 @@ def test_what_others_wrote_there_is_named_and_nothing_is_deleted(tmp_path: Path)
     folder = tmp_path / "run"
     run(toys.toy(rounds=1), folder, toys.blobs())
     theirs, before = of_a_user(folder), files(folder)
-    with pytest.raises(
-        RunExists, match=rf"did not write there.*: {', '.join(theirs)}; move it away"
-    ):
+    with pytest.raises(RunExists, match=", ".join(theirs)):
         run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
     assert files(folder) == before
 

@@ -263,9 +263,7 @@ def test_local_only_and_explain_say_what_the_answer_is(
 
 def test_a_measure_that_would_say_nothing_is_refused(tmp_path: Path) -> None:
     what = apart(measure=["private_public"])
-    with pytest.raises(
-        IncompatibleMethod, match=r"measure private_public: .* set plan.validation = 0.2"
-    ):
+    with pytest.raises(IncompatibleMethod, match=r"private_public: .*plan\.validation"):
         run(what, tmp_path / "no", data=toys.blobs())
     held_out = apart(measure=["private_public"], plan={"epochs": 1, "validation": 0.2})
     found = run(held_out, tmp_path / "yes", data=toys.blobs())
@@ -283,13 +281,11 @@ def test_models_of_groups_are_evaluated_and_loaded_and_none_is_the_accuracy(tmp_
     assert result.summary["accuracy"] is None
     assert result.summary["personal_accuracy"] is not None
     assert list(result.history[0]["others"]) == ["cluster 0", "cluster 1"]
-    with pytest.raises(
-        ConfigError, match=r"name one .*, or client = 'cluster 0', or client = 'cluster 1'"
-    ):
+    with pytest.raises(ConfigError, match="client = 'cluster 0', or client = 'cluster 1'"):
         load_model(result)
     assert load_model(result, client="cluster 1").about["model"] == "cluster 1"
     with pytest.raises(
         ConfigError,
-        match="client = 'cluster 2' is none of toy_grouped's models: cluster 0, cluster 1",
+        match="cluster 2",
     ):
         load_model(result, client="cluster 2")

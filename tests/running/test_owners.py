@@ -64,9 +64,7 @@ def test_a_domain_that_is_only_tested_is_named() -> None:
     data, stream = hospitals(), {"kind": "domains", "column": "client", "tasks": 3}
     assert data.train.owners is not None
     trained = replace(data, train=data.train.take((data.train.owners != 1).nonzero().flatten()))
-    with pytest.raises(
-        ConfigError, match=r"stream\.column = 'client': 'chur' has test examples and no training"
-    ):
+    with pytest.raises(ConfigError, match="stream\\.column = 'client': 'chur'"):
         prepare(
             settle(toys.toy(stream=stream, topology={"clients": 2}, model="logistic", rounds=3)),
             trained,
@@ -91,7 +89,7 @@ def test_train_and_test_in_one_pool_give_every_owner_a_share_of_all_its_rows() -
     assert [len(run.sites.positions(c)) for c in range(3)] == [12, 18, 6]
     assert run.sites.common_test is not None
     assert len(run.sites.common_test) == 36, "all own tests together"
-    with pytest.raises(ConfigError, match=r"partition.pool = true needs partition.own_test"):
+    with pytest.raises(ConfigError, match=r"partition\.pool .*partition\.own_test"):
         ready({"pool": True})
     with pytest.raises(ConfigError, match="own_test"):
         ready({"pool": True, "own_test": "column"})
@@ -102,9 +100,7 @@ def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_
     assert run.client_names == ("bern", "chur")
     with pytest.raises(ConfigError, match=r"topology\.clients"):
         ready({}, topology={"clients": 4})
-    with pytest.raises(
-        ConfigError, match=r"partition.kind = 'column' needs data with such a column"
-    ):
+    with pytest.raises(ConfigError, match=r"partition\.kind = 'column'"):
         prepare(settle(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())
     with pytest.raises((ConfigError, InfeasiblePartition)):
         ready({"least": 100}, topology={"clients": 3})

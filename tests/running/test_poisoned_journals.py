@@ -99,9 +99,7 @@ def test_a_poisoned_run_goes_on_to_the_same_bits_and_is_reported(
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     write_page([folder], tmp_path / "page.html")
     (key,) = POISON[name]
-    said = [
-        r.getMessage() for r in caplog.records if "is malformed, and not used" in r.getMessage()
-    ]
+    said = [r.getMessage() for r in caplog.records if "malformed" in r.getMessage()]
     assert said
     assert all(
         f"journal.jsonl, line {line}: what client 1 reported as " in s and repr(key) in s

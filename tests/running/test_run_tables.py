@@ -62,7 +62,7 @@ def test_what_cannot_be_written_is_one_line(
     assert call(["export", str(tmp_path / "run"), "--csv", str(tmp_path / "file")]) == 2
     assert "cannot make the folder" in capsys.readouterr().err
     assert call(["export", str(tmp_path / "nowhere"), "--csv", str(tmp_path / "out")]) != 0
-    assert "is this a run's directory?" in capsys.readouterr().err
+    assert "journal" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match=r"pip install 'fedstill\[pandas\]'"):
         list(write_run_tables(tmp_path / "run", "csv", tmp_path / "out"))

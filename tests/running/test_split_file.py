@@ -155,14 +155,14 @@ def test_a_file_that_is_no_split_is_named(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     (folder / SPLIT).write_bytes(b"{}")
     start = {**start_of(folder), "split": {"sha256": digest(b"{}")}}
-    with pytest.raises(CorruptFile, match=r"split\.safetensors is no split of a run"):
+    with pytest.raises(CorruptFile, match=r"split\.safetensors"):
         read_split(folder, start)
 
 
 def test_other_data_than_it_began_with_are_refused(tmp_path: Path) -> None:
     data = toys.blobs()
     other = replace(data, train=Examples(data.train.values, data.train.labels.flip(0)))
-    with pytest.raises(DataError, match="the training data are not those that the run began with"):
+    with pytest.raises(DataError, match="training data"):
         resume(begun(tmp_path), other)
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_first_line_of_before_is_named(tmp_path: Path) -> None:
     (folder / "journal.jsonl").write_text(
         text.replace('"label_counts":[[', '"label_counts":[[3],[', 1)
     )
-    with pytest.raises(CorruptFile, match="label counts are not clients"):
+    with pytest.raises(CorruptFile, match="label counts"):
         groups([folder])
 
 

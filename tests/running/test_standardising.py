@@ -185,18 +185,14 @@ def test_what_cannot_standardise_is_refused_in_one_line(said: dict[str, Any], li
 def test_a_network_of_images_is_refused_with_one_that_fits() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"model 'cnn' takes images, and these examples are rows of numbers .*'mlp'",
+        match=r"model 'cnn' .*'mlp'",
     ):
         prepare(settle(toys.toy(model="cnn", topology={"clients": 2})), table())
     texts = [(torch.ones(20, 5).int(), torch.arange(20) % 2)] * 2
-    with pytest.raises(
-        ConfigError, match=r"model 'mlp' takes numbers, and these examples are texts"
-    ):
+    with pytest.raises(ConfigError, match=r"model 'mlp' .* texts"):
         prepare(
             settle(toys.toy(model="mlp", topology={"clients": 2})),
             from_tensors("t", *texts, vocabulary=9),
         )
-    with pytest.raises(
-        ConfigError, match=r"^data.mean and data.std are for numbers; t holds texts$"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.mean and data\.std"):
         ready(from_tensors("t", *texts, vocabulary=9), mean=(0.5,), std=(0.5,))

@@ -72,12 +72,12 @@ def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(
         {k: v + 1 for k, v in safetensors.torch.load(kept[0][1]).items()}
     )
     (first / "model.safetensors").write_bytes(again)
-    with pytest.raises(CorruptFile, match="its SHA-256 is not the one in summary"):
+    with pytest.raises(CorruptFile, match="SHA-256"):
         resume(other, data=toys.blobs())
     (first / "summary.json").write_text(
         json.dumps(json.loads(kept[1][1]) | {"model_sha256": digest(again)})
     )
-    with pytest.raises(CorruptFile, match="another model than when the run was started"):
+    with pytest.raises(CorruptFile, match="another model"):
         resume(other, data=toys.blobs())
     for path, was in kept:
         path.write_bytes(was)
@@ -113,7 +113,7 @@ def test_what_it_cannot_start_from_is_refused(
 
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(CorruptFile, match=r"m\.safetensors is damaged, or no safetensors file"):
+    with pytest.raises(CorruptFile, match=r"m\.safetensors"):
         prepare(settle(going_on(tmp_path / "m.safetensors")), toys.blobs())
 
 
@@ -227,9 +227,7 @@ def test_a_file_of_torch_that_is_no_model_is_refused(
 def test_a_damaged_file_of_torch_is_named(kept: int, first: Path, tmp_path: Path) -> None:
     path = saved(first, tmp_path / "net.pt")
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(
-        CorruptFile, match=r"net\.pt is damaged, or no file of torch\.save"
-    ) as caught:
+    with pytest.raises(CorruptFile, match=r"net\.pt") as caught:
         prepare(settle(going_on(path)), toys.blobs())
     assert "\n" not in str(caught.value)
 
@@ -272,5 +270,5 @@ def test_a_start_in_parts_without_any_part_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=words):
         prepare(settle(going_on(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
-    with pytest.raises(ConfigError, match="start_from_partial = true needs start_from"):
+    with pytest.raises(ConfigError, match="start_from_partial"):
         settle(toys.toy(start_from_partial=True))

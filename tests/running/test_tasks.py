@@ -317,7 +317,7 @@ def test_a_stream_of_ones_own_from_a_file(tmp_path: Path) -> None:
     assert prepared.sites.tasks is not None
     assert prepared.sites.tasks.task_of is not None
     assert prepared.sites.tasks.task_of.tolist() == [0] * 150 + [1] * 150
-    with pytest.raises(ConfigError, match="task 3 has no examples; set fewer"):
+    with pytest.raises(ConfigError, match="task 3"):
         prepare(
             settle(toys.toy(rounds=3, partition=IID, stream={**what, "tasks": 3})), toys.blobs()
         )
@@ -336,7 +336,7 @@ def test_peers_have_one_exchange_a_task(name: str, tmp_path: Path) -> None:
     wanted = {"local_only": [], "ensemble": [1, 2, 3]}
     assert ends == wanted.get(name, [0, 1, 2, 3])
     assert len(run_matrices(tmp_path)[0].percent) == 3 if ends else name == "local_only"
-    with pytest.raises(ConfigError, match=r"one exchange a task; set rounds = 3"):
+    with pytest.raises(ConfigError, match="rounds = 3"):
         settle(
             toys.toy(
                 name, rounds=6, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3}
