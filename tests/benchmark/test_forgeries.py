@@ -251,6 +251,25 @@ def test_task_ends_and_answers_are_compared_too(
     assert any(str(problem).startswith("the score: accuracy") for problem in verdict.problems)
 
 
+def test_answers_of_peers_may_be_rounded_otherwise_and_their_counts_may_not(tmp_path: Path) -> None:
+    """An answer has counts and accuracies side by side."""
+    entry = shipped_copy("digits-peers", "local only", tmp_path / "entry")
+    honest = Path(shutil.copytree(entry.folder, tmp_path / "honest"))
+    run = ShippedRun("digits-peers", "local only", "three-classes/seed0", 1)
+
+    def rounded_answers(events: Events) -> None:
+        for answer in rounds(events)[-1]["answers"]:
+            answer["average_accuracy"] += 1e-7
+
+    def another_count(events: Events) -> None:
+        rounds(events)[-1]["answers"][0]["client"] += 1
+
+    forged(entry, rounded_answers)
+    assert compared_with(entry, honest, run).level == "tolerance"
+    forged(entry, another_count)
+    assert compared_with(entry, honest, run).level == "disagrees"
+
+
 def test_task_ends_in_another_order_have_other_bits(tmp_path: Path) -> None:
     """Then the last row of the matrix would be that of an earlier, easier task."""
     entry = shipped_copy("digits-time", "FedAvg", tmp_path / "entry")

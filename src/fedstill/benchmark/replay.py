@@ -187,6 +187,15 @@ def comparable_events(folder: Path, rounds: int) -> list[Event]:
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """The numbers of one field of an event, which have one tolerance in a round."""
+
+    event: str
+    field: str
+    is_count: bool
+
+
+@dataclass(frozen=True)
 class _Number:
     """A number of an entry, and the range that it has in the repetitions."""
 
@@ -227,7 +236,7 @@ def compared(
     """
     rejected: list[object] = []
     outliers: list[object] = []
-    numbers: dict[tuple[str, str], list[_Number]] = defaultdict(list)
+    numbers: dict[_Kind, list[_Number]] = defaultdict(list)
     sections = [_sections(events, rounds) for events in (entered, *repetitions)]
     # Not in the entry's order: tolerances depend on it.
     for section in sections[1]:
@@ -240,15 +249,15 @@ def compared(
                 rejected.append(f"{section}: the replays have no such fields and texts: {event}")
                 continue
             for path, value in _numbers(event).items():
-                kind = event["event"], path[0]
                 values = [in_repetition[path] for in_repetition in similar]
+                kind = _Kind(event["event"], path[0], is_count=isinstance(values[0], int))
                 name = ".".join(map(str, path))
                 numbers[kind].append(_Number(section, name, value, min(values), max(values)))
 
     matrices = [matrix_of(events, rounds) for events in repetitions]
     swing = float(np.ptp([np.nanmean(matrix, axis=1) for matrix in matrices], axis=0).max())
     for kind, of_kind in numbers.items():
-        least = _least_tolerance(kind, of_kind[0], repetitions[0][0]["test_counts"], swing)
+        least = _least_tolerance(kind, repetitions[0][0]["test_counts"], swing)
         beyond = _beyond(of_kind, least)
         exact = least == 0
         if len(beyond) > MOST_OUTLIERS * len(of_kind) or (exact and beyond):
@@ -300,23 +309,20 @@ def _texts(event: Event | None) -> dict[tuple[Any, ...], Any]:
     return {**dict(_leaves(event)), **dict.fromkeys(_numbers(event), "a number")}
 
 
-def _least_tolerance(
-    kind: tuple[str, str], example: _Number, test_counts: Sequence[int], swing: float
-) -> float:
+def _least_tolerance(kind: _Kind, test_counts: Sequence[int], swing: float) -> float:
     """The least tolerance of a kind of number; counts have none, but those of right answers.
 
     ``swing``: the width of the means of the matrix's rows, the last of which is the score: it may
     be narrow by chance.
     """
-    event, field = kind
-    if field in LEAST:
-        return LEAST[field]
-    if isinstance(example.low, int):
+    if kind.field in LEAST:
+        return LEAST[kind.field]
+    if kind.is_count:
         return 0.0
-    if event == "score":
+    if kind.event == "score":
         return max(LEAST_SHARE, swing)
     images = min(count for count in test_counts if count)
-    if field == "accuracy":
+    if kind.field == "accuracy":
         images = sum(test_counts)
     return max(LEAST_SHARE, LEAST_IMAGES / images)
 
