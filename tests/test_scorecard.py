@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_loaded_damaged_is_noticed(monkeypatch: pytest.Monk
         raise KeyError("layer")
 
     monkeypatch.setattr(stopping_runs, "resume", crash)
-    assert "not a named error: KeyError" in stopping_runs.damage(1).says[0]
+    assert "KeyError" in stopping_runs.damage(1).says[0]
 
     def named(*_: object) -> None:
         raise CorruptFile("by name")

@@ -121,7 +121,7 @@ def test_without_an_exchange_or_a_teacher_it_is_said(
     with pytest.raises(ConfigError, match="round 1"):
         taught(folder, asker(folder))
     assert call(["why", str(folder), "--client", "9"]) == 2
-    assert "the run has clients 0 to 3 and rounds 1 to 1" in capsys.readouterr().err
+    assert "clients 0 to 3" in capsys.readouterr().err
 
 
 def test_the_command_says_it_in_a_sentence_and_a_table(

@@ -195,7 +195,7 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
     assert "local training" in out
     assert "averaging" in out
     assert "contribution [points]" in out
-    assert "They are not the cause of the final model." in out
+    assert "not the cause" in out
     assert ("again" in err) == (moment.round not in (3, 6))
     assert call(["why", str(folder)]) == 0
     assert "again" not in capsys.readouterr().err, "what was found out is kept beside the journal"

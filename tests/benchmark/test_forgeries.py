@@ -173,7 +173,7 @@ def test_a_run_that_nobody_replays_may_be_invented_and_the_verdict_says_so(
     forged(fedntd, only_the_last_round)
     lines = list(check_one(fedntd.folder, do, ReplayRequest(runs=1, rounds=1, number=7)))
     assert all(line.good for line in lines)
-    assert any("later rounds than 1 were not replayed" in line.text for line in lines)
+    assert any("later rounds than 1" in line.text for line in lines)
     unproven = list(check_one(fedntd.folder, do, ReplayRequest()))
     assert any("not replayed" in line.text for line in unproven)
 

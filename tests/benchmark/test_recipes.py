@@ -175,7 +175,7 @@ def test_a_table_says_which_of_its_runs_have_other_settings(
     changed = ["-s", "method.alpha=2.0", "-s", "data.mean=[0.25]"]
     assert call([*words, *changed, "--table"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "OTHER SETTINGS than the recipe has now: data.mean, method.alpha." in said
+    assert "data.mean, method.alpha" in said
     assert call([*words, *changed]) == 2
     refused = " ".join(capsys.readouterr().err.split())
     assert "(data.mean, method.alpha)" in refused
@@ -336,10 +336,7 @@ def test_a_table_says_which_queries_had_no_teacher(
     ]
     words += [w for s in smaller for w in ("-s", s)]
     assert call([*words, "--cells", "QKT:Path single", "-s", "method.threshold=1.0"]) == 0
-    assert (
-        "Queries that had no teacher, and count in all numbers: QKT, 10 of 10."
-        in capsys.readouterr().out
-    )
+    assert "QKT, 10 of 10" in capsys.readouterr().out
     assert call([*words, "--cells", "KD:Path single"]) == 0
     assert "no teacher" not in capsys.readouterr().out, "all teach there"
 

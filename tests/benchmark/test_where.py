@@ -31,11 +31,8 @@ def test_it_helps_where_all_seeds_say_so() -> None:
     cells = [cell(0.1, 0.1, 0.2, 0.3), cell(0.5, -0.1, -0.2, -0.1), cell(1.0, 0.1, -0.1, 0.3)]
     assert [c.sign for c in cells] == [1, -1, 0]
     one = Grid("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
-    assert one.summary == (
-        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 they do not all say the "
-        "same; most at "
-        "alpha 0.1, epochs 1: +20.0 points over FedAvg at 50.0 %"
-    )
+    assert "helps in 1 of 3 cells and hurts in 1," in one.summary
+    assert "alpha 0.1, epochs 1: +20.0 points over FedAvg at 50.0 %" in one.summary
     assert cell_table(one)[1][0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
 
 
@@ -62,9 +59,7 @@ def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
     runs = list(csv.DictReader(io.StringIO(paths[1].read_text())))
     assert len(runs) == len(configs)
     assert paths[0].read_text().count('class="chart"') == 2
-    assert all(
-        "say the same in one cell of four." in path.read_text() for path in (paths[0], paths[2])
-    )
+    assert all("one cell of four" in path.read_text() for path in (paths[0], paths[2]))
     again = grid_of(suite, "FedNTD", axes, tmp_path / "runs", lambda runs: tiny_ranking.do(runs))
     assert [c.gains for c in again.cells] == [c.gains for c in one.cells]
 
@@ -104,5 +99,5 @@ def test_a_method_of_a_file_is_mapped(suite: Suite, tmp_path: Path) -> None:
     )
     wider, row = row_to_map(suite, f"{file}:Mine")
     assert (row, wider.method(row)) == ("Mine", {"name": f"{file}:Mine"})
-    with pytest.raises(UnknownName, match="unknown method 'fedlcc'; did you mean 'fedlc'"):
+    with pytest.raises(UnknownName, match=r"'fedlcc'.*'fedlc'"):
         row_to_map(suite, "fedlcc")

@@ -162,15 +162,10 @@ def test_explain_says_what_each_value_is(
     for key, _, _ in resolved_values(settings):
         assert about_key(settings, key).endswith("."), key
         assert about_key(settings, key) in text, key
-    assert (
-        "partition.iid_share 0.5 file c.toml Share of the clients, rounded to whole ones," in text
-    )
-    assert (
-        "privacy.clip 0.0 default The largest norm of one example's logits; 0: logits are sent as "
-        "they are." in text
-    )
-    assert "privacy.delta 1e-05 default At which delta" in text
-    assert "plan.train.lr 0.01 default Learning rate of the first round." in text
+    assert "partition.iid_share 0.5 file c.toml" in text
+    assert "privacy.clip 0.0 default" in text
+    assert "privacy.delta 1e-05 default" in text
+    assert "plan.train.lr 0.01 default" in text
 
 
 SPLIT = [
@@ -217,7 +212,7 @@ def test_explain_says_with_how_much_data_clients_ask_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tokens = [*SPLIT, "-s", "query.draw=all", "-s", "query.again=mixed", "-s", "rounds=4"]
-    assert "in round 1 with 25 % of their data, in round 4 with all" in joined(said(tokens, capsys))
+    assert "round 1 with 25 %" in joined(said(tokens, capsys))
 
 
 def test_what_is_no_terminal_gets_no_spaces_at_the_end_of_lines(

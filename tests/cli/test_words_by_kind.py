@@ -33,12 +33,8 @@ clients = 2
 [plan]
 epochs = 1
 """
-AGES = "columns are standardised by the mean and spread of all clients' training rows together"
-NOTES = [
-    "train: 10 of 80 rows were left out, as they miss a value (north 5, south 5)",
-    f"{AGES}, which only a simulation can do",
-    "constant to six digits, and left at 0: floor",
-]
+FACTS = ("10 of 80 rows", "all clients' training rows", "floor")
+"""What the notes say of left-out rows, of standardised columns and of a constant column."""
 
 
 @pytest.fixture
@@ -61,11 +57,11 @@ def test_explain_says_what_was_read_and_whose_it_is(
 ) -> None:
     assert call(["explain", str(config)]) == 0
     said = capsys.readouterr().out
-    assert "examples trained on a round" in said
+    assert "examples trained" in said
     assert "images" not in said.partition("stages a round")[2]
-    assert "data: examples are rows of a table, 4 features: age, ward=A, ward=B, floor\n" in said
-    for note in NOTES:
-        assert f"data: {note}\n" in said
+    assert "4 features: age, ward=A, ward=B, floor\n" in said
+    lines = [line for line in said.splitlines() if line.startswith("data: ")]
+    assert all(any(fact in line for line in lines) for fact in FACTS)
     rows = [line for line in said.splitlines() if "own test " in line]
     assert [line.split()[0] for line in rows] == ["north", "south"]
 
@@ -75,15 +71,15 @@ def test_the_journal_and_the_report_say_it_too(
 ) -> None:
     assert call(["run", str(config), "--out", "run", "--quiet"]) == 0
     start = read_journal(Path("run/journal.jsonl"))[0]
-    assert start["notes"] == NOTES
+    assert all(fact in note for fact, note in zip(FACTS, start["notes"], strict=True))
     assert start["inputs"]["standardise"] == "pooled"
     assert start["inputs"]["categories"] == [["ward", ["A", "B"]]]
     assert "own tests, worst" in capsys.readouterr().out
     assert call(["report", "run", "--out", "page.html"]) == 0
     page = Path("page.html").read_text()
     assert '<section id="data">' in page
-    assert "Examples are rows of a table, 4 features: age, ward=A, ward=B, floor." in page
-    assert "Constant to six digits, and left at 0: floor." in page
+    assert "4 features: age, ward=A, ward=B, floor." in page
+    assert "at 0: floor." in page
 
 
 def test_images_have_their_word_and_no_section(
@@ -96,8 +92,8 @@ def test_images_have_their_word_and_no_section(
         == 0
     )
     said = capsys.readouterr().out
-    assert "images trained on a round" in said
-    assert [line for line in said.splitlines() if line.startswith("data: ")] == [
-        "data: examples are images of 8×8 pixels, 1 channel",
-        "data: 60 examples to train on, 20 to test on",
-    ]
+    assert "images trained" in said
+    lines = [line for line in said.splitlines() if line.startswith("data: ")]
+    assert len(lines) == 2
+    assert "8×8" in lines[0]
+    assert "60 " in lines[1]

@@ -121,11 +121,9 @@ class Mine(Measure):
     (tmp_path / "measure.py").write_text(text)
     with pytest.raises(
         ConfigError,
-        match=r"^measure measure.py, needs: unknown name 'chian'; did you mean 'chain'\?$",
+        match=r"measure\.py.*'chian'.*'chain'",
     ):
         measures([str(tmp_path / "measure.py")])
     (tmp_path / "other.py").write_text(text.replace('frozenset({"chian"})', '"chain"'))
-    with pytest.raises(
-        ConfigError, match=r"^measure other.py: needs = 'chain' must be a frozenset of names$"
-    ):
+    with pytest.raises(ConfigError, match=r"other\.py: needs = 'chain'"):
         measures([str(tmp_path / "other.py")])

@@ -111,9 +111,7 @@ def test_owners_of_a_function_are_clients_or_tasks_by_any_column_name(tmp_path: 
 def test_a_file_without_a_name_says_which_are_there(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine\.py:some or"):
         load_dataset("mine.py", base=base)
-    with pytest.raises(
-        ConfigError, match=r"^mine\.py: unknown dataset 'date'; did you mean 'data'\?$"
-    ):
+    with pytest.raises(ConfigError, match=r"mine\.py: .*'date'.*'data'"):
         load_dataset("mine.py:date", base=base)
 
 

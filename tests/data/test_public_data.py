@@ -71,9 +71,7 @@ def test_a_folder_of_ones_own_images(tmp_path: Path) -> None:
 
 def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Path) -> None:
     folder = images(tmp_path / "large", side=9, mode="RGB")
-    with pytest.raises(
-        DataError, match=r"large have shape \(3, 9, 9\), the run's \(1, 4, 4\); .*public_resize"
-    ):
+    with pytest.raises(DataError, match=r"\(3, 9, 9\).*\(1, 4, 4\).*public_resize"):
         public(public_from=str(folder))
     assert public(public_from=str(folder), public_resize=True).values.shape == (12, 1, 4, 4)
     images(tmp_path / "mixed", count=3, side=9)

@@ -166,7 +166,7 @@ def test_a_damaged_file_is_noticed_and_made_anew(
     with caplog.at_level(logging.WARNING, logger="fedstill.reuse"):
         run(experiment("local_only"), tmp_path / "two", toys.blobs())
     assert len(fitted(fits)) == 1
-    assert "is damaged and is computed again" in caplog.text
+    assert "damaged" in caplog.text
     assert bits(tmp_path / "one") == bits(tmp_path / "two")
     assert sorted(cache.glob("*.reply")) == files
 

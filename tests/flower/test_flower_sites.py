@@ -400,7 +400,7 @@ def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
     path.write_text('client = 2\nmemory = "memory"\ndata = "own"\n')
     assert load_site(path) == Site(2, tmp_path / "memory", str(tmp_path / "own"))
     path.write_text('client = 2\nmemory = "memory"\nacept = []\n')
-    with pytest.raises(ConfigError, match=r"unknown key 'site.toml.acept'; did you mean 'accept'"):
+    with pytest.raises(ConfigError, match=r"'site\.toml\.acept'.*'accept'"):
         load_site(path)
 
 

@@ -257,7 +257,7 @@ def test_a_short_key_opens_nothing() -> None:
 def test_other_paths_than_those_known_are_refused() -> None:
     check_paths([*SITES_PATHS, "/docs"])
     for paths in ({*SITES_PATHS, "/v1/fleet/run-this"}, SITES_PATHS - {PULL}):
-        with pytest.raises(ConfigError, match="has other paths for sites than fedstill knows"):
+        with pytest.raises(ConfigError, match="paths"):
             check_paths(paths)
 
 

@@ -151,10 +151,7 @@ def test_another_request_for_a_stage_that_has_noise_is_refused(
     request = asked(setting(**PRIVACY))
     first = logits(at(there[0], tmp_path)(request))
     second = at(there[0], tmp_path)(replace(request, **change))
-    assert (
-        "answered round 1, stage 'local' with noise, and answers no other request for it"
-        in second.failure
-    )
+    assert "round 1, stage 'local'" in second.failure
     assert not second.content
     assert torch.equal(logits(at(there[0], tmp_path)(request)), first), (
         "the first one is still answered"
@@ -193,7 +190,7 @@ def test_rounds_that_the_run_does_not_have_are_refused(
     round: int, there: list[Site], tmp_path: Path
 ) -> None:
     answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), replace(FIRST, round=round)))
-    assert f"stage 'local' is not in the schedule of round {round}" in answer.failure
+    assert f"schedule of round {round}" in answer.failure
 
 
 def test_more_rows_than_the_run_accounts_for_are_refused(there: list[Site], tmp_path: Path) -> None:

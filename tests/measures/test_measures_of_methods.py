@@ -215,10 +215,7 @@ def test_it_is_said_where_a_picture_of_the_end_shows_nothing(
     """
     what = toy("analytic", "units", stream={"kind": "classes", "tasks": 2})
     run(what, tmp_path / "run", data=small())
-    assert (
-        "measure units looks once, in round 2, stage 'train', and there was nothing to see"
-        in caplog.text
-    )
+    assert "measure units" in caplog.text
 
 
 def test_it_is_said_where_no_client_has_a_model_to_measure(

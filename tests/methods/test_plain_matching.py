@@ -175,10 +175,8 @@ def test_candidates_out_of_range_are_refused_by_name(field: str) -> None:
     for value in ([0.0], [1.0, -1.0], [float("nan")], [], ["1"]):
         with pytest.raises(ConfigError, match=rf"method\.{field} = "):
             ready({"name": "pfnm", field: value})
-    with pytest.raises(ConfigError, match=rf"PFNM\.{field} = 0\.0: input should be greater than 0"):
+    with pytest.raises(ConfigError, match=rf"PFNM\.{field} = 0\.0"):
         PFNM(**{field: (1.0, 0.0)})
-    with pytest.raises(
-        ConfigError, match=rf"PFNM\.{field} = \[\]: tuple should have at least 1 item"
-    ):
+    with pytest.raises(ConfigError, match=rf"PFNM\.{field} = \[\]"):
         PFNM(**{field: ()})
     check_ranges(PFNM())

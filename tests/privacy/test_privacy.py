@@ -274,7 +274,7 @@ def test_one_clients_claims_change_nobodys_epsilon(tmp_path: Path) -> None:
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     refused = [e["refused"] for e in events if "refused" in e and "client" in e]
     assert refused
-    assert all("'noised_rows' is the server's to fill in" in why for why in refused)
+    assert all("'noised_rows'" in why for why in refused)
     told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
     assert told == [[Privacy(clip=3.0, noise=20.0).spent(toys.PUBLIC, k)] * 4 for k in (1, 2)], (
         "its uploads arrived"

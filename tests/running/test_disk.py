@@ -201,15 +201,13 @@ def test_a_full_disk_is_a_reason_to_resume_where_a_run_is_at_work_alone(tmp_path
         (tmp_path / name).touch()
     (tmp_path / "checkpoints").mkdir()
     with (
-        pytest.raises(
-            DiskFull, match=f"free some space, then `fedstill resume {re.escape(str(tmp_path))}`$"
-        ),
+        pytest.raises(DiskFull, match=f"fedstill resume {re.escape(str(tmp_path))}"),
         failing_at(0, full, "before"),
     ):
         write_whole(tmp_path / "checkpoints" / "1.json", b"new")
     (tmp_path / "summary.json").touch()
     with (
-        pytest.raises(DiskFull, match=r"then run the same command again$"),
+        pytest.raises(DiskFull, match="same command again"),
         failing_at(0, full, "before"),
     ):
         write_whole(tmp_path / "report.html", b"new")

@@ -111,7 +111,7 @@ def test_the_commands_pack_read_and_unpack(
 ) -> None:
     packed = evidence.pack_of(runs)
     assert call(["pack", str(runs)]) == 0
-    assert "restores configs, journals, splits and summaries, not models" in capsys.readouterr().out
+    assert "not models" in capsys.readouterr().out
     gone(runs)
     assert call(["report", str(packed), "--out", str(runs.parent / "page.html")]) == 0
     page = (runs.parent / "page.html").read_text(encoding="utf-8")

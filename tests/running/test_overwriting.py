@@ -37,7 +37,7 @@ def test_a_run_that_failed_is_begun_anew_and_leaves_no_trace(tmp_path: Path) -> 
     with pytest.raises(ClientFailed):
         run(experiment, tmp_path / "run", toys.blobs())
     mended, _ = mine(tmp_path)
-    with pytest.raises(RunExists, match=r"or begin it anew with overwrite=True$"):
+    with pytest.raises(RunExists, match=r"overwrite=True$"):
         run(mended, tmp_path / "run", toys.blobs())
     run(mended, tmp_path / "run", toys.blobs(), overwrite=True)
     run(mended, tmp_path / "other", toys.blobs())
@@ -219,10 +219,7 @@ def test_a_comparison_begins_anew_what_is_in_its_way_and_nothing_more(
         "a finished run of the same settings is left alone"
     )
     assert call([*words, "-s", "seed=3", "-s", "rounds=2"]) == 2
-    assert (
-        "holds a run with other settings (rounds); choose another --out, or"
-        in capsys.readouterr().err
-    )
+    assert "(rounds)" in capsys.readouterr().err
     assert call([*words, "-s", "rounds=2", "--overwrite"]) == 0
     assert json.loads(theirs.read_text())["rounds"] == 2
 
@@ -251,9 +248,7 @@ def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(
     make_way([done, left], overwrite=False)
     rows(tmp_path / f"{changed}.csv", 9)
     make_way([done], overwrite=False)  # where nothing is left to do, nothing is read
-    with pytest.raises(
-        RunExists, match=r"seed1 holds a run that began before data '.*own.csv' changed; choose"
-    ):
+    with pytest.raises(RunExists, match=r"own\.csv"):
         make_way([done, left], overwrite=False)
     (tmp_path / f"{changed}.csv").rename(tmp_path / "away")
     make_way([done, left], overwrite=False)  # which the run that is left says
@@ -348,9 +343,7 @@ def test_tables_that_were_exported_into_the_run_go_with_it(tmp_path: Path) -> No
     for kind, place in (("csv", folder / "tables/of it"), ("parquet", folder)):
         list(write_run_tables(folder, kind, place))
     (folder / "tables/rounds.csv").write_text("round,mine\n")
-    with pytest.raises(
-        RunExists, match=r"did not write there, .*: tables/rounds\.csv; move it away"
-    ):
+    with pytest.raises(RunExists, match=r"tables/rounds\.csv"):
         run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
     (folder / "tables/rounds.csv").unlink()
     run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)

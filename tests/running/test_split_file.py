@@ -137,13 +137,7 @@ def test_a_changed_byte_is_named_by_resume_and_report(whole: Path, tmp_path: Pat
 def test_a_lost_file_is_named_by_the_report(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     (folder / SPLIT).unlink()
-    todo = (
-        "restore it, or delete it, and summary.json too if the run is finished, and `fedstill "
-        "resume` the run"
-    )
-    with pytest.raises(
-        CorruptFile, match=rf"split\.safetensors, the split of the run, cannot be read: .*{todo}"
-    ):
+    with pytest.raises(CorruptFile, match=r"split\.safetensors"):
         groups([folder])
     (folder / "summary.json").unlink()
     resume(folder, toys.blobs())
