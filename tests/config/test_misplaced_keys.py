@@ -73,7 +73,7 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ("[topology]\nmodel = 'cnn'", "unknown key 'topology.model'; did you mean 'model.name'?"),
         ("[flower]\nsampled = 3", "unknown key 'flower.sampled'; did you mean 'topology.sampled'?"),
         ("[privacy]\ndraw = 'single'", "unknown key 'privacy.draw'; did you mean 'query.draw'?"),
-        ("[partition]\ncolumn = 'x'", "it is a field of column: set partition.kind"),
+        ("[partition]\ncolumn = 'x'", "partition.kind"),
         (
             "[partition]\nname = 'iid'",
             "unknown key 'partition.name'; did you mean 'partition.kind'?",

@@ -172,7 +172,7 @@ def test_formats_that_start_programs_or_lie_about_their_size_are_not_read(
     kind: str, tmp_path: Path
 ) -> None:
     place = table(tmp_path / "mine/train-0.parquet", [encoded(kind, 16)], [0])
-    refused("example 0 cannot be decoded as an image: it is none of PNG, JPEG", place)
+    refused("example 0 cannot be decoded", place)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -326,7 +326,7 @@ def test_an_archive_that_says_that_it_is_larger_than_memory(tmp_path: Path) -> N
 
     place = lying(tmp_path / "mine/a.npz", header("(10, 8000000, 8000000)"), change)
     with at_most():
-        refused(r"a\.npz says that it holds 640 TB, and this machine reads at most", place)
+        refused(r"a\.npz says that it holds 640 TB", place)
 
 
 def test_a_bomb_in_one_member_or_in_several(

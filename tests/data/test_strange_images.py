@@ -61,17 +61,15 @@ def test_an_archive_has_its_channels_first_or_last(
     [
         (
             {"x_train": pixels(8, 8), "y_train": LABELS},
-            "has no array 'train_images' among 'x_train', 'y_train'; it needs train_images and "
-            "train_labels",
+            "'train_images' among 'x_train', 'y_train'",
         ),
         (
             {"train_images": pixels(8, 8)},
-            "has no array 'train_labels' among 'train_images'; it needs",
+            "'train_labels' among 'train_images'",
         ),
         (
             {"train_images": pixels(8, 8), "train_labels": np.eye(2)[LABELS]},
-            r"train_labels.npy has shape \(20, 2\), and needs one class id an image; of one-hot "
-            r"labels save",
+            r"train_labels.npy has shape \(20, 2\)",
         ),
         (
             {"train_images": pixels(8, 8), "train_labels": np.array(["cat", "dog"])[LABELS]},
@@ -133,12 +131,10 @@ def test_keys_of_tables_are_refused_of_images(
 def test_pixels_as_floats_of_another_scale_are_said() -> None:
     images = np.full((N, 1, 8, 8), 255.0)
     images[0] = 0
-    said = (
-        "images hold numbers from 0 to 255, which (x - 0.5) / 0.5 makes -1 to 509; divide pixels "
-        "by 255, or give"
-    )
     pair = (images, LABELS)
-    assert from_tensors("mine", pair, pair).about.cautions == (f"{said} mean= and std=",)
+    (caution,) = from_tensors("mine", pair, pair).about.cautions
+    assert "from 0 to 255" in caution
+    assert "-1 to 509" in caution
     assert from_tensors("mine", pair, pair, mean=[128.0], std=[64.0]).about.cautions == ()
     assert from_tensors("mine", (images / 255, LABELS), pair).about.cautions == ()
 

@@ -93,10 +93,9 @@ def test_decimals_are_numbers_and_what_is_left_out_is_said() -> None:
 
 
 def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
-    assert told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))[1] == (
-        "at: its 40 different numbers, from 1700000000 to 1700000039, are 1 in 32 bits; subtract "
-        "the smallest from all",
-    )
+    _, (caution,) = told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))
+    assert caution.startswith("at: ")
+    assert "1700000000 to 1700000039" in caution
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -212,10 +211,8 @@ def test_which_files_were_read_is_said_where_names_do_not_say_it() -> None:
         csv(f"mine/{name}.csv")
     about = load_dataset("mine").about
     assert about.notes[0] == "read train from notes.csv, train.csv; test from test.csv"
-    assert about.cautions == (
-        "read as training data, because their names do not begin with train, test or validation: "
-        "notes.csv",
-    )
+    (caution,) = about.cautions
+    assert caution.endswith(": notes.csv")
     csv("mixed/train.csv")
     parquet("mixed/test.parquet")
     with pytest.raises(DataError, match=r"test\.parquet.*train\.csv"):
@@ -225,7 +222,5 @@ def test_which_files_were_read_is_said_where_names_do_not_say_it() -> None:
 def test_a_validation_split_that_is_not_used_is_said() -> None:
     csv("mine/train.csv")
     csv("mine/valid.csv")
-    assert load_dataset("mine").about.cautions == (
-        "no test split: a fifth of the training split is held out; the split 'validation' is not "
-        "used",
-    )
+    (caution,) = load_dataset("mine").about.cautions
+    assert "'validation'" in caution

@@ -163,7 +163,7 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         (
             {},
             {"columns": ("sex",)},
-            "column 'sex' holds string, not numbers; name it in data.categorical",
+            "column 'sex' holds string, not numbers",
         ),
         ({}, {"columns": ("weight",)}, "has no column 'weight' among alter"),
         ({}, {"owner": "hospital"}, "has no column 'hospital' among .*; set partition.column"),

@@ -222,9 +222,9 @@ def test_a_clients_memory_on_flower_is_found_at_its_site_if_that_is_here(tmp_pat
         (
             "local_only",
             None,
-            "local_only trains a model for each client and none for all; name one from 0 to 5",
+            "name one from 0 to 5",
         ),
-        ("fedntd", 3, "fedntd trains one model for all clients; leave client out"),
+        ("fedntd", 3, "fedntd trains one model"),
         ("local_only", 6, "client = 6 must be from 0 to 5"),
     ],
 )
@@ -388,11 +388,11 @@ def test_pixels_are_taken_as_uint8_or_divided_by_255_and_as_nothing_else(runs: R
         for wrong, words in [
             (
                 images[0],
-                r"images must be \(N, 1, 4, 4\), not \(1, 4, 4\); of one image, give image\[None\]",
+                r"\(N, 1, 4, 4\), not \(1, 4, 4\)",
             ),
             (images[:, :, :3], "images must be"),
-            (images.long(), "images are torch.int64; give uint8, or floats from 0 to 1"),
-            (images.float(), "float images must be from 0 to 1, and these are from 0 to"),
+            (images.long(), "torch.int64"),
+            (images.float(), "from 0 to 1"),
             (2 * images.float() / 255 - 1, "the model normalises them itself"),
         ]:
             with pytest.raises(ConfigError, match=words):

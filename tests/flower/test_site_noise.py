@@ -139,8 +139,8 @@ def test_the_same_request_has_the_kept_answer_and_noise_is_drawn_once(
 @pytest.mark.parametrize(
     "change",
     [
-        {"down": Payload(temperature=2.0)},
-        {"down": Payload(temperature=1.0, more=1)},
+        {"payload": Payload(temperature=2.0)},
+        {"payload": Payload(temperature=1.0, more=1)},
         {"memory": ("client0-round0-stage0.safetensors", "0" * 64)},
     ],
     ids=["another content", "more content", "another memory"],

@@ -154,9 +154,7 @@ assert all(one.fp32_precision != "tf32" for one in said)
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.backends, "fp32_precision"), reason="this torch has the older switches only"
-)
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="older switches")
 @pytest.mark.parametrize(
     "user",
     [

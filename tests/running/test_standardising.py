@@ -112,12 +112,12 @@ def test_over_tasks_a_simulation_says_that_it_looks_at_those_to_come(origin: str
     tasks = {"kind": "classes", "tasks": 2}
     over, alone = (ready(table(), stream=stream, standardise=origin) for stream in (tasks, None))
     assert over.sites.inputs.mean == pytest.approx(alone.sites.inputs.mean)
-    said = (
-        "mean and spread are of the rows of all tasks, those to come too; declare data.mean and "
-        "data.std instead"
-    )
     declared = ready(table(), stream=tasks, mean=(5.0,) * 4, std=(3.0,) * 4)
-    assert [said in run.notes for run in (over, alone, declared)] == [True, False, False]
+    warned = [
+        any("declare data.mean and data.std" in note for note in run.notes)
+        for run in (over, alone, declared)
+    ]
+    assert warned == [True, False, False]
 
 
 def test_series_have_a_mean_and_a_spread_by_channel() -> None:
@@ -161,7 +161,7 @@ def test_declared_numbers_and_the_public_sets() -> None:
             {"augment": ("crop",)},
             r"data.augment = \['crop'\] is for images as pixels; mine holds rows of a table",
         ),
-        ({"public_resize": True}, "data.public_resize is for images; mine holds rows of a table"),
+        ({"public_resize": True}, "data.public_resize"),
         (
             {"standardise": "own", "mean": (1.0,) * 4, "std": (1.0,) * 4},
             "= 'own' does not read data.mean and data.std",
@@ -173,7 +173,7 @@ def test_declared_numbers_and_the_public_sets() -> None:
         ),
         (
             {"mean": (0.0,) * 4, "std": (1.0, 1e-320, 1.0, 1.0)},
-            "is inf times that from data.mean, 0; give both in",
+            "is inf times that from data.mean, 0",
         ),
     ],
 )
