@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 import shutil
 import tempfile
 import tomllib
@@ -76,7 +77,7 @@ class Replay:
 
     place: str
     level: Level
-    problems: Sequence[object] = ()
+    problems: Sequence[str] = ()
 
 
 def reached(replays: Sequence[Replay]) -> Level:
@@ -234,8 +235,8 @@ def compared(
     """The level of a run of so many rounds: the fields and texts of its events must be those of a
     repetition, and numbers within tolerance.
     """
-    rejected: list[object] = []
-    outliers: list[object] = []
+    rejected: list[str] = []
+    outliers: list[str] = []
     numbers: dict[_Kind, list[_Number]] = defaultdict(list)
     sections = [_sections(events, rounds) for events in (entered, *repetitions)]
     # Not in the entry's order: tolerances depend on it.
@@ -244,15 +245,12 @@ def compared(
             # A run diverged before: the score has the number of rounds.
             continue
         for event, *repeated in itertools.zip_longest(*[of_run[section] for of_run in sections]):
-            similar = [_numbers(other) for other in repeated if _texts(other) == _texts(event)]
+            similar = [other for other in repeated if _texts(other) == _texts(event)]
             if not similar:
-                rejected.append(f"{section}: the replays have no such fields and texts: {event}")
+                rejected.append(f"{section}: no replay has these texts: {reprlib.repr(event)}")
                 continue
-            for path, value in _numbers(event).items():
-                values = [in_repetition[path] for in_repetition in similar]
-                kind = _Kind(event["event"], path[0], is_count=isinstance(values[0], int))
-                name = ".".join(map(str, path))
-                numbers[kind].append(_Number(section, name, value, min(values), max(values)))
+            for kind, number in _ranges(section, event, similar):
+                numbers[kind].append(number)
 
     matrices = [matrix_of(events, rounds) for events in repetitions]
     swing = float(np.ptp([np.nanmean(matrix, axis=1) for matrix in matrices], axis=0).max())
@@ -261,15 +259,27 @@ def compared(
         beyond = _beyond(of_kind, least)
         exact = least == 0
         if len(beyond) > MOST_OUTLIERS * len(of_kind) or (exact and beyond):
-            rejected += beyond
+            rejected += map(str, beyond)
         else:
-            outliers += beyond
+            outliers += map(str, beyond)
 
     if rejected:
         return Replay(place, "disagrees", rejected)
     if outliers:
         return Replay(place, "outliers", outliers)
     return Replay(place, "tolerance")
+
+
+def _ranges(
+    section: str, event: Event, repeated: Sequence[Event]
+) -> Iterator[tuple[_Kind, _Number]]:
+    """The numbers of an event, with their ranges in the same event of repetitions."""
+    of_repetitions = [_numbers(other) for other in repeated]
+    for path, entered in _numbers(event).items():
+        values = [numbers[path] for numbers in of_repetitions]
+        kind = _Kind(event["event"], path[0], is_count=isinstance(values[0], int))
+        name = ".".join(map(str, path))
+        yield kind, _Number(section, name, entered, min(values), max(values))
 
 
 def _sections(events: Sequence[Event], rounds: int) -> dict[str, list[Event]]:
