@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedstill import Experiment
@@ -155,6 +157,21 @@ WORKLOADS = {
         ),
     )
 }
+
+
+def write_tensors(workload: Workload, folder: Path) -> Path:
+    """The workload's images in a file, which is written once."""
+    path = folder / f"{workload.name}.safetensors"
+    if not path.exists():
+        train, test = workload.examples()
+        tensors = {
+            "train_images": train[0],
+            "train_labels": train[1],
+            "test_images": test[0],
+            "test_labels": test[1],
+        }
+        save_file(tensors, path)
+    return path
 
 
 def flops(workload: Workload, ready: Prepared) -> float:

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 import fedstill
 from fedstill import Experiment, Progress, from_tensors, run
 
@@ -50,6 +48,9 @@ def main() -> None:
     experiment = Experiment(**task["experiment"])
     data = None
     if task["tensors"]:
+        # Late, because torch must not be imported before fedstill, which says how its threads wait.
+        from safetensors.torch import load_file
+
         tensors = load_file(task["tensors"])
         train = (tensors["train_images"], tensors["train_labels"])
         test = (tensors["test_images"], tensors["test_labels"])

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from safetensors.torch import save_file
-
 from benchmarks.beside import child
 from benchmarks.beside.trees import Tree
 from benchmarks.peers.common import cores
 from benchmarks.startup import CONFIG
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, write_tensors
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "FEDSTILL_WORKERS")
 
@@ -126,30 +124,24 @@ class Rounds:
         experiment = {**self.experiment, "rounds": total}
         task = {"experiment": experiment, "tensors": self._tensors(scratch)}
         with ExitStack() as stack:
-            runs = [stack.enter_context(_started(tree, number, task)) for tree in trees]
+            runs = [
+                stack.enter_context(started(tree, environment(tree, number), task))
+                for tree in trees
+            ]
             for turn in range(total):
                 order = runs if turn % 2 == 0 else runs[::-1]
                 for run in order:
-                    run.round()
+                    run.begin_round()
+                    run.end_round()
         return [run.median(self.warm_up) for run in runs]
 
     def _tensors(self, scratch: Path) -> str:
         if not self.workload:
             return ""
-        path = scratch / f"{self.workload}.safetensors"
-        if not path.exists():
-            train, test = WORKLOADS[self.workload].examples()
-            tensors = {
-                "train_images": train[0],
-                "train_labels": train[1],
-                "test_images": test[0],
-                "test_labels": test[1],
-            }
-            save_file(tensors, path)
-        return str(path)
+        return str(write_tensors(WORKLOADS[self.workload], scratch))
 
 
-class _Run:
+class TimedRun:
     """A child process that runs a round whenever it is told to."""
 
     def __init__(self, tree: Tree, process: subprocess.Popen[str], errors: IO[str]) -> None:
@@ -159,10 +151,13 @@ class _Run:
         self.seconds: list[Seconds] = []
         self._line()  # it has imported everything and has its data
 
-    def round(self) -> None:
-        """Have one round run, and keep its seconds."""
+    def begin_round(self) -> None:
+        """Have one round run."""
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
+
+    def end_round(self) -> None:
+        """Wait for the round's end, and keep its seconds."""
         self.seconds.append(Seconds(**json.loads(self._line())))
 
     def median(self, warm_up: int) -> Seconds:
@@ -183,8 +178,13 @@ class _Run:
 
 
 @contextmanager
-def _started(tree: Tree, number: int, task: Mapping[str, Any]) -> Iterator[_Run]:
-    """Start a child in a folder of its own; end it when all times have been taken."""
+def started(
+    tree: Tree, variables: Mapping[str, str], task: Mapping[str, Any]
+) -> Iterator[TimedRun]:
+    """Start a child in a folder of its own; end it when all times have been taken.
+
+    ``variables``: its environment. ``task``: the experiment, and the file of its images.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = folder / "task.json"
@@ -193,7 +193,7 @@ def _started(tree: Tree, number: int, task: Mapping[str, Any]) -> Iterator[_Run]
         process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-P", child.__file__, str(path)],
-                env=environment(tree, number),
+                env=dict(variables),
                 cwd=folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -202,7 +202,7 @@ def _started(tree: Tree, number: int, task: Mapping[str, Any]) -> Iterator[_Run]
             )
         )
         stack.callback(process.kill)  # it waits for a turn that does not come
-        yield _Run(tree, process, errors)
+        yield TimedRun(tree, process, errors)
 
 
 def environment(tree: Tree, number: int) -> dict[str, str]:
