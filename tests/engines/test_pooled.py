@@ -21,7 +21,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Payload, Stage, TrainingStart, View, World
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_memory import Memory
-from fedstill.engines.cores import cores, lone_threads, workers
+from fedstill.engines.cores import workers
 from fedstill.engines.pooled import LIGHT, PooledEngine
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
@@ -143,16 +143,6 @@ def test_a_number_of_workers_that_is_none_is_refused(
     monkeypatch.setenv("FEDSTILL_WORKERS", said)
     with pytest.raises(ConfigError, match="FEDSTILL_WORKERS"):
         workers()
-
-
-@pytest.mark.parametrize(
-    ("said", "threads"), [("3", 3), ("2,1", 2), ("0", None), ("", None), ("many", None)]
-)
-def test_a_lone_client_has_the_threads_that_openmp_is_told(
-    said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert lone_threads() == (threads or cores())
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def round_of_others(
     settings, world = kept.prepared.settings, kept.prepared.world
     drawn, counts = _drawn(kept, round, count), kept.prepared.sites.all_counts(round)
     memory = kept.memory()
-    with closing(kept.prepared.engine(memory, measured=False)) as made:
+    with kept.computing(), closing(kept.prepared.engine(memory, measured=False)) as made:
         engine = replace(made, kept=None)
         state = gone_to(kept, engine, round, again)
         cohorts = []

@@ -4,19 +4,21 @@ or without one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import digest
+from fedstill.core.process_settings import process_settings, torch_threads
 from fedstill.core.records import Stage, State
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.client_memory import Memory
+from fedstill.engines.precision import steady
 from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Measure, Room
 from fedstill.metrics.shapley import MOST_EXACT
@@ -59,7 +61,16 @@ class TakenUp:
         there = Memory(self.folder / "memory", dict(self.restored.memory))
         return there.in_process()
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Meanwhile this process has the settings and the torch threads of the run."""
+        settings = self.prepared.settings
+        with process_settings(), torch_threads(settings.threads[1]):
+            steady(settings.device)
+            yield
 
+
+@process_settings()
 def taken_up(folder: Path, before: int, data: Dataset | None = None) -> TakenUp:
     """A run with its last checkpoint at or before a round. Raises ConfigError for real sites or
     secure sums.
@@ -157,7 +168,7 @@ def looked_at(
             f"{kept.folder} has no common test set, and contributions are measured on one"
         )
     looking = _Looking(measure, round, room, kept.prepared)
-    with closing(kept.prepared.engine(memory, measured=False)) as made:
+    with kept.computing(), closing(kept.prepared.engine(memory, measured=False)) as made:
         engine = replace(
             made,
             hooks=(*made.hooks, ClientMeasures({"contributions": measure}, frozenset({round}))),
@@ -185,7 +196,8 @@ def accuracies(
                 "class_accuracy"
             ]
 
-    with closing(kept.prepared.engine(kept.memory(), measured=False)) as engine:
+    memory = kept.memory()
+    with kept.computing(), closing(kept.prepared.engine(memory, measured=False)) as engine:
         _through(
             kept,
             replace(engine, kept=None),

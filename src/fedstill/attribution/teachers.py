@@ -137,7 +137,8 @@ def taught_by_peers(
         raise ConfigError(
             f"{kept.folder} has no exchange between clients that is measured on a common test set"
         )
-    with closing(kept.prepared.engine(kept.memory(), measured=False)) as engine:
+    memory = kept.memory()
+    with kept.computing(), closing(kept.prepared.engine(memory, measured=False)) as engine:
         lesson = _Lesson(kept, client, engine, stages)
         state = gone_to(kept, engine, round, again)
         again(round, round)
@@ -154,7 +155,7 @@ def taught_by_peers(
             lambda some: lesson.with_some(fit, [whole.teachers[i] for i in some]), players
         )
         nobody = lesson.with_some(fit, [])
-    known = {name: _known(kept, client, after) for name, after in whole.after.items()}
+        known = {name: _known(kept, client, after) for name, after in whole.after.items()}
     return Taught(
         client,
         tuple(world_in(kept.prepared, fit).queries.get(client, ())),

@@ -120,9 +120,7 @@ class Recipe:
                 after = self._start(start, seed, changes, out) if start else None
                 own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
                 own |= {"start_from": str(after.folder)} if after else {}
-                experiment = from_tree(tree, {}, None).with_values(
-                    {"threads": 1, **own}, "command line"
-                )
+                experiment = from_tree(tree, {}, None).with_values(own, "command line")
                 runs.append(
                     replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after)
                 )
@@ -139,7 +137,7 @@ class Recipe:
         if name not in self.starts:
             raise UnknownName("start", name, self.starts, where=self.name)
         experiment = from_tree({**self.common, **self.starts[name]}, {}, None)
-        changed = experiment.with_values({"threads": 1, **changes}, "command line")
+        changed = experiment.with_values(changes, "command line")
         return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 
     def folder(self, changes: Mapping[str, Any]) -> Path:

@@ -53,7 +53,6 @@ from fedstill.core.schedule import Schedule
 from fedstill.core.topology import Topology
 from fedstill.data.sources.likely import likely_kind
 from fedstill.data.time_cuts import cut_times
-from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, FITTING, FitStage
@@ -551,7 +550,7 @@ def _flower(experiment: Experiment) -> FlowerTable:
 
 def _threads(value: Any) -> tuple[int, int]:
     if value == "auto":
-        return 1, lone_threads()
+        return 1, 1
     return (value, value) if isinstance(value, int) else value
 
 

@@ -130,7 +130,9 @@ class TopKeys:
     Flower.
     """
     threads: tuple[Count, Count] | Count | Literal["auto"] = "auto"
-    """Torch threads in a stage of many clients, and in a stage of one client or one stack."""
+    """Torch threads for each client in a stage of several, and for a client that acts alone, a
+    stack, and the server; auto: one.
+    """
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     """Where networks are trained; auto takes a CUDA card where there is one."""
     precision: Precision = "fp32"

@@ -18,8 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from fedstill.core.checks import (
     check_anyone_asked,
     check_entries,
@@ -48,8 +46,7 @@ ANSWERED = "answered"
 class RunContext:
     """What all rounds of a run share; it is built once.
 
-    ``hooks``: extensions of the server's part, in their order. ``threads``: the number of torch
-    threads of the server's own computations; None: whatever the process has.
+    ``hooks``: extensions of the server's part, in their order.
     """
 
     schedule: Schedule
@@ -58,7 +55,6 @@ class RunContext:
     rules: Rules = field(default_factory=Rules)
     recorder: Recorder = field(default_factory=NoRecorder)
     hooks: Sequence[RoundHook] = ()
-    threads: int | None = None
 
     @property
     def method(self) -> Method:
@@ -71,11 +67,6 @@ class RunContext:
         for hook in self.hooks:
             world = hook.extend_world(world, state)
         return world
-
-    def use_server_threads(self) -> None:
-        """Give the server's computations their number of threads: an engine may have changed it."""
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
 
 
 def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> State:
@@ -115,7 +106,6 @@ def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> Sta
 
 def build_requests(state: State, stage: Stage, context: RunContext) -> Requests:
     """What the server asks of each client of a stage."""
-    context.use_server_threads()
     actor = context.schedule.actor(stage)
     world = context.world_in(state)
     with in_hook(actor, "payload_for_client", place(stage)):
@@ -152,7 +142,6 @@ def run_stage(
         if context.rules.failures == "stop":
             _check_failures(replies, stage)
 
-    context.use_server_threads()
     idle = {reply.client for reply in replies if reply.idle and not reply.failure}
     result = replace(result, payloads=_without(requests.payloads, idle))
     replies = [reply for reply in replies if reply.client not in idle]
@@ -183,7 +172,6 @@ def _begin_round(state: State, stages: Sequence[Stage], context: RunContext) -> 
     """The state with which a round begins. Round 0 belongs to capabilities, not to the method."""
     if state.stage > 0 or state.round == 0:
         return state
-    context.use_server_threads()
     method = context.method
     seed = seed_for(context.world.seed, state.round, 0, SERVER, "open")
     with drawing_from(seed), in_hook(method, "begin_round", f"round {state.round}"):

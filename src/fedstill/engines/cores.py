@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.process_settings import torch_threads, when_settled
 
 WORKERS = "FEDSTILL_WORKERS"
 """The environment variable that says how much to do side by side; unset, one thing a core."""
@@ -36,14 +36,6 @@ def workers() -> int:
     return int(said) if said else cores()
 
 
-def lone_threads() -> int:
-    """Torch threads for work that has the machine to itself: one a core, or the first number of
-    ``OMP_NUM_THREADS``.
-    """
-    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(said) if said.isdecimal() and int(said) else cores()
-
-
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """What each job gives, in their order; every job has one torch thread, so the bits do not
     depend on ``workers``.
@@ -55,25 +47,19 @@ def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     return [future.result() for future in running]
 
 
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """So many torch threads in what follows, then as many as before; it is a setting of the thread
-    that runs it.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that stay, with their modules; the number of torch threads is a thread's own
-    setting.
+    """Threads that stay, with their modules, until the run ends; the number of torch threads is a
+    thread's own setting.
     """
-    return ThreadPoolExecutor(workers, "shard", torch.set_num_threads, (1,))
+    pool = ThreadPoolExecutor(workers, "shard", torch.set_num_threads, (1,))
+
+    def end() -> None:
+        _pool.cache_clear()
+        pool.shutdown()
+
+    when_settled(end)
+    return pool
 
 
 if hasattr(os, "register_at_fork"):  # a child process has none of its parent's threads

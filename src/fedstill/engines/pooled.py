@@ -107,13 +107,12 @@ class PooledEngine(SerialEngine):
             or self._light(stage, clients)
         ):
             return super().run(work, stage, downs, seed)
-        self._set_up(stage)
 
         def reply(client: int) -> Reply:
             return self._reply(work, stage, client, downs[client], seed)
 
         longest_first = sorted(clients, key=self.sites.size, reverse=True)
-        with suppress(Drew), self._sharing(stage, seed):
+        with self._set_up(stage), suppress(Drew), self._sharing(stage, seed):
             return self._side_by_side(reply, clients, longest_first)
         self._drawn = True
         return self._one_by_one(work, stage, downs, seed)
@@ -186,9 +185,9 @@ class PooledEngine(SerialEngine):
                 future.cancel()
 
     def close(self) -> None:
-        """End the threads, each after the client it is at."""
+        """End the threads, and wait for the clients that they are at."""
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
 
     def _light(self, stage: Stage, clients: Sequence[int]) -> bool:
         """Whether a step is little work: of images about six operations a parameter and image, and

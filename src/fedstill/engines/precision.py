@@ -13,6 +13,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.process_settings import set_environment
 
 Precision = Literal["fp32", "bf16", "tf32"]
 """``fp32``; ``bf16``: forward passes of students and teachers, and their backward, in bfloat16, but
@@ -98,7 +99,8 @@ def steady(device: str) -> None:
     """
     if device != "cuda":
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        set_environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     if not torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True, warn_only=True)

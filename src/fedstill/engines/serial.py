@@ -8,7 +8,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields
 from fedstill.core.files import digest
 from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -151,12 +153,12 @@ class SerialEngine:
         Raises CorruptFile for a damaged memory: to go on without that client would give other bits
         than before.
         """
-        self._set_up(stage)
-        return [
-            self._alone(work, stage, client, downs[client], seed)
-            for client in stage.clients
-            if client in downs
-        ]
+        with self._set_up(stage):
+            return [
+                self._alone(work, stage, client, downs[client], seed)
+                for client in stage.clients
+                if client in downs
+            ]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage."""
@@ -165,9 +167,14 @@ class SerialEngine:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def _set_up(self, stage: Stage) -> None:
+    @contextmanager
+    def _set_up(self, stage: Stage) -> Iterator[None]:
+        """Meanwhile this thread computes a stage."""
         keep_freed()
-        torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
+        beside_others, alone = self.threads
+        count = alone if len(stage.clients) == 1 else beside_others
+        with torch_threads(count):
+            yield
 
     def _alone(
         self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int

@@ -18,9 +18,9 @@ from torch import nn
 
 from fedstill.core.errors import on_one_line
 from fedstill.core.keys import put_aside
+from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.core.work import ClientWork
-from fedstill.engines.cores import torch_threads
 from fedstill.engines.footprint import activations
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import Drew, PooledEngine, drew_under_vmap
@@ -167,11 +167,10 @@ class VectorisedEngine(PooledEngine):
             or any(why_not(spec, plan) for spec in specs)
         ):
             return super().run(work, stage, downs, seed)
-        self._set_up(stage)
         by_epoch, within = self._keeps_epochs(stage), self.world.stream.within(stage.round)
         how = How(plan, stage, self.sites.inputs, seed, self.precision, by_epoch, within)
         replies: dict[int, Reply] = {}
-        with suppress(Drew), self._sharing(stage, seed):
+        with self._set_up(stage), suppress(Drew), self._sharing(stage, seed):
             for cohort in self._cohorts(clients, plan):
                 replies |= self._cohort(work, how, {c: downs[c] for c in cohort})
             return [replies[c] for c in clients]

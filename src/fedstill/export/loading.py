@@ -20,6 +20,7 @@ from fedstill.core.checks import in_hook
 from fedstill.core.errors import ConfigError, CorruptFile, DataError, UnknownName
 from fedstill.core.fields import plain_value
 from fedstill.core.files import digest, in_shell, named_path
+from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
 from fedstill.core.trees import same_bits
@@ -158,6 +159,7 @@ Versions = Mapping[int, tuple[str, str]]
 """Which file, with which SHA-256, holds what a client remembers."""
 
 
+@process_settings()
 def load_model(
     run: Result | Path | str, client: int | str | None = None, data: Dataset | None = None
 ) -> TrainedModel:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import ConfigError, DataError, on_one_line
+from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
 from fedstill.data.form import IMAGES, About
 from fedstill.data.inputs import channels_last
@@ -196,6 +197,7 @@ class TrainedModel(nn.Module):
             self._check(examples)
         return self.network(channels_last(self.normalised(examples)))  # type: ignore[no-any-return]
 
+    @process_settings()
     def encode(self, given: Any) -> Tensor:
         """Examples as the model takes them: of a data frame or a list of dicts (a table), or of a
         list of texts.
@@ -216,6 +218,7 @@ class TrainedModel(nn.Module):
         scaled = examples.to(torch.float32)
         return ((scaled / 255 if examples.dtype == torch.uint8 else scaled) - self.mean) / self.std
 
+    @process_settings()
     def noise(self, count: int) -> Tensor:
         """Examples (count, …) of noise, the same each time: to try a model on."""
         draw = torch.Generator().manual_seed(0)

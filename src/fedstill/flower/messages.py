@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedstill.core.codec import MAX_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, ConfigError, cut_reason, on_one_line
 from fedstill.core.files import digest
+from fedstill.core.process_settings import set_environment
 from fedstill.core.records import NOTHING, Payload, Stage
 from fedstill.core.reports import is_count, json_value, wrong_report
 
@@ -237,7 +237,7 @@ def require_flower() -> None:
     """Import Flower with telemetry, update checks and installs at run time off; ConfigError if it
     is not here.
     """
-    os.environ.update(QUIET)
+    set_environment(QUIET)
     try:
         import flwr.app  # noqa: F401
     except ImportError as error:

@@ -14,6 +14,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.census import CENSUS, Census, census_stage
 from fedstill.core.errors import FedstillError, Refused, cut_reason, on_one_line
 from fedstill.core.files import digest, make_folder
+from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Stage
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
@@ -88,7 +89,8 @@ class Clerk:
     def __call__(self, request: Request) -> SiteReply:
         """The answer; an error is an answer too, with the reason in one line."""
         try:
-            return self._answer(request)
+            with process_settings():
+                return self._answer(request)
         except FedstillError as error:
             reason = str(error)
         except Exception as error:

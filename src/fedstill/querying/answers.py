@@ -19,6 +19,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.fields import as_table
 from fedstill.core.files import digest, in_shell
 from fedstill.core.method import Method
+from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
 from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
@@ -283,6 +284,7 @@ class Answer:
     new: int = 0
 
 
+@process_settings()
 def ask(
     folder: Path,
     client: int,

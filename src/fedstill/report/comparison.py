@@ -20,6 +20,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFailed
 from fedstill.core.fields import plain_value
 from fedstill.core.files import named_path
+from fedstill.core.process_settings import process_settings
 from fedstill.report import terminal
 from fedstill.report.groups import Group, groups
 from fedstill.report.numbers import COLUMNS, reported
@@ -175,6 +176,7 @@ def _as_html(table: PlainTable) -> str:
 # shares with that.
 
 
+@process_settings()
 def compare(
     experiment: Experiment,
     methods: Sequence[str] = (),

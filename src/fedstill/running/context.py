@@ -20,7 +20,6 @@ def run_context(prepared: Prepared, engine: Engine, recorder: Recorder | None = 
         rules=settings.rules,
         recorder=recorder or NoRecorder(),
         hooks=round_hooks(prepared),
-        threads=settings.threads[1],
     )
 
 

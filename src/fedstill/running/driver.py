@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from fedstill.core.checks import as_hook, in_hook
 from fedstill.core.errors import Interrupted
 from fedstill.core.files import digest, write_whole
+from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import Stage, State
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, run_round
@@ -92,7 +92,7 @@ class Driver:
 
     def go(self) -> Result:
         """From the last whole checkpoint; from the beginning if there is none."""
-        with self.tracking:
+        with self.tracking, torch_threads(self.settings.threads[1]):
             restored = self.checkpoints.latest()
             if restored is None:
                 self.journal.cut(journals.START)
@@ -236,7 +236,6 @@ class Driver:
         )
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
-        torch.set_num_threads(self.settings.threads[1])
         where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
         with in_hook(self.method, "predictors", where):
             named = evaluated_answers(self.method, state, self.world)

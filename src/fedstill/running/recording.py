@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
@@ -300,7 +299,6 @@ class Measuring:
         if room is None or seen.stage.round not in self.rounds:
             return
         room = replace(room, world=world_in(self.prepared, seen.after))
-        torch.set_num_threads(self.prepared.settings.threads[1])
         if seen.stage.sequential and seen.accepted:
             client, round = self._acted[0] if len(self._acted) == 2 else (None, None)
             room = replace(room, previous=client, previous_round=round)

@@ -13,6 +13,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import named_path, sweep, write_whole
 from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.process_settings import process_settings
 from fedstill.core.records import SERVER
 from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import Dataset
@@ -97,6 +98,7 @@ def begun_sums(folder: Path, settings: Settings) -> Moments | None:
     return Moments(mean, std) if mean else None
 
 
+@process_settings()
 def run(
     experiment: Experiment,
     out: Path | str | None = None,
@@ -158,6 +160,7 @@ def run(
             return driver.go()
 
 
+@process_settings()
 def resume(
     directory: Path | str,
     data: Dataset | None = None,

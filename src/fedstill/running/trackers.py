@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.process_settings import set_environment
 
 # What a tracker is told of a run, and by which calls: one protocol for all of them.
 
@@ -160,7 +161,8 @@ def _client(uri: str | None = None) -> Any:
     """MLflow's client; a server that does not answer is tried twice, not for minutes, if nothing
     else is said.
     """
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    if "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ:
+        set_environment({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"})
     try:
         mlflow = importlib.import_module("mlflow")
     except ImportError as error:

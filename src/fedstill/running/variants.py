@@ -52,16 +52,16 @@ def variants(
     """The runs of a comparison: every method, every combination of the grid's values, every seed;
     all checked.
 
-    Every run uses one thread, so that its bits do not depend on how many run at once. Raises
-    ConfigError for a grid without values, and where two runs are the same.
+    Raises ConfigError for a grid without values, and where two runs are the same.
     """
     refuse_no_experiment(experiment)
     if bare := [key for key, values in (grid or {}).items() if not len(values)]:
         raise ConfigError(f"the grid names no values of {bare[0]}, e.g. --grid {bare[0]}=0.1,1")
-    base = experiment.with_values({"threads": 1}, "compare")
     runs = []
     for method in methods or ("",):
-        of_method = base.with_values({"method": method}, "compare") if method else base
+        of_method = experiment
+        if method:
+            of_method = experiment.with_values({"method": method}, "compare")
         for values in itertools.product(*(grid or {}).values()):
             setting = dict(zip(grid or {}, values, strict=True))
             chosen = of_method.with_values(setting, "compare")

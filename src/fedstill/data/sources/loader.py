@@ -12,6 +12,7 @@ from typing import Any
 from fedstill.core.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
 from fedstill.core.fields import plain_value
 from fedstill.core.files import short_name
+from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import lookup, names
 from fedstill.core.user_code import of_kind, reason
 from fedstill.data.cache import kept
@@ -49,6 +50,7 @@ PACKED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", "
 FOLDER = "a folder of parquet or CSV files, or of images by class"
 
 
+@process_settings()
 def load_dataset(
     name: str | Path, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any
 ) -> Dataset:

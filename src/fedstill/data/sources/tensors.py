@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError
+from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples
 from fedstill.data.cache import Arrays, Decoded
 from fedstill.data.dataset import Dataset
@@ -37,6 +38,7 @@ Array = Tensor | NDArray[Any]
 """A tensor of torch's, or an array of NumPy's."""
 
 
+@process_settings()
 def from_tensors(
     name: str,
     train: tuple[Array, Array],
@@ -80,6 +82,7 @@ def from_tensors(
     return as_dataset(name, verified(name, data), mean, std)
 
 
+@process_settings()
 def from_clients(
     name: str,
     clients: Sequence[tuple[Array, Array] | tuple[tuple[Array, Array], tuple[Array, Array]]],

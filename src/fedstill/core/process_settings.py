@@ -1,0 +1,246 @@
+"""The settings of the process that calls fedstill, while fedstill computes in it.
+
+torch, NumPy and the environment have settings that change the bits of a computation, or stop it:
+the default number type and device, the number of threads, less exact products. What a run computes
+depends on its config alone. So every public function that computes does so within
+``process_settings``: meanwhile the settings are those of a new process with one torch thread, and
+afterwards they are again what they were.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.deterministic
+
+SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "GRPC_VERBOSITY")
+"""Environment variables that libraries set when fedstill imports them: scikit-learn and Flower."""
+
+NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+"""What a new process has NumPy do about results that are no numbers."""
+
+
+@contextmanager
+def process_settings() -> Iterator[None]:
+    """Meanwhile this thread and its process have the settings with which fedstill computes.
+
+    Blocks may be nested, and threads may be in one at the same time: the settings of the process
+    are put back when the last thread leaves.
+    """
+    _process.enter()
+    try:
+        with ExitStack() as thread:
+            thread.enter_context(_on_cpu_by_default())
+            thread.enter_context(torch_threads(1))
+            thread.enter_context(_small_numbers())
+            thread.enter_context(np.errstate(**NUMPY_ERRORS))
+            yield
+    finally:
+        _process.leave()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Meanwhile this thread computes with so many torch threads, and afterwards with as many as
+    before.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def when_settled(undo: Callable[[], object]) -> None:
+    """Call something when the last thread leaves ``process_settings``; never if none is in it."""
+    _process.when_settled(undo)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables, until the last thread leaves ``process_settings``."""
+    for name, value in variables.items():
+        when_settled(partial(_restore_variable, name, os.environ.get(name)))
+        os.environ[name] = value
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting of the whole process.
+
+    ``standard``: the values with which fedstill computes; another value is replaced by the first.
+    Empty: every value will do at first, and something in fedstill may change it.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    standard: tuple[Any, ...] = ()
+
+    def standardise(self, undo: ExitStack) -> None:
+        """Set a standard value, and have the present one put back."""
+        try:
+            found = self.read()
+        except (AttributeError, RuntimeError):
+            # This version of torch has no such setting, or the process has set both the older and
+            # the newer form of it, and then torch cannot say which of them counts.
+            return
+        undo.callback(self.write, found)
+        if self.standard and found not in self.standard:
+            self.write(self.standard[0])
+
+
+class _Process:
+    """The settings of the process, which all its threads share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._users = 0
+        self._undo = ExitStack()
+
+    def enter(self) -> None:
+        """Standardise the settings, if no other thread has."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._standardise()
+
+    def leave(self) -> None:
+        """Put the settings back, if no other thread needs them."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._undo.close()
+
+    def when_settled(self, undo: Callable[[], object]) -> None:
+        """Have something undone together with the settings."""
+        with self._lock:
+            if self._users > 0:
+                self._undo.callback(undo)
+
+    def _standardise(self) -> None:
+        for name in _imported_variables():
+            self._undo.callback(_restore_variable, name, os.environ.get(name))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        for setting in _settings():
+            setting.standardise(self._undo)
+
+
+_process = _Process()
+
+
+def _settings() -> list[_Setting]:
+    """The settings of the process, in the order in which they are standardised."""
+    settings = [
+        _Setting(torch.get_default_dtype, torch.set_default_dtype, (torch.float32,)),
+        _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (0,)),
+        _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+        _attribute(torch.backends, "mkldnn.enabled", True),
+    ]
+    if hasattr(torch.backends, "fp32_precision"):
+        for products in ("matmul", "conv", "rnn"):
+            name = f"mkldnn.{products}.fp32_precision"
+            settings.append(_attribute(torch.backends, name, "ieee", "none"))
+    else:
+        read, write = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+        settings.append(_Setting(read, write, ("highest",)))
+    if torch.cuda.is_available():
+        settings += _cuda_settings()
+    return settings
+
+
+def _cuda_settings() -> list[_Setting]:
+    """What ``engines.precision.steady`` changes for a run on a card, and what it relies on."""
+    # They are put back in the opposite order. The newer form of a switch comes last then, because
+    # it says more than the older one.
+    newer = [
+        _attribute(torch.backends, f"{products}.fp32_precision")
+        for products in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+    ]
+    older = [
+        _quiet(_attribute(torch.backends, f"{library}.allow_tf32"))
+        for library in ("cuda.matmul", "cudnn")
+    ]
+    return [
+        _attribute(torch.backends, "cudnn.enabled", True),
+        _attribute(torch.backends, "cudnn.deterministic"),
+        _attribute(torch.backends, "cudnn.benchmark"),
+        *newer,
+        *older,
+    ]
+
+
+def _attribute(module: Any, name: str, *standard: Any) -> _Setting:
+    """An attribute of a module of torch, by its dotted name."""
+    path, _, attribute = name.rpartition(".")
+
+    def owner() -> Any:
+        return attrgetter(path)(module) if path else module
+
+    def read() -> Any:
+        return getattr(owner(), attribute)
+
+    def write(value: Any) -> None:
+        setattr(owner(), attribute, value)
+
+    return _Setting(read, write, standard)
+
+
+def _quiet(setting: _Setting) -> _Setting:
+    """A setting of which torch warns, even if it is only read, that there is a newer form."""
+
+    def read() -> Any:
+        with warnings.catch_warnings(action="ignore"):
+            return setting.read()
+
+    def write(value: Any) -> None:
+        with warnings.catch_warnings(action="ignore"):
+            setting.write(value)
+
+    return _Setting(read, write, setting.standard)
+
+
+def _imported_variables() -> Sequence[str]:
+    # On macOS, scikit-learn's variable lets a second OpenMP library be loaded. Without it the
+    # process would be stopped, if that is loaded later.
+    return () if sys.platform == "darwin" else SET_BY_IMPORTS
+
+
+def _restore_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _on_cpu_by_default() -> AbstractContextManager[object]:
+    """New tensors are on the CPU, unless the code that makes them names another device."""
+    if torch.get_default_device().type == "cpu":
+        return nullcontext()  # a device in force costs time in every call of torch
+    return torch.device("cpu")
+
+
+@contextmanager
+def _small_numbers() -> Iterator[None]:
+    """Numbers too small for all digits of a float are not taken for zero."""
+    smallest = torch.tensor(torch.finfo(torch.float32).smallest_normal, dtype=torch.float32)
+    flushed = not bool(smallest / 2)
+    if not flushed:
+        yield
+        return
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(True)
