@@ -19,7 +19,7 @@ from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.core.work import ClientWork
 from fedstill.engines.loop import train, train_stack
-from fedstill.engines.training_setup import How
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 
@@ -34,7 +34,8 @@ def prepared() -> Prepared:
 
 def trained(ready: Prepared, work: ClientWork, plan: Plan = PLAN, client: int = 0):
     carry, view = TrainingStart(ready.world.initial(client)), ready.sites.view(client, STAGE)
-    return train(work, carry, plan, STAGE, view, ready.sites.inputs, seed=7)
+    setup = TrainingSetup(plan=plan, stage=STAGE, inputs=ready.sites.inputs, seed=7)
+    return train(work, carry, view, setup)
 
 
 class Here(ClientWork):
@@ -128,9 +129,9 @@ def test_two_passes_are_the_loop_written_out(prepared: Prepared) -> None:
 def test_in_a_stack_each_client_looks_from_where_it_is(prepared: Prepared) -> None:
     views = [prepared.sites.view(c, STAGE) for c in STAGE.clients]
     carries = [TrainingStart(prepared.world.initial(c)) for c in STAGE.clients]
-    how = How(PLAN, STAGE, prepared.sites.inputs, 7)
+    setup = TrainingSetup(plan=PLAN, stage=STAGE, inputs=prepared.sites.inputs, seed=7)
     for client, result in zip(
-        STAGE.clients, train_stack(Against(0.3), carries, views, how), strict=True
+        STAGE.clients, train_stack(Against(0.3), carries, views, setup), strict=True
     ):
         close(dict(result.params), written_out(prepared, 0.3, client))
 

@@ -18,6 +18,7 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Plan, Stage, Step, TrainingStart, View
 from fedstill.core.work import ClientWork
 from fedstill.engines.loop import train
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 
@@ -32,7 +33,12 @@ def prepared() -> Prepared:
 def trained(prepared: Prepared, plan: Plan, work: ClientWork | None = None, **carry: object):
     view = prepared.sites.view(0, STAGE)
     start = TrainingStart(prepared.world.initial(0), **carry)  # type: ignore[arg-type]
-    return train(work or ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7)
+    return train(work or ClientWork(), start, view, setup_of(prepared, plan))
+
+
+def setup_of(prepared: Prepared, plan: Plan, **changes: object) -> TrainingSetup:
+    values = {"plan": plan, "stage": STAGE, "inputs": prepared.sites.inputs, "seed": 7, **changes}
+    return TrainingSetup(**values)  # type: ignore[arg-type]
 
 
 def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
@@ -95,9 +101,7 @@ def test_losses_are_means_over_the_examples_of_the_last_epoch(prepared: Prepared
 def test_each_epochs_parameters_are_those_of_a_shorter_training(prepared: Prepared) -> None:
     view, start = prepared.sites.view(0, STAGE), TrainingStart(prepared.world.initial(0))
     plan = Plan(epochs=3, batch=7, lr=0.05, momentum=0.9)
-    result = train(
-        ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7, by_epoch=True
-    )
+    result = train(ClientWork(), start, view, setup_of(prepared, plan, by_epoch=True))
     for epochs, params in enumerate(result.by_epoch, 1):
         shorter = trained(prepared, replace(plan, epochs=epochs)).params
         assert all(torch.equal(params[k], shorter[k]) for k in shorter)
@@ -118,7 +122,7 @@ def test_a_client_without_examples_trains_nothing(prepared: Prepared) -> None:
     view = prepared.sites.view(0, STAGE)
     empty = replace(view, data=Examples(view.data.values[:0], view.data.labels[:0]))
     start = TrainingStart(prepared.world.initial(0))
-    result = train(ClientWork(), start, Plan(epochs=3), STAGE, empty, prepared.sites.inputs, seed=7)
+    result = train(ClientWork(), start, empty, setup_of(prepared, Plan(epochs=3)))
     assert result.ran.steps == 0
 
 
@@ -186,7 +190,9 @@ def test_a_teacher_gives_the_same_looked_up_or_run(
     start = prepared.world.initial(0)
     carry = TrainingStart(start, teachers={"t": start}, constants={"spec": view.model})
     inputs = replace(prepared.sites.inputs, steps=augment)
-    result = train(FromTeacher(), carry, Plan(epochs=2, lr=0.01), STAGE, view, inputs, seed=7)
+    result = train(
+        FromTeacher(), carry, view, setup_of(prepared, Plan(epochs=2, lr=0.01), inputs=inputs)
+    )
     assert set(result.losses) == {"ce", "far"}
 
 
@@ -197,17 +203,11 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
     assert view.validation is not None
     assert len(view.validation) + len(view.data) == int(view.counts.sum())
     work, plans = ClientWork(), ready.world.plans["train"]
-    result = train(
-        work, TrainingStart(ready.world.initial(0)), plans, STAGE, view, ready.sites.inputs, seed=7
-    )
+    start = TrainingStart(ready.world.initial(0))
+    result = train(work, start, view, setup_of(ready, plans))
     assert result.epochs < 40
     each = [replace(plans, epochs=e + 1, patience=0, keep="last") for e in range(result.epochs)]
-    runs = [
-        train(
-            work, TrainingStart(ready.world.initial(0)), p, STAGE, view, ready.sites.inputs, seed=7
-        )
-        for p in each
-    ]
+    runs = [train(work, start, view, setup_of(ready, p)) for p in each]
     best = max(work.validation_score(r.params, view) for r in runs)
     assert work.validation_score(result.params, view) == best
 
@@ -217,10 +217,10 @@ def test_dropout_draws_by_key() -> None:
     ready = prepare(settle(experiment), toys.blobs_of(8))
     view = ready.sites.view(0, STAGE)
     start, plan = TrainingStart(ready.world.initial(0)), Plan(epochs=1, lr=0.1)
-    first = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=7).params
+    first = train(ClientWork(), start, view, setup_of(ready, plan)).params
     torch.manual_seed(99)
-    second = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=7).params
-    other = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=8).params
+    second = train(ClientWork(), start, view, setup_of(ready, plan)).params
+    other = train(ClientWork(), start, view, setup_of(ready, plan, seed=8)).params
     assert all(torch.equal(first[k], second[k]) for k in first)
     assert any(not torch.equal(first[k], other[k]) for k in first)
 

@@ -85,8 +85,8 @@ def check_alone(sizes: tuple[int, ...], plan: Plan, table: Timetable) -> None:
             for t in range(acted)
         ]
         assert got == alone, plan
-        assert table.done[k] == (len(alone), alone[-1][0] + 1)
-    assert len(table.index) == max(steps for steps, _ in table.done)
+        assert table.progress[k] == (len(alone), alone[-1][0] + 1)
+    assert len(table.index) == max(steps for steps, _ in table.progress)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -104,7 +104,7 @@ def check_padding(sizes: tuple[int, ...], table: Timetable) -> None:
         first = int(table.index[t, k, 0]) if real else 0
         assert set(table.index[t, k, real:].tolist()) <= {first}
         if not real:
-            assert t >= table.done[k][0]
+            assert t >= table.progress[k][0]
             assert (int(table.epoch[t, k]), bool(table.ends[t, k])) == (0, False)
 
 

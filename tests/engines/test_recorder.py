@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from fedstill.engines import cuda_graphs
-from fedstill.engines.cuda_graphs import FIRST, PAYS, Recorder, Recording, watched
+from fedstill.engines.cuda_graphs import (
+    MIN_STEPS,
+    WARM_UP,
+    Recorder,
+    Recording,
+    WholeBatches,
+    watched,
+)
+from fedstill.engines.step import StepInputs
 from imitated_card import Graph, record_on_cpu
 
 BATCH = 4
@@ -30,21 +38,28 @@ class Training:
         self, more: Callable[[Tensor], float] = lambda x: 0.0, asks: bool = False, late: int = 0
     ) -> None:
         self.weight, self.extra, self.more, self.late = torch.zeros(1), torch.zeros(1), more, late
-        self.asks, self.asked, self.calls = asks, set[str](), 0
+        self.asks, self.asked, self.calls = asks, False, 0
 
-    def act(self, of: Any) -> dict[str, Tensor]:
+    def act(self, inputs: StepInputs) -> dict[str, Tensor]:
         self.calls += 1
         if self.asks:
-            self.asked.add("epoch")
-        seen = of[0].mean()
-        self.weight.sub_(seen).sub_(self.more(of[0])).sub_(of[5] if self.asks else 0)
+            self.asked = True
+        seen = inputs.x.mean()
+        self.weight.sub_(seen).sub_(self.more(inputs.x)).sub_(inputs.epoch if self.asks else 0)
         return {"seen": seen}
 
     def moves(self) -> list[Tensor]:
         return [self.weight, *[self.extra] * (self.calls > self.late > 0)]
 
-    def recorder(self, steps: tuple[int, int] = (PAYS, PAYS)) -> Recorder:
-        return Recorder(self.act, self.moves, self.asked, BATCH, steps, "here")
+    def recorder(self, steps: int = MIN_STEPS) -> Recorder:
+        return Recorder(
+            act=self.act,
+            state=lambda: self.moves(),
+            reads_epoch=lambda: self.asked,
+            batch_size=BATCH,
+            batches=WholeBatches(total=steps, per_epoch=steps),
+            kind="here",
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -54,24 +69,33 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     plain = Recording.replay
     monkeypatch.setattr(
-        Recording, "replay", lambda self, of: (seen.append(len(of[1])), plain(self, of))[1]
+        Recording,
+        "replay",
+        lambda self, inputs: (seen.append(len(inputs.y)), plain(self, inputs))[1],
     )
     return seen
 
 
-def batches(count: int, size: int = BATCH, epochs: int = 1) -> list[tuple[Any, ...]]:
+def batches(count: int, size: int = BATCH, epochs: int = 1) -> list[StepInputs]:
     draw = torch.Generator().manual_seed(0)
     each = []
     for i in range(count):
         index = torch.arange(size)
         each.append(
-            (torch.rand(size, 3, generator=draw), index, index, index, None, i * epochs // count)
+            StepInputs(
+                x=torch.rand(size, 3, generator=draw),
+                y=index,
+                positions=index,
+                rows=index,
+                mask=None,
+                epoch=i * epochs // count,
+            )
         )
     return each
 
 
 def ends(
-    training: Training, one: Callable[[Any], dict[str, Tensor]], some: list[tuple[Any, ...]]
+    training: Training, one: Callable[[Any], dict[str, Tensor]], some: list[StepInputs]
 ) -> list[float]:
     seen = [float(one(of)["seen"]) for of in some]
     return [*seen, float(training.weight)]
@@ -85,23 +109,23 @@ def test_replayed_steps_are_the_steps(asks: bool, epochs: int, replays: list[int
     assert len(one.recordings) == 1, "those of epochs that have passed are let go"
     recordings = epochs if asks else 1
     asked = 1 if asks else 0  # before the first step it is not known that it asks for its epoch
-    assert len(replays) == 30 - recordings * FIRST - asked
+    assert len(replays) == 30 - recordings * WARM_UP - asked
 
 
 def test_a_short_batch_is_a_step_of_its_own(replays: list[int]) -> None:
     training, other = Training(), Training()
     some = [*batches(8), *batches(1, size=3), *batches(5)]
     assert ends(training, training.recorder(), some) == ends(other, other.act, some)
-    assert len(replays) == 13 - FIRST
+    assert len(replays) == 13 - WARM_UP
 
 
 def test_few_steps_are_not_recorded() -> None:
     training = Training()
-    one = training.recorder((PAYS - 1, PAYS - 1))
-    for of in batches(PAYS - 1):
+    one = training.recorder(MIN_STEPS - 1)
+    for of in batches(MIN_STEPS - 1):
         one(of)
     assert not one.recordings
-    assert training.calls == PAYS - 1
+    assert training.calls == MIN_STEPS - 1
 
 
 OWN = random.Random(3)
@@ -145,7 +169,7 @@ def test_a_step_that_ends_elsewhere_when_it_is_replayed_is_tried_once_in_a_proce
 ) -> None:
     for _ in range(3):
         training, count = Training(), iter(range(99))
-        training.more = lambda x, count=count: float(next(count) > FIRST)  # type: ignore[misc]
+        training.more = lambda x, count=count: float(next(count) > WARM_UP)  # type: ignore[misc]
         one = training.recorder()
         for of in batches(20):
             one(of)
@@ -169,16 +193,18 @@ def test_what_was_kept_of_the_batch_that_was_recorded_shows_on_the_next(replays:
     some = batches(20)
     training, other = Training(Teacher().logits), Training(Teacher().logits)
     assert ends(training, training.recorder(), some) == ends(other, other.act, some)
-    assert len(replays) == 20 - FIRST, "it is recorded: the recording was given tensors of its own"
+    assert len(replays) == 20 - WARM_UP, (
+        "it is recorded: the recording was given tensors of its own"
+    )
 
 
 def test_momentum_that_begins_while_a_step_is_recorded_begins_at_0() -> None:
     """And what other parameters have gathered stays."""
     training = Training()
     first, late = torch.ones(1), torch.full((1,), 7.0)
-    training.moves = lambda: [training.weight, *[late] * (training.calls > FIRST), first]  # type: ignore[method-assign]
+    training.moves = lambda: [training.weight, *[late] * (training.calls > WARM_UP), first]  # type: ignore[method-assign]
     one = training.recorder()
-    for of in batches(FIRST):
+    for of in batches(WARM_UP):
         one(of)
     assert (float(first), float(late)) == (1.0, 0.0)
     assert not one.recordings
@@ -191,19 +217,19 @@ def test_a_client_that_diverged_is_no_reason_to_refuse_the_others(replays: list[
         training.weight.fill_(weight)
         other.weight.fill_(weight)
         assert str(ends(training, training.recorder(), some)) == str(ends(other, other.act, some))
-    assert len(replays) == 2 * (20 - FIRST)
+    assert len(replays) == 2 * (20 - WARM_UP)
 
 
 def test_zeros_without_memory_are_watched_as_others() -> None:
     """Forward-mode derivatives have them."""
     x = torch.ones(2)
-    with watched([x], [x], set()):
+    with watched(StepInputs(x, x, x, x, None, 0), [x], set()):
         added = torch.add(x, torch._efficientzerotensor(2))
     assert added.tolist() == [1.0, 1.0]
 
 
 def test_momentum_that_begins_late_is_left_alone() -> None:
-    training = Training(late=FIRST + 1)
+    training = Training(late=WARM_UP + 1)
     one = training.recorder()
     for of in batches(20):
         one(of)
@@ -244,7 +270,7 @@ def test_ctrl_c_while_a_step_is_recorded_is_ctrl_c(monkeypatch: pytest.MonkeyPat
     training = Training()
 
     def stopped(x: Tensor) -> float:
-        if training.calls == FIRST + 1:
+        if training.calls == WARM_UP + 1:
             raise KeyboardInterrupt
         return 0.0
 
@@ -255,11 +281,11 @@ def test_ctrl_c_while_a_step_is_recorded_is_ctrl_c(monkeypatch: pytest.MonkeyPat
 
 def test_what_a_step_makes_itself_it_may_write_into() -> None:
     own = torch.ones(3)
-    with watched([own], [own], set()) as watch:
+    with watched(StepInputs(own, own, own, own, None, 0), [own], set()) as watch:
         made = own.clone()
         made[:1].fill_(2.0)
         own.add_(made)
-    assert not watch.seen
+    assert not watch.cannot_replay
 
 
 def test_that_the_host_waited_for_a_card_is_heard_and_other_warnings_are_passed_on(
@@ -271,7 +297,7 @@ def test_that_the_host_waited_for_a_card_is_heard_and_other_warnings_are_passed_
     monkeypatch.setattr(card, "set_sync_debug_mode", modes.append, raising=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with cuda_graphs._waits_said(torch.device("cuda")) as waits:
+        with cuda_graphs._sync_warnings(torch.device("cuda")) as waits:
             assert modes[-1] == "warn"
             for text in (
                 "called a synchronizing CUDA operation",

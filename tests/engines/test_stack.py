@@ -19,8 +19,8 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines import frozen_teachers
 from fedstill.engines.loop import Trained, train, train_stack
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.stack import Stack, StackedCarry, Structures
-from fedstill.engines.training_setup import How
+from fedstill.engines.stack import Stack, StackedStart, Structures
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.losses import cross_entropy, kd
 from fedstill.models import contract
 
@@ -128,23 +128,16 @@ class Everything(ClientWork):
 
 
 def check(
-    starts: Sequence[TrainingStart], views: Sequence[View], how: How, work: ClientWork | None = None
+    starts: Sequence[TrainingStart],
+    views: Sequence[View],
+    setup: TrainingSetup,
+    work: ClientWork | None = None,
 ) -> list[Trained]:
     """That a stack is each client alone; what it gave."""
     work = work or Everything()
-    together = train_stack(work, starts, views, how)
+    together = train_stack(work, starts, views, setup)
     for carry, view, ours in zip(starts, views, together, strict=True):
-        alone = train(
-            work,
-            carry,
-            how.plan,
-            how.stage,
-            view,
-            how.inputs,
-            how.seed,
-            how.precision,
-            how.by_epoch,
-        )
+        alone = train(work, carry, view, setup)
         near(ours.params, alone.params)
         near(ours.ran.trace, alone.ran.trace)
         assert ours.losses == pytest.approx(alone.losses, abs=NEAR)
@@ -178,7 +171,9 @@ def near(ours: Tensors, alone: Tensors) -> None:
     ids=["epochs", "clipped", "steps", "adam"],
 )
 def test_a_stack_is_each_client_alone(what: str, plan: Plan, inputs: Inputs) -> None:
-    trained = check(carries(what), VIEWS, How(plan, STAGE, inputs, 7))
+    trained = check(
+        carries(what), VIEWS, TrainingSetup(plan=plan, stage=STAGE, inputs=inputs, seed=7)
+    )
     assert all((t.params["body.0.weight"] != START["body.0.weight"]).any() for t in trained)
 
 
@@ -187,10 +182,16 @@ def test_clipping_is_by_each_clients_own_norm() -> None:
     work, plan = ClientWork(), Plan(epochs=1, batch=50, lr=1.0, clip_norm=10.0)
     wild = {k: 30 * v for k, v in START.items()}
     calm, clipped = check(
-        [TrainingStart(START), TrainingStart(wild)], VIEWS[:2], How(plan, STAGE, STILL, 7), work
+        [TrainingStart(START), TrainingStart(wild)],
+        VIEWS[:2],
+        TrainingSetup(plan=plan, stage=STAGE, inputs=STILL, seed=7),
+        work,
     )
     free = train(
-        work, TrainingStart(START), replace(plan, clip_norm=0.0), STAGE, VIEWS[0], STILL, 7
+        work,
+        TrainingStart(START),
+        VIEWS[0],
+        TrainingSetup(plan=replace(plan, clip_norm=0.0), stage=STAGE, inputs=STILL, seed=7),
     )
     moved = trees.norm(trees.sub(clipped.params, wild))
     assert moved == pytest.approx(10.0, rel=1e-6), "one step of length lr × clip_norm"
@@ -208,7 +209,7 @@ def test_a_scalar_that_is_trained_is_clipped_with_the_rest() -> None:
     trained = check(
         [start] * len(VIEWS),
         [replace(v, model=spec) for v in VIEWS],
-        How(plan, STAGE, STILL, 7),
+        TrainingSetup(plan=plan, stage=STAGE, inputs=STILL, seed=7),
         ClientWork(),
     )
     assert all(t.params["head.scale"] != start.params["head.scale"] for t in trained)
@@ -220,9 +221,9 @@ def test_clients_on_common_public_data_are_each_alone() -> None:
     views = [replace(view, public=public) for view in VIEWS]
     for only in (None, torch.tensor([1, 5, 6, 7, 16])):
         starts = [replace(c, only=only) for c in carries("own")]
-        check(starts, views, How(PLAN, stage, STILL, 7))
+        check(starts, views, TrainingSetup(plan=PLAN, stage=stage, inputs=STILL, seed=7))
     own = [replace(c, only=torch.arange(k + 1)) for k, c in enumerate(carries("own"))]
-    check(own, views, How(PLAN, stage, STILL, 7))
+    check(own, views, TrainingSetup(plan=PLAN, stage=stage, inputs=STILL, seed=7))
 
 
 @pytest.mark.parametrize("inputs", [STILL, MOVING], ids=["still", "moving"])
@@ -233,36 +234,47 @@ def test_further_examples_stand_behind_the_clients_own(what: str, inputs: Inputs
     """
     more = [view_of(20 + k, n).data if n else None for k, n in enumerate((4, 0, 9, 2))]
     starts = [replace(c, more=m) for c, m in zip(carries(what), more, strict=True)]
-    how = How(PLAN, STAGE, inputs, 7)
-    together = check(starts, VIEWS, how)
+    setup = TrainingSetup(plan=PLAN, stage=STAGE, inputs=inputs, seed=7)
+    together = check(starts, VIEWS, setup)
     views = [
         v if m is None else replace(v, data=v.data + m) for v, m in zip(VIEWS, more, strict=True)
     ]
-    for trained, same in zip(together, check(carries(what), views, how), strict=True):
+    for trained, same in zip(together, check(carries(what), views, setup), strict=True):
         near(trained.params, same.params)
     some = [replace(c, only=torch.tensor([0]), more=view_of(9, 3).data) for c in carries(what)]
     views = [replace(v, data=v.data.take(torch.tensor([0])) + view_of(9, 3).data) for v in VIEWS]
     for trained, same in zip(
-        check(some, VIEWS, how), check(carries(what), views, how), strict=True
+        check(some, VIEWS, setup), check(carries(what), views, setup), strict=True
     ):
         near(trained.params, same.params)
 
 
 def test_each_epochs_parameters_are_kept_for_each_client() -> None:
-    trained = check(carries("own"), VIEWS, How(PLAN, STAGE, STILL, 7, by_epoch=True))
+    trained = check(
+        carries("own"),
+        VIEWS,
+        TrainingSetup(plan=PLAN, stage=STAGE, inputs=STILL, seed=7, by_epoch=True),
+    )
     assert [len(t.by_epoch) for t in trained] == [2, 2, 2, 2]
 
 
 def test_no_epochs_train_nothing() -> None:
-    for trained in check(carries("shared"), VIEWS, How(Plan(epochs=0), STAGE, STILL, 7)):
+    for trained in check(
+        carries("shared"),
+        VIEWS,
+        TrainingSetup(plan=Plan(epochs=0), stage=STAGE, inputs=STILL, seed=7),
+    ):
         near(trained.params, START)
 
 
 def test_a_short_batch_is_padded_with_what_has_no_weight() -> None:
-    stack = Stack(carries("shared"), VIEWS, How(PLAN, STAGE, STILL, 7))
+    stack = Stack(
+        carries("shared"), VIEWS, TrainingSetup(plan=PLAN, stage=STAGE, inputs=STILL, seed=7)
+    )
     seen = [list[int]() for _ in SIZES]
     for batch in stack.batches():
-        images, labels = stack.inputs(batch)
+        inputs = stack.step_inputs(batch)
+        images, labels = inputs.x, inputs.y
         assert images.shape[:2] == labels.shape == batch.index.shape == (len(SIZES), 6)
         assert batch.mask is not None
         for k, n in enumerate(batch.counts):
@@ -290,20 +302,20 @@ def test_a_teacher_that_all_share_is_run_once_over_the_data_and_an_own_one_on_it
         return forward(module, params, x)
 
     monkeypatch.setattr(contract, "forward", counted)
-    stack = Stack(carries(what), VIEWS, How(PLAN, STAGE, STILL, 7))
-    table = stack.tables("t", "logits")
+    stack = Stack(carries(what), VIEWS, TrainingSetup(plan=PLAN, stage=STAGE, inputs=STILL, seed=7))
+    table = stack.teacher_table("t", "logits")
     assert table is not None
-    assert table is stack.tables("t", "logits"), "made once"
+    assert table is stack.teacher_table("t", "logits"), "made once"
     assert passes == expected
     torch.testing.assert_close(table, torch.cat(plainly), rtol=0, atol=NEAR)
 
 
 def test_what_all_clients_share_is_not_copied_and_each_finds_its_own_again() -> None:
     starts = carries("own")
-    stacked = StackedCarry.of(starts, torch.device("cpu"))
-    assert stacked.carry.teachers["all"]["body.0.weight"] is TEACHER["body.0.weight"]
+    stacked = StackedStart.of(starts, torch.device("cpu"))
+    assert stacked.start.teachers["all"]["body.0.weight"] is TEACHER["body.0.weight"]
     assert stacked.axes.teachers["all"]["body.0.weight"] is None
-    assert stacked.carry.teachers["t"]["body.0.weight"].shape[0] == len(SIZES)
+    assert stacked.start.teachers["t"]["body.0.weight"].shape[0] == len(SIZES)
     assert stacked.axes.teachers["t"]["body.0.weight"] == 0
     for k, carry in enumerate(starts):
         own = stacked.of_client(k)

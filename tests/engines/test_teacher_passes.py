@@ -33,7 +33,7 @@ NAMED = {str(i): FrozenModel(SPEC, contract.initial(SPEC, i)) for i in range(4)}
 def asked(teachers: Teachers, name: str, kind: str, x: Tensor, index: Tensor) -> Tensor:
     """What a step gets of a teacher for one batch."""
     known = teachers.table(name, kind)
-    return teachers.now(name, kind, x) if known is None else known[index]
+    return teachers.on_batch(name, kind, x) if known is None else known[index]
 
 
 def plainly(params: Tensors, x: Tensor) -> Tensor:
@@ -170,16 +170,16 @@ def test_a_chain_with_teachers_gives_the_same_bits_on_any_number_of_cores(
 
 
 def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedstill.engines import batches
+    from fedstill.engines import clients
 
     seen: list[int] = []
 
     class Watched(Teachers):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**fields)
             seen.append(self.workers)
 
-    monkeypatch.setattr(batches, "Teachers", Watched)
+    monkeypatch.setattr(clients, "Teachers", Watched)
     monkeypatch.setenv(WORKERS, "3")
     for kind, expected in (("parallel", {1}), ("sequential", {3})):
         seen.clear()

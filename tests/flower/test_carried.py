@@ -31,6 +31,7 @@ from fedstill.core.trees import same_bits
 from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import train
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 
@@ -121,11 +122,10 @@ def test_the_sites_own_network_and_data_said_aloud_change_no_bit() -> None:
     made = ready()
     stage = Stage(1, 0, "train", (0,))
     view, start = made.sites.view(0, stage), made.world.initial(0)
-    silent = train(ClientWork(), TrainingStart(start), PLAN, stage, view, made.sites.inputs, 7)
+    setup = TrainingSetup(plan=PLAN, stage=stage, inputs=made.sites.inputs, seed=7)
+    silent = train(ClientWork(), TrainingStart(start), view, setup)
     aloud = TrainingStart(start, model=view.model, examples=view.data)
-    assert same_bits(
-        silent.params, train(ClientWork(), aloud, PLAN, stage, view, made.sites.inputs, 7).params
-    )
+    assert same_bits(silent.params, train(ClientWork(), aloud, view, setup).params)
 
 
 def test_given_examples_are_taken_as_they_are() -> None:
@@ -134,18 +134,10 @@ def test_given_examples_are_taken_as_they_are() -> None:
     view, start = made.sites.view(0, stage), made.world.initial(0)
     plain = Inputs(made.sites.inputs.mean, made.sites.inputs.std)
     assert made.sites.inputs.steps
-    given = train(
-        ClientWork(),
-        TrainingStart(start, examples=view.data),
-        PLAN,
-        stage,
-        view,
-        made.sites.inputs,
-        7,
-    )
-    assert same_bits(
-        given.params, train(ClientWork(), TrainingStart(start), PLAN, stage, view, plain, 7).params
-    )
+    setup = TrainingSetup(plan=PLAN, stage=stage, inputs=made.sites.inputs, seed=7)
+    given = train(ClientWork(), TrainingStart(start, examples=view.data), view, setup)
+    never_augmented = train(ClientWork(), TrainingStart(start), view, replace(setup, inputs=plain))
+    assert same_bits(given.params, never_augmented.params)
 
 
 def test_only_says_which_of_the_given_examples() -> None:
@@ -154,8 +146,6 @@ def test_only_says_which_of_the_given_examples() -> None:
     view, start = made.sites.view(0, stage), contract.initial(LINE, 0)
     few = TrainingStart(start, model=LINE, examples=POINTS, only=some)
     same = TrainingStart(start, model=LINE, examples=POINTS.take(some))
-    trained = [
-        train(ClientWork(), carry, PLAN, stage, view, made.sites.inputs, 7).params
-        for carry in (few, same)
-    ]
+    setup = TrainingSetup(plan=PLAN, stage=stage, inputs=made.sites.inputs, seed=7)
+    trained = [train(ClientWork(), carry, view, setup).params for carry in (few, same)]
     assert same_bits(*trained)

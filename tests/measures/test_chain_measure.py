@@ -58,8 +58,8 @@ def test_its_numbers_are_those_of_plain_evaluations(
 ) -> None:
     train, hops = serial.train, []
 
-    def kept(work, start, plan, stage, view, *rest):  # type: ignore[no-untyped-def]
-        done = train(work, start, plan, stage, view, *rest)
+    def kept(work, start, view, setup):  # type: ignore[no-untyped-def]
+        done = train(work, start, view, setup)
         hops.append((view.client, dict(start.params), dict(done.params)))
         return done
 
@@ -172,10 +172,10 @@ def test_after_a_failed_link_the_previous_client_is_the_last_that_trained(
 ) -> None:
     train = serial.train
 
-    def failing(work, start, plan, stage, *rest):  # type: ignore[no-untyped-def]
-        if stage.index == 1:
+    def failing(work, start, view, setup):  # type: ignore[no-untyped-def]
+        if setup.stage.index == 1:
             raise RuntimeError("gone")
-        return train(work, start, plan, stage, *rest)
+        return train(work, start, view, setup)
 
     monkeypatch.setattr(serial, "train", failing)
     run(toy(rounds=1, clients=toys.TOLERANT), tmp_path / "run", data=toys.blobs())

@@ -42,6 +42,7 @@ from fedstill.core.trees import sub
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.engines.loop import train
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedgen import POOL
 from fedstill.methods.partly_shared import PartlyShared
 from fedstill.models.contract import trainable_names
@@ -209,7 +210,8 @@ def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[st
         k: torch.zeros(CLASSES).double() for k in entry.get("zero", ())
     }
     plan = Plan(epochs=1, batch=BATCH, lr=1.0)
-    made = train(work, replace(carry, params=start), plan, stage, view, ready.sites.inputs, seed=7)
+    setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
+    made = train(work, replace(carry, params=start), view, setup)
     assert made.ran.steps == 1
     trained = sorted(trainable_names(carry.model or view.model) - set(entry.get("zero", ())))
     return sum(made.losses.values()), sub({k: start[k] for k in trained}, made.params)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import toys
 from fedstill.core.registry import lookup
+from fedstill.engines.batches import Batch
 from fedstill.engines.loop import _Training
-from fedstill.engines.step import Batch
 from fedstill.running.runner import run
 
 ORDER = [[0, 1, 4], [2, 3]]
@@ -41,7 +41,7 @@ class FirstSteps:
         alive: list[_Training] = []  # so that no two have one id
 
         def watched(training: Any, batch: Batch) -> None:
-            on = training.clients.carry.head
+            on = training.clients.start.head
             if on is None or id(training) in seen:
                 step(training, batch)
                 return

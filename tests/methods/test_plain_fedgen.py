@@ -16,6 +16,7 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Payload, Plan, Stage
 from fedstill.core.trees import same_bits
 from fedstill.engines.loop import train
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedgen import POOL, TrainGenerator, diversity_loss
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
@@ -169,18 +170,11 @@ def test_the_generator_learns_and_leaves_heads_and_absent_classes_alone() -> Non
     torch.testing.assert_close(
         start["omega"].sum(0), torch.tensor([1.0, 0, 1, 1, 1], dtype=torch.float64)
     )
-    losses = [
-        train(
-            work,
-            start,
-            Plan(epochs=e, batch=32, optimiser="adam", lr=0.01),
-            stage,
-            view,
-            ready.sites.inputs,
-            7,
-        ).losses
-        for e in (1, 5, 20)
-    ]
+    losses = []
+    for epochs in (1, 5, 20):
+        plan = Plan(epochs=epochs, batch=32, optimiser="adam", lr=0.01)
+        setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
+        losses.append(train(work, start, view, setup).losses)
     assert losses[0]["known"] > losses[1]["known"] > losses[2]["known"]
     assert all(torch.equal(start["weight"][0], head["head.weight"]) for _ in losses)
 

@@ -13,6 +13,7 @@ from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.engines.loop import train
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedmlb import Branched, FedMLB
 from fedstill.models import contract
 from fedstill.models.layer_chain import levels
@@ -90,15 +91,8 @@ def test_at_the_global_model_every_branch_says_what_it_says(model: object) -> No
     view, start = ready.sites.view(0, stage), dict(ready.world.initial(0))
     teacher = {k: v.clone() for k, v in start.items()}
     plan = Plan(steps=1, epochs=0, batch=8, norm="frozen")
-    train(
-        Looked(FedMLB()),
-        TrainingStart(start, teachers={"global": teacher}),
-        plan,
-        stage,
-        view,
-        ready.sites.inputs,
-        7,
-    )
+    setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
+    train(Looked(FedMLB()), TrainingStart(start, teachers={"global": teacher}), view, setup)
     assert levels(contract.module(view.model))
 
 

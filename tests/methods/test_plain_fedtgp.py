@@ -15,6 +15,7 @@ from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage
 from fedstill.core.registry import lookup
 from fedstill.core.trees import same_bits
 from fedstill.engines.loop import train
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedtgp import Apart, all_prototypes, table_of
 from fedstill.models import contract
 from fedstill.running.preparation import prepare
@@ -152,9 +153,8 @@ def test_without_a_margin_and_with_one_pair_a_class_the_loss_falls_in_every_epoc
     losses = []
     for epochs in range(1, 6):
         plan = Plan(epochs=epochs, batch=10, lr=0.01)
-        losses.append(
-            train(Apart(), start, plan, stage, view, ready.sites.inputs, 7).losses["apart"]
-        )
+        setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
+        losses.append(train(Apart(), start, view, setup).losses["apart"])
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]
     distances = torch.cdist(

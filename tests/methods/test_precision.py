@@ -23,6 +23,7 @@ from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
 from fedstill.core.work import ClientWork
 from fedstill.engines import precision
 from fedstill.engines.loop import train
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
@@ -72,9 +73,9 @@ def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
     for kind in ("fp32", "bf16"):
         seen: list[tuple[bool, ...]] = []
         carry = TrainingStart(start, teachers={"t": start})
-        params[kind] = train(
-            Watched(seen), carry, Plan(epochs=2, lr=0.1), stage, view, inputs, 7, kind
-        ).params
+        plan = Plan(epochs=2, lr=0.1)
+        setup = TrainingSetup(plan=plan, stage=stage, inputs=inputs, seed=7, precision=kind)  # type: ignore[arg-type]
+        params[kind] = train(Watched(seen), carry, view, setup).params
         assert seen
         assert set(seen) == {(kind == "bf16",) * 4}
     for value in params["bf16"].values():

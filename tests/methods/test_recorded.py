@@ -67,9 +67,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     plain = cuda_graphs.Recording.replay
 
-    def replay(self: cuda_graphs.Recording, of: Any) -> dict[str, Tensor]:
-        seen.append(len(of[1]))
-        return plain(self, of)
+    def replay(self: cuda_graphs.Recording, inputs: Any) -> dict[str, Tensor]:
+        seen.append(len(inputs.y))
+        return plain(self, inputs)
 
     monkeypatch.setattr(cuda_graphs.Recording, "replay", replay)
     return seen

@@ -191,11 +191,12 @@ def test_a_failing_client_is_skipped_and_named_and_the_chain_goes_on(
 
     train, seen = serial.train, {}
 
-    def failing(work, start: TrainingStart, plan, stage: Stage, *more):  # type: ignore[no-untyped-def]
+    def failing(work, start: TrainingStart, view, setup):  # type: ignore[no-untyped-def]
+        stage = setup.stage
         seen[stage.round, stage.index] = {k: v.clone() for k, v in start.params.items()}
         if stage.index == 1 and stage.round == 1:
             raise Broken("the disk of this site is gone")
-        return train(work, start, plan, stage, *more)
+        return train(work, start, view, setup)
 
     monkeypatch.setattr(serial, "train", failing)
     plan = {"epochs": 1, "batch": 10, "lr": 0.02}

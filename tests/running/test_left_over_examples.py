@@ -108,9 +108,9 @@ def test_it_joins_beside_clients_that_are_stacked(
 ) -> None:
     stacks = []
 
-    def spied(work: Any, carries: Any, views: Any, how: Any) -> Any:
+    def spied(work: Any, starts: Any, views: Any, setup: Any) -> Any:
         stacks.append([view.client for view in views])
-        return train_stack(work, carries, views, how)
+        return train_stack(work, starts, views, setup)
 
     monkeypatch.setattr("fedstill.engines.vectorised.train_stack", spied)
     four = {"model": Paired, "sizes": [*SIZES, 45], "topology": {"clients": 4}}

@@ -82,10 +82,10 @@ def test_a_run_begun_before_goes_on_without_clients_that_fail_as_it_began(
     folder, train = tmp_path / "run", serial.train
     shutil.copytree(BEFORE / "parallel", folder)
 
-    def failing(work: Any, carry: Any, plan: Any, stage: Any, view: Any, *rest: Any) -> Any:
-        if view.client == stage.clients[0]:
+    def failing(work: Any, start: Any, view: Any, setup: Any) -> Any:
+        if view.client == setup.stage.clients[0]:
             raise OSError("gone")
-        return train(work, carry, plan, stage, view, *rest)
+        return train(work, start, view, setup)
 
     monkeypatch.setattr(serial, "train", failing)
     done = resume(folder, toys.blobs())

@@ -129,15 +129,25 @@ class RoundHook:
 
 
 class GradientRule(Protocol):
-    """How the gradients of single examples combine to the gradient of a step, as in DP-SGD."""
+    """How the gradients of single examples combine to the gradient of a step.
+
+    Differentially private training (DP-SGD) is such a rule: it samples each step's examples by
+    itself, clips the gradient of each example, and adds noise to their sum.
+    """
 
     def batches(
-        self, n: int, plan: Plan, order: Callable[[int], Tensor], device: torch.device
+        self, n: int, plan: Plan, order: torch.Generator, device: torch.device
     ) -> Iterator[list[Tensor]]:
-        """The positions of the examples of each step."""
+        """The positions of each step's examples among n, epoch by epoch. A step may have none."""
 
-    def combined(self, gradients: Tensors, like: Tensors, size: int, draws: Any) -> Tensors:
-        """The gradient of a step."""
+    def combined(
+        self, gradients: Tensors, like: Tensors, size: int, draws: torch.Generator
+    ) -> Tensors:
+        """The gradient of a step, in the form of ``like``.
+
+        gradients: (B, ...) by entry; empty if the step has no examples. size: the number of
+        examples that a step has on average. draws: the generator of the rule's random numbers.
+        """
 
 
 class ClientHook:

@@ -1,4 +1,13 @@
-"""CUDA graphs: a training step's kernels are recorded once and replayed for each batch."""
+"""CUDA graphs: the kernels of a training step are recorded once and replayed for each batch.
+
+A step of a small network is about a hundred kernels of a few microseconds. To launch them one by
+one takes longer than to run them, and a replay launches them all at once. A replayed step has the
+same bits: each recording is compared with the step itself before it is used.
+
+A replay runs kernels and nothing else. It would leave out what the host does in a step: numbers
+that it reads or draws, and whatever the objective keeps in Python. Steps are therefore watched
+first, and those that involve the host are never recorded.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +17,10 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +30,308 @@ from torch.utils._pytree import tree_leaves
 
 from fedstill.core.errors import on_one_line
 from fedstill.core.records import Plan
+from fedstill.engines.step import StepInputs
 
-# What of a step a replay would leave undone, or undo: numbers that the host reads or draws, and
-# others' tensors.
+log = logging.getLogger("fedstill.engine")
 
+REPLAY = "FEDSTILL_REPLAY"
+"""The environment variable that turns recording off if it is 0."""
+
+WARM_UP = 3
+"""A client's steps up to the one after which a recording is made. The first step makes what later
+steps find (teachers' outputs, momentum), and the others are watched.
+"""
+
+MIN_STEPS = 12
+"""The number of steps from which a recording pays."""
+
+SPARE_BYTES = 2e9
+"""Bytes of a card that may lie unused in this process. Memory of a deleted recording serves nothing
+else, so more than this is returned to the card.
+"""
+
+ANY_EPOCH = -1
+"""Stands for the epoch if the objective does not read it."""
+
+_card_lock = threading.RLock()
+"""Held while a client trains on a card."""
+
+_refused: set[Hashable] = set()
+"""The kinds of steps that could not be recorded or replayed in this process. They are not tried
+again.
+"""
+
+Terms = dict[str, Tensor]
+
+
+class WholeBatches(NamedTuple):
+    """How many batches of full size a client's training has."""
+
+    total: int
+    per_epoch: int
+
+
+def whole_batches(plan: Plan, examples: int) -> WholeBatches:
+    """Count the batches that no epoch's end cuts short.
+
+    >>> whole_batches(Plan(epochs=5, batch=64), 500)
+    WholeBatches(total=35, per_epoch=7)
+    >>> whole_batches(Plan(steps=30, batch=8), 20)
+    WholeBatches(total=20, per_epoch=2)
+    """
+    per_epoch = examples // plan.batch
+    total = plan.epochs * per_epoch
+    if plan.steps:
+        with_short_ones = -(-examples // plan.batch)
+        total = plan.steps * per_epoch // max(with_short_ones, 1)
+    return WholeBatches(total, per_epoch)
+
+
+@dataclass
+class Recording:
+    """The kernels of a step, with the tensors that they read their inputs from and write their
+    terms to.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: StepInputs
+    terms: Terms
+    is_verified: bool = False
+    """Whether a replay has been compared with a step, on another batch than the recorded one."""
+
+    def replay(self, inputs: StepInputs) -> Terms:
+        """The step on another batch of the same size."""
+        self.inputs.x.copy_(inputs.x)
+        self.inputs.y.copy_(inputs.y)
+        self.inputs.positions.copy_(inputs.positions)
+        self.graph.replay()
+        return self.terms
+
+
+@dataclass(kw_only=True)
+class Recorder:
+    """Does the training steps of one client, and records and replays them where that pays."""
+
+    act: Callable[[StepInputs], Terms]
+    """Does one step, and returns its terms."""
+    state: Callable[[], Sequence[Tensor]]
+    """The tensors that steps change: parameters, and the optimiser's state."""
+    reads_epoch: Callable[[], bool]
+    """Whether the objective has read the epoch's number. A recording then holds for one epoch."""
+    batch_size: int
+    batches: WholeBatches
+    kind: Hashable
+    """What steps have in common that can or cannot be recorded."""
+    recordings: dict[int, Recording] = field(default_factory=dict, init=False)
+    """By epoch."""
+    _steps: dict[int, int] = field(default_factory=dict, init=False)
+    """Steps done without a recording, by epoch."""
+    _latest_watch: StepWatch | None = field(default=None, init=False)
+
+    def __call__(self, inputs: StepInputs) -> Terms:
+        """One step, with the result of ``act``."""
+        if not self._may_replay(inputs):
+            return self.act(inputs)
+        epoch = ANY_EPOCH
+        if self.reads_epoch():
+            epoch = int(inputs.epoch)
+        recording = self.recordings.get(epoch)
+        if recording is None:
+            return self._warm_up(inputs, epoch)
+        if not recording.is_verified:
+            return self._verify(recording, inputs)
+        return recording.replay(inputs)
+
+    def _may_replay(self, inputs: StepInputs) -> bool:
+        if len(inputs.y) != self.batch_size or self.kind in _refused:
+            return False
+        if self.reads_epoch():
+            return self.batches.per_epoch >= MIN_STEPS
+        return self.batches.total >= MIN_STEPS
+
+    def _warm_up(self, inputs: StepInputs, epoch: int) -> Terms:
+        """Do a step before there is a recording; make the recording after the last of them."""
+        step = self._steps.get(epoch, 0) + 1
+        self._steps[epoch] = step
+        if step == 1:
+            return self.act(inputs)
+
+        previous = self._latest_watch
+        made_in_previous: Set[int] = frozenset()
+        if previous is not None and step == WARM_UP:
+            made_in_previous = previous.made
+        with watched(inputs, self.state(), made_in_previous) as watch:
+            terms = self.act(inputs)
+        self._latest_watch = watch
+
+        if watch.cannot_replay:
+            self._refuse("a part of it is left to the host")
+        elif step == WARM_UP:
+            if previous is not None and previous.operations != watch.operations:
+                self._refuse("it is not the same operations each time")
+            else:
+                self._record(inputs, epoch)
+        return terms
+
+    def _record(self, inputs: StepInputs, epoch: int) -> None:
+        """Record the kernels of a step. Nothing is computed."""
+        # A recording holds the memory of a step, and an epoch that is over does not come back.
+        self.recordings.clear()
+        # Clones, because an objective may have kept something it computed for the originals.
+        positions = inputs.positions.clone()
+        recorded = StepInputs(
+            x=inputs.x.clone(),
+            y=inputs.y.clone(),
+            positions=positions,
+            rows=positions,
+            mask=None,
+            epoch=inputs.epoch,
+        )
+        known = {id(tensor) for tensor in self.state()}
+        pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                terms = self.act(recorded)
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            _clean_up(error, inputs.x.device, pool)
+            self._refuse(on_one_line(error))
+        else:
+            detached = {name: value.detach() for name, value in terms.items()}
+            self.recordings[epoch] = Recording(graph, recorded, detached)
+
+        for tensor in self.state():
+            if id(tensor) not in known:
+                # Momentum that begins in a recording has no value, because nothing was computed.
+                tensor.detach().zero_()
+                self._refuse("momentum begins late")
+
+    def _verify(self, recording: Recording, inputs: StepInputs) -> Terms:
+        """Do a step twice from the same state, by itself and as a replay. The recording is used
+        from now on if no bit differs.
+
+        The batch is not the recorded one, so this also finds an objective that has kept something
+        of the recorded batch.
+        """
+        state = self.state()
+        start = _copies(state)
+        random_state = torch.cuda.get_rng_state()
+
+        stepped = self.act(inputs)
+        terms = {name: value.detach().clone() for name, value in stepped.items()}
+        if len(self.state()) != len(state) or terms.keys() != recording.terms.keys():
+            self._refuse("momentum begins late")
+            return terms
+        end = _copies(state)
+        random_state_at_end = torch.cuda.get_rng_state()
+
+        put(state, start)
+        torch.cuda.set_rng_state(random_state)
+        replayed = recording.replay(inputs)
+        replayed_terms = [replayed[name] for name in terms]
+        recording.is_verified = all_equal([*state, *replayed_terms], [*end, *terms.values()])
+        if not recording.is_verified:
+            self._refuse("replayed it ends at other bits")
+            put(state, end)
+            torch.cuda.set_rng_state(random_state_at_end)
+        return terms
+
+    def _refuse(self, reason: str) -> None:
+        log.info("a step cannot be recorded, and is launched kernel by kernel: %s", reason)
+        self.recordings.clear()
+        _refused.add(self.kind)
+
+
+def _clean_up(error: RuntimeError, device: torch.device, pool: Any) -> None:
+    """Restore the card after a recording that failed, and raise Ctrl-C again if that was why.
+
+    Torch does this only after a recording that succeeds. Otherwise its memory stays set aside for
+    the recording, and in some versions its generator stays in recording mode.
+    """
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device()
+    with suppress(RuntimeError, StopIteration):
+        # The second name is that of torch before 2.8.
+        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+        end_allocation = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
+        # Raises RuntimeError if the recording succeeded and has released its memory itself.
+        end_allocation(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    with suppress(RuntimeError, AttributeError):
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+    if isinstance(error.__context__, KeyboardInterrupt):
+        raise error.__context__
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@torch.no_grad()
+def put(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into tensors, one by one."""
+    for tensor, value in zip(state, values, strict=True):
+        tensor.copy_(value)
+
+
+def all_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether tensors are equal one by one, with NaN at the same places. The host waits once."""
+    equal = []
+    for a, b in zip(tensors, expected, strict=True):
+        both_nan = (a != a) & (b != b)
+        equal.append(((a == b) | both_nan).all())
+    return bool(torch.stack(equal).all())
+
+
+def is_wanted(device: torch.device) -> bool:
+    """Whether steps on a device may be recorded."""
+    return device.type == "cuda" and os.environ.get(REPLAY, "1") != "0"
+
+
+@contextmanager
+def on_own_stream(device: torch.device) -> Iterator[None]:
+    """Train on a CUDA card, in a stream in which steps can be recorded. On the CPU this does
+    nothing.
+
+    Threads take turns. A recording would contain what another thread does meanwhile, and both would
+    draw from the same generator.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with _card_lock:
+        if not is_wanted(device):
+            yield
+            return
+        recording_stream = _stream(device)
+        caller_stream = torch.cuda.current_stream(device)
+        recording_stream.wait_stream(caller_stream)
+        try:
+            with torch.cuda.stream(recording_stream):
+                yield
+        finally:
+            caller_stream.wait_stream(recording_stream)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if unused > SPARE_BYTES:
+            torch.cuda.empty_cache()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream per process, because cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+# Watching a step: whether a replay of its kernels would be the same step.
 
 aten = torch.ops.aten
-WAITS = {
+
+HOST_OPERATIONS = {
     aten._linalg_check_errors,
     aten._local_scalar_dense,
     aten._unique2,
@@ -45,33 +349,45 @@ WAITS = {
     aten.unique_consecutive,
     aten.unique_dim,
 }
-"""Operations whose result the host needs, or that bring one of its numbers: in a replay they would
-not be done.
+"""Operations whose result the host needs, or that bring a number from the host. A replay would not
+do them.
 """
-BY_MASK = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-COPIES = {aten._to_copy, aten.copy_}
 
-_said: dict[Any, Any] = {}
-"""Warnings that were passed on: each is said once."""
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+"""Operations for which the host needs to know how many entries a mask selects."""
+
+COPYING = {aten._to_copy, aten.copy_}
+
+NO_MEMORY = 0
+"""The place of a tensor without memory."""
+
+_passed_on: dict[Any, Any] = {}
+"""The warnings that were passed on, so that each is shown once."""
 
 
-class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, while a step is done on a device, whether any of it is left to the host, or moves what
-    is not its own.
+class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes, while a step is done, whether a replay would be the same step.
 
-    own: the tensors that a step moves; it may write into these, and into what it makes. kept: where
-    the step before made tensors, ``made`` of its watch; one that is there still, and is read, was
-    kept from step to step in Python.
-    ``done``: the operations, with their numbers.
+    Tensors are known by the place of their memory, which views share.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, own: Sequence[Tensor], kept: Set[int]) -> None:
+    def __init__(
+        self, device: torch.device, state: Iterable[Tensor], made_in_previous: Set[int]
+    ) -> None:
+        """state: the tensors that the step changes. made_in_previous: the places of tensors that
+        the step before made. If one is read now, the objective has kept it in Python.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.kept, self.seen = device, kept, False
-        self.own, self.made = {_place(tensor) for tensor in own}, {0}
-        self.done: list[tuple[Any, ...]] = []
+        self.device = device
+        self.state = _places(state)
+        self.made_in_previous = made_in_previous
+        self.made = {NO_MEMORY}
+        """The places of the tensors that this step made."""
+        self.operations: list[tuple[Any, ...]] = []
+        """Every operation with its numbers."""
+        self.cannot_replay = False
 
     def __torch_dispatch__(
         self,
@@ -82,335 +398,131 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
-            self.seen = True
+            # A higher-order operator, for example a loop, hides the operations in it.
+            self.cannot_replay = True
             return func(*args, **kwargs)
-        packet, written = func.overloadpacket, _written(func, args, kwargs)
-        given = func(*args, **kwargs)
-        self.seen |= packet in WAITS or (packet in BY_MASK and any(_is_mask(i) for i in args[1]))
-        self.seen |= packet is aten.repeat_interleave and kwargs.get("output_size") is None
-        for tensor in (*args, given):
-            away = isinstance(tensor, Tensor) and tensor.device != self.device
-            self.seen |= away and (packet in COPIES or tensor.dim() > 0)
-        read = {_place(tensor) for tensor in _tensors((args, kwargs))}
-        self.done.append(
-            (func, *(v for v in tree_leaves((args, kwargs)) if isinstance(v, int | float)))
-        )
-        self.seen |= not {_place(tensor) for tensor in written} <= self.own | self.made
-        self.seen |= bool((read - self.own - self.made) & self.kept)
-        self.made |= {_place(tensor) for tensor in _tensors(given)} - read
-        return given
+        written = _written(func, args, kwargs)
+        result = func(*args, **kwargs)
+
+        if _needs_host(func.overloadpacket, args, kwargs) or self._crosses_devices(
+            func.overloadpacket, (*args, result)
+        ):
+            self.cannot_replay = True
+
+        read_places = _places(_tensors((args, kwargs)))
+        writable = self.state | self.made
+        if not _places(written) <= writable:
+            self.cannot_replay = True
+        if (read_places - writable) & self.made_in_previous:
+            self.cannot_replay = True
+        self.made |= _places(_tensors(result)) - read_places
+
+        numbers = [v for v in tree_leaves((args, kwargs)) if isinstance(v, int | float)]
+        self.operations.append((func, *numbers))
+        return result
+
+    def _crosses_devices(self, operation: Any, values: Iterable[Any]) -> bool:
+        """Whether an operation moves a tensor between host and device. A scalar on the host is
+        passed to a kernel as a number, unless it is copied.
+        """
+        away = [v for v in values if isinstance(v, Tensor) and v.device != self.device]
+        if operation in COPYING:
+            return bool(away)
+        return any(tensor.dim() > 0 for tensor in away)
 
 
 @contextmanager
-def watched(given: Sequence[Tensor], own: Sequence[Tensor], made: Set[int]) -> Iterator[OnHost]:
-    """Meanwhile a step is done; afterwards ``seen`` says whether a replay would be something else.
+def watched(
+    inputs: StepInputs, state: Sequence[Tensor], made_in_previous: Set[int]
+) -> Iterator[StepWatch]:
+    """Watch a step: afterwards ``cannot_replay`` is set.
 
-    given: what it is done on. own, made: as of ``OnHost``, of the step before. Beside
-    single operations: whether the host waited for a card, and whether anything drew from Python's
-    or NumPy's generator.
+    In addition to single operations, this notes whether the host waited for the card, and whether
+    anything drew from the generators of Python or NumPy.
     """
-    drawn, device = (random.getstate(), _of_numpy()), given[0].device
-    kept = made - {_place(tensor) for tensor in given}
-    with OnHost(device, own, kept) as watch, _waits_said(device) as waits:
+    device = inputs.x.device
+    random_state = (random.getstate(), _numpy_state())
+    # Inputs may be in memory where the step before had a tensor.
+    kept = made_in_previous - _places([inputs.x, inputs.y, inputs.positions])
+    with StepWatch(device, state, kept) as watch, _sync_warnings(device) as waits:
         yield watch
-    watch.seen |= bool(waits) or drawn != (random.getstate(), _of_numpy())
+    if waits or random_state != (random.getstate(), _numpy_state()):
+        watch.cannot_replay = True
 
 
 @contextmanager
-def _waits_said(device: torch.device) -> Iterator[list[str]]:
-    """What torch says meanwhile of operations for which the host waits; its other warnings are
-    passed on.
+def _sync_warnings(device: torch.device) -> Iterator[list[str]]:
+    """Collect torch's warnings about operations for which the host waits, and pass on all other
+    warnings.
     """
     waits: list[str] = []
     if device.type != "cuda":
         yield waits
         return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as said:
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield waits
         finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for one in said:
-        if "synchronizing CUDA operation" in str(one.message):
-            waits.append(str(one.message))
-        elif "Synchronization debug mode" not in str(one.message):
+            torch.cuda.set_sync_debug_mode(mode)
+    for warning in caught:
+        text = str(warning.message)
+        if "synchronizing CUDA operation" in text:
+            waits.append(text)
+        elif "Synchronization debug mode" not in text:
             warnings.warn_explicit(
-                one.message, one.category, one.filename, one.lineno, registry=_said
+                warning.message,
+                warning.category,
+                warning.filename,
+                warning.lineno,
+                registry=_passed_on,
             )
 
 
-def _of_numpy() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state()
-    return (name, np.asarray(keys).tobytes(), *rest)
+def _numpy_state() -> tuple[Any, ...]:
+    name, keys, *position = np.random.get_state()
+    return (name, np.asarray(keys).tobytes(), *position)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes into, as its schema says."""
-    named = [
-        (a.name, i)
-        for i, a in enumerate(func._schema.arguments)
-        if a.alias_info and a.alias_info.is_write
-    ]
-    return _tensors([args[i] if i < len(args) else kwargs.get(name) for name, i in named])
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+def _needs_host(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host needs a result of an operation to go on."""
+    if operation in HOST_OPERATIONS:
+        return True
+    if operation in INDEXING:
+        return any(_is_mask(index) for index in args[1])
+    # Without an output size, the host has to sum the repeats.
+    return operation is aten.repeat_interleave and kwargs.get("output_size") is None
 
 
 def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _place(tensor: Tensor) -> int:
-    """Where a tensor's memory is; views of it have the same. 0 of one without any."""
-    there = tensor.layout == torch.strided and not tensor._is_zerotensor()
-    return tensor.untyped_storage().data_ptr() if there else 0
-
-
-# Steps of training on a CUDA card as one launch: a step's kernels are recorded once, and replayed
-# for each batch.
-#
-# A small network's step is a hundred kernels of a few microseconds; to launch them one by one takes
-# longer than they do. Replayed, a step gives the bits that it gives otherwise: each recording is
-# tried against the step itself.
-
-
-log = logging.getLogger("fedstill.engine")
-
-REPLAY = "FEDSTILL_REPLAY"
-"""The environment variable that keeps every step as it is, if it is 0."""
-
-FIRST = 3
-"""Steps of a client before one is recorded: in the first, what a step needs is made (teachers'
-outputs, momentum); the others are watched.
-"""
-
-PAYS = 12
-"""Steps of one kind in a client's training from which recording one pays."""
-
-SPARE = 2e9
-"""Bytes of a card that may lie unused in this process. What a recording leaves serves no other, so
-more goes back.
-"""
-
-_turn = threading.RLock()
-"""Held while a client trains on a card."""
-
-_refused: set[Hashable] = set()
-"""Kinds of steps that could not be recorded or replayed in this process; they are not tried
-again.
-"""
-
-Terms = dict[str, Tensor]
-Of = tuple[Any, ...]
-"""Of one client's step: inputs, labels, positions twice, no mask, the epoch."""
-
-
-@dataclass
-class Recording:
-    """A step's kernels, with the tensors that they read and the terms that they leave; ``tried``:
-    on another batch.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    of: Of
-    terms: Terms
-    tried: bool = False
-
-    def replay(self, of: Of) -> Terms:
-        """The step on another batch of the same size."""
-        for mine, given in zip(self.of[:3], of[:3], strict=True):
-            mine.copy_(given)
-        self.graph.replay()
-        return self.terms
-
-
-@dataclass
-class Recorder:
-    """A client's steps: ``act`` does one, in place of ``moves``, and gives its terms; recorded
-    where that pays.
-
-    ``asked``: what the objective has asked of a step beside its tensors; a recording holds for one
-    epoch alone if it has asked for that. ``steps``: how many whole batches training has, and an
-    epoch. ``kind``: what such steps have in common, of which one that fails is told.
-    """
-
-    act: Callable[[Of], Terms]
-    moves: Callable[[], Sequence[Tensor]]
-    asked: set[str]
-    batch: int
-    steps: tuple[int, int]
-    kind: Hashable
-    done: dict[int, int] = field(default_factory=dict)
-    recordings: dict[int, Recording] = field(default_factory=dict)
-    watch: OnHost | None = None
-
-    def __call__(self, of: Of) -> Terms:
-        """One step, as ``act`` does it."""
-        epoch = of[5] if "epoch" in self.asked else -1
-        if (
-            len(of[1]) != self.batch
-            or self.kind in _refused
-            or self.steps["epoch" in self.asked] < PAYS
-        ):
-            return self.act(of)
-        if recording := self.recordings.get(epoch):
-            return recording.replay(of) if recording.tried else self._try(recording, of)
-        self.done[epoch] = done = self.done.get(epoch, 0) + 1
-        if done == 1:
-            return self.act(of)
-        with watched(
-            of[:3], self.moves(), self.watch.made if self.watch and done == FIRST else frozenset()
-        ) as watch:
-            terms = self.act(of)
-        before, self.watch = self.watch, watch
-        if watch.seen:
-            self._refuse("a part of it is left to the host")
-        elif done == FIRST and before is not None and before.done != watch.done:
-            self._refuse("it is not the same operations each time")
-        elif done == FIRST:
-            self._record(of, epoch)
-        return terms
-
-    def _record(self, of: Of, epoch: int) -> None:
-        """Record the kernels of a step; nothing is computed. It is given tensors that no pass has
-        been kept of.
-        """
-        self.recordings.clear()  # each holds a step's memory, and epochs do not come back
-        mine: Of = (of[0].clone(), of[1].clone(), index := of[2].clone(), index, None, of[5])
-        before, pool = {id(tensor) for tensor in self.moves()}, torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                given = self.act(mine)
-            finally:
-                graph.capture_end()
-        except RuntimeError as error:
-            _stopped(error, of[0].device, pool)
-            self._refuse(on_one_line(error))
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes into, according to its schema."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            written.append(args[position])
         else:
-            self.recordings[epoch] = Recording(
-                graph, mine, {k: v.detach() for k, v in given.items()}
-            )
-        for late in [tensor for tensor in self.moves() if id(tensor) not in before]:
-            late.detach().zero_()  # momentum that began while nothing was computed
-            self._refuse("momentum begins late")
-
-    def _try(self, recording: Recording, of: Of) -> Terms:
-        """This step, done twice from one place: as it is, and replayed. The recording is kept if no
-        bit differs.
-
-        It was made of another batch: what it has kept of that one shows.
-        """
-        state, drawn = self.moves(), torch.cuda.get_rng_state()
-        start = [v.detach().clone() for v in state]
-        terms = {k: v.detach().clone() for k, v in self.act(of).items()}
-        # momentum begins late
-        if len(self.moves()) != len(state) or {*terms} != {*recording.terms}:
-            self._refuse("momentum begins late")
-            return terms
-        end, drawn_then = [v.detach().clone() for v in state], torch.cuda.get_rng_state()
-        put(state, start)
-        torch.cuda.set_rng_state(drawn)
-        replayed = recording.replay(of)
-        recording.tried = all_equal(
-            [*state, *(replayed[k] for k in terms)], [*end, *terms.values()]
-        )
-        if not recording.tried:
-            self._refuse("replayed it ends at other bits")
-            put(state, end)
-            torch.cuda.set_rng_state(drawn_then)
-        return terms
-
-    def _refuse(self, why: str) -> None:
-        log.info("a step cannot be recorded, and is launched kernel by kernel: %s", why)
-        self.recordings.clear()
-        _refused.add(self.kind)
+            written.append(kwargs.get(argument.name))
+    return _tensors(written)
 
 
-def _stopped(error: RuntimeError, device: torch.device, pool: Any) -> None:
-    """A recording was broken off: the card is as before, and Ctrl-C is raised again.
-
-    Its memory is no longer set aside for the recording, which torch does only of one that ends well
-    (then the first call says so); and its generator no longer believes that it is recorded, as in
-    some versions.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with suppress(RuntimeError, StopIteration):
-        # the second before torch 2.8
-        named = [f"_cuda_endAllocate{what}ToPool" for what in ("", "CurrentStream")]
-        next(getattr(torch._C, name) for name in named if hasattr(torch._C, name))(index, pool)
-        torch._C._cuda_releasePool(index, pool)
-    with suppress(RuntimeError, AttributeError):
-        drawing = torch.cuda.default_generators[index]
-        drawing.graphsafe_set_state(drawing.clone_state())
-    if isinstance(error.__context__, KeyboardInterrupt):
-        raise error.__context__
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def whole_batches(plan: Plan, examples: int) -> tuple[int, int]:
-    """How many batches training has that are not cut short by an epoch's end, and how many of them
-    an epoch.
-
-    >>> whole_batches(Plan(epochs=5, batch=64), 500), whole_batches(Plan(steps=30, batch=8), 20)
-    ((35, 7), (20, 2))
-    """
-    whole, all_ = examples // plan.batch, -(-examples // plan.batch)
-    return plan.steps * whole // max(all_, 1) if plan.steps else plan.epochs * whole, whole
+def _places(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the memory of tensors is. Views of one tensor are at the same place."""
+    return {_place(tensor) for tensor in tensors}
 
 
-@torch.no_grad()
-def put(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into tensors, one by one."""
-    for tensor, value in zip(state, values, strict=True):
-        tensor.copy_(value)
-
-
-def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tensors are equal, one by one, and not a number at the same places; the host waits
-    once.
-    """
-    pairs = zip(some, others, strict=True)
-    return bool(torch.stack([((a == b) | ((a != a) & (b != b))).all() for a, b in pairs]).all())
-
-
-def is_wanted(device: torch.device) -> bool:
-    """Whether steps on a device may be recorded."""
-    return device.type == "cuda" and os.environ.get(REPLAY, "1") != "0"
-
-
-@contextmanager
-def on_own_stream(device: torch.device) -> Iterator[None]:
-    """On a CUDA card, in a stream in which steps can be recorded; what came before is done first,
-    threads take turns.
-
-    What another thread did meanwhile would be recorded, too, and would draw from the same
-    generator.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with _turn:
-        if not is_wanted(device):
-            yield
-            return
-        own, other = _stream(device), torch.cuda.current_stream(device)
-        own.wait_stream(other)
-        try:
-            with torch.cuda.stream(own):
-                yield
-        finally:
-            other.wait_stream(own)
-        if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > SPARE:
-            torch.cuda.empty_cache()
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream in a process: cuBLAS keeps its workspace for each."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _place(tensor: Tensor) -> int:
+    if tensor.layout != torch.strided or tensor._is_zerotensor():
+        return NO_MEMORY
+    return tensor.untyped_storage().data_ptr()

@@ -1,10 +1,8 @@
-"""Frozen teachers of one client: run once where inputs stay the same, else once a batch; never
-twice on one input.
-"""
+"""Frozen teachers of one client. A teacher never runs twice on the same input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,96 +16,117 @@ from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
 
 Outputs = dict[str, Tensor]
-"""What one pass gave: "logits" (n, C), and "features" (n, D) where they were asked for."""
+"""The outputs of one pass: "logits" (n, C), and "features" (n, D) if they were wanted."""
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A teacher as the engines see it: its architecture and its parameters."""
+    """A network whose parameters do not change."""
 
     spec: ModelSpec
     params: Tensors
 
 
-def frozen_teachers(named: Mapping[str, Teacher], own: ModelSpec) -> dict[str, FrozenModel]:
-    """The teachers of a ``TrainingStart``, in the one form that engines know; parameters alone are
-    of ``own`` architecture.
+def frozen(teacher: Teacher, student: ModelSpec) -> FrozenModel:
+    """A teacher as a model: a network with its parameters, or parameters for the student's
+    network.
     """
-    return {name: frozen(teacher, own) for name, teacher in named.items()}
+    if isinstance(teacher, tuple):
+        return FrozenModel(*teacher)
+    return FrozenModel(student, teacher)
 
 
-def frozen(model: Teacher, own: ModelSpec) -> FrozenModel:
-    """Parameters of ``own`` architecture, or a network with its parameters, in that form."""
-    return FrozenModel(*model) if isinstance(model, tuple) else FrozenModel(own, model)
+def frozen_teachers(teachers: Mapping[str, Teacher], student: ModelSpec) -> dict[str, FrozenModel]:
+    """The teachers of a ``TrainingStart`` as models."""
+    return {name: frozen(teacher, student) for name, teacher in teachers.items()}
+
+
+def build_modules(teachers: Mapping[str, Teacher], student: ModelSpec) -> None:
+    """Build the modules that teachers run in, before anything runs under ``vmap``: initial weights
+    cannot be drawn there.
+    """
+    for model in frozen_teachers(teachers, student).values():
+        contract.module(model.spec, "frozen")
 
 
 @dataclass
 class Teachers:
-    """The teachers of one client in one stage, each by its name.
+    """The teachers of one client in one stage, by name.
 
-    ``still``: the client's inputs if they are the same in every epoch and each will be seen, else
-    None. ``workers``: how many teachers and shards at a time on the CPU, one torch thread each; the
-    bits do not depend on it. Outputs of all teachers are made when one is first asked for.
+    A method asks all its teachers the same, so the outputs of all of them are computed as soon as
+    one is needed.
     """
 
-    named: Mapping[str, FrozenModel]
-    still: Tensor | None
+    models: Mapping[str, FrozenModel]
+    fixed_inputs: Tensor | None
+    """The client's inputs, if they are the same in every epoch and training takes all of them."""
     workers: int = 1
+    """How many passes run at a time on the CPU, with one torch thread each. The bits do not depend
+    on it.
+    """
     precision: Precision = "fp32"
-    _known: dict[str, Outputs] = field(default_factory=dict)
-    _batch: Tensor | None = None
-    _laid_out: dict[str, FrozenModel] = field(default_factory=dict)
+    _outputs: dict[str, Outputs] = field(default_factory=dict, init=False)
+    """The outputs for the fixed inputs, or for the latest batch, by teacher."""
+    _latest_batch: Tensor | None = field(default=None, init=False)
+    _channels_last: dict[str, FrozenModel] = field(default_factory=dict, init=False)
 
     def table(self, name: str, kind: str) -> Tensor | None:
-        """Logits (n, C) or features (n, D) for all still inputs, passed in fixed shards; None if
-        there are none.
-        """
-        if self.still is None:
+        """Logits (n, C) or features (n, D) for all fixed inputs; None if inputs vary."""
+        if self.fixed_inputs is None:
             return None
-        if kind not in self._known.get(name, {}):
-            self._compute(kind, torch.split(self.still, SHARD))
-        return self._known[name][kind]
+        if kind not in self._outputs.get(name, {}):
+            # Shards of a fixed size, so that the bits do not depend on what is asked for.
+            self._compute(kind, torch.split(self.fixed_inputs, SHARD))
+        return self._outputs[name][kind]
 
-    def now(self, name: str, kind: str, x: Tensor) -> Tensor:
+    def on_batch(self, name: str, kind: str, x: Tensor) -> Tensor:
         """Logits (B, C) or features (B, D) for one batch of inputs."""
-        if self._batch is not x:
-            self._batch, self._known = x, {}
-        if kind not in self._known.get(name, {}):
+        if self._latest_batch is not x:
+            self._latest_batch = x
+            self._outputs = {}
+        if kind not in self._outputs.get(name, {}):
             self._compute(kind, (x,))
-        return self._known[name][kind]
+        return self._outputs[name][kind]
 
-    def _compute(self, kind: str, parts: tuple[Tensor, ...]) -> None:
-        """Outputs of every teacher: a method asks all of them the same."""
-        jobs = [
-            partial(_outputs, self._model(name), x, kind, self.precision)
-            for name in self.named
-            for x in parts
+    def _compute(self, kind: str, shards: Sequence[Tensor]) -> None:
+        """Run every teacher on every shard."""
+        passes = [
+            partial(_run, self._model(name), x, kind, self.precision)
+            for name in self.models
+            for x in shards
         ]
-        on_cpu = all(x.device.type == "cpu" for x in parts)
-        passes = side_by_side(jobs, self.workers) if on_cpu else [job() for job in jobs]
-        for i, name in enumerate(self.named):
-            own = passes[i * len(parts) : (i + 1) * len(parts)]
-            self._known[name] = {k: torch.cat([p[k] for p in own]) for k in own[0]}
+        if all(x.device.type == "cpu" for x in shards):
+            results = side_by_side(passes, self.workers)
+        else:
+            results = [run() for run in passes]
+
+        for i, name in enumerate(self.models):
+            outputs = results[i * len(shards) : (i + 1) * len(shards)]
+            self._outputs[name] = {
+                kind: torch.cat([output[kind] for output in outputs]) for kind in outputs[0]
+            }
 
     def _model(self, name: str) -> FrozenModel:
-        """A teacher, its parameters in the order of memory that convolutions want: changed once,
-        not for every pass.
+        """A teacher whose parameters have the order in memory that convolutions want. They are
+        reordered once, not in every pass.
         """
-        if name not in self._laid_out:
-            teacher = self.named[name]
-            self._laid_out[name] = FrozenModel(
-                teacher.spec, {k: channels_last(v) for k, v in teacher.params.items()}
-            )
-        return self._laid_out[name]
+        if name not in self._channels_last:
+            model = self.models[name]
+            params = {entry: channels_last(value) for entry, value in model.params.items()}
+            self._channels_last[name] = FrozenModel(model.spec, params)
+        return self._channels_last[name]
 
 
-def _outputs(teacher: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outputs:
-    """One pass of one teacher, in this thread's module; logits come along where features are asked
-    for.
+def _run(model: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outputs:
+    """One pass of one teacher, in this thread's module. Where features are wanted, it computes
+    logits from them, too.
     """
-    m, params, x = contract.module(teacher.spec, "frozen").eval(), teacher.params, channels_last(x)
+    module = contract.module(model.spec, "frozen").eval()
+    x = channels_last(x)
     with torch.no_grad():
         if kind == "logits":
-            return {"logits": lowered(contract.forward, precision, x.device)(m, params, x)}
-        z = lowered(contract.features, precision, x.device)(m, params, x)
-        return {"features": z, "logits": lowered(contract.head, precision, x.device)(m, params, z)}
+            forward = lowered(contract.forward, precision, x.device)
+            return {"logits": forward(module, model.params, x)}
+        features = lowered(contract.features, precision, x.device)(module, model.params, x)
+        logits = lowered(contract.head, precision, x.device)(module, model.params, features)
+        return {"features": features, "logits": logits}

@@ -1,405 +1,531 @@
-"""The one local training loop, of a client or a stack of them: objective, plan and start in,
-trained parameters out.
-"""
+"""The training loop, the only one: it trains a client, or a stack of clients, for one stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedstill.core import trees
+from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import drawing_from, seed_for
-from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingResult, TrainingStart, View
+from fedstill.core.records import Step, Tensors, TrainingResult, TrainingStart, View
 from fedstill.core.user_code import bad_return
 from fedstill.core.work import ClientWork
-from fedstill.data.inputs import Inputs
-from fedstill.engines.batches import LoneClient
+from fedstill.engines.batches import Batch, Progress
+from fedstill.engines.clients import LoneClient, TrainingClients
 from fedstill.engines.cuda_graphs import Recorder, is_wanted, on_own_stream, whole_batches
 from fedstill.engines.optimiser import optimiser
-from fedstill.engines.precision import Precision, products
+from fedstill.engines.precision import products
 from fedstill.engines.stack import Stack
-from fedstill.engines.step import Batch, Networks, Seen
+from fedstill.engines.step import Networks, Seen, StepInputs
 from fedstill.engines.training_setup import (
-    How,
-    as_carried,
-    scores_count,
+    TrainingSetup,
     stage_examples,
     stage_generator,
+    uses_scores,
+    with_replacements,
 )
 from fedstill.engines.user_functions import terms_of
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers, freeze_norms
-from fedstill.privacy.private_training import Private, example_gradients, noised_mean
 
-# What training keeps account of: the best epoch so far, and the sums of an objective's terms.
+Terms = dict[str, Tensor]
+"""The terms of an objective by name, each averaged over a batch."""
 
+Objective = Callable[[Step, TrainingStart], Mapping[str, Tensor]]
+"""``ClientWork.terms`` or ``ClientWork.ascent_terms``."""
 
-@dataclass
-class BestEpoch:
-    """The best epoch so far, and how long ago it was."""
-
-    plan: Plan
-    score: float = float("-inf")
-    params: dict[str, Tensor] = field(default_factory=dict)
-    stale: int = 0
-    scores: list[float] = field(default_factory=list)
-
-    @property
-    def asked(self) -> bool:
-        """Whether the plan does anything with a score: it is not computed for nothing."""
-        return scores_count(self.plan)
-
-    def seen(self, score: float | None, params: Tensors) -> bool:
-        """Take an epoch's score, None where there is nothing to score by; True if training should
-        stop.
-        """
-        if score is None:
-            return False
-        self.scores.append(score)
-        if score > self.score:
-            self.score, self.params, self.stale = score, trees.clone(params), 0
-        else:
-            self.stale += 1
-        return 0 < self.plan.patience <= self.stale
+DETACHED = (
+    "gives terms that do not depend on what is trained, so nothing would be: is a tensor detached, "
+    "made with .item() or NumPy, or under torch.no_grad()?"
+)
 
 
-class RunningSums:
-    """Running sums of the objective's terms in an epoch, kept as tensors so that no step waits for
-    a number.
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The outcome of one client's training."""
+
+    params: Tensors
+    """All entries of the network, buffers included."""
+    ran: TrainingResult
+    losses: Mapping[str, float]
+    """The mean of each term over the examples of the last epoch."""
+    epochs: int = 0
+    scores: tuple[float, ...] = ()
+    """A score for each epoch, if the plan uses scores."""
+    by_epoch: tuple[Tensors, ...] = ()
+    """The parameters after each epoch, if the setup asks for them."""
+
+
+def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSetup) -> Trained:
+    """Train one client for one stage.
+
+    The outcome depends on the arguments alone: all random numbers are drawn from the run's seed by
+    key.
     """
+    view, inputs = with_replacements(start, view, setup.inputs)
+    setup = replace(setup, inputs=inputs)
+    device = stage_examples(view, setup.stage).labels.device
+    with (
+        on_own_stream(device),
+        products(setup.precision, device),
+        _dropout_by_key(view, setup),
+        closing(_Training(work, LoneClient(start, view, setup))) as training,
+    ):
+        return training.run()[0]
 
-    def __init__(self) -> None:
-        self.terms: dict[str, Tensor] = {}
-        self.counts: int | Tensor = 0
 
-    def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
-        """Add a step's terms; those of an epoch before are dropped."""
-        more = {k: v.detach() * batch.sizes for k, v in terms.items()}
-        if isinstance(batch.first, Tensor):
-            zero = torch.zeros((), device=batch.first.device)
-            old = {k: torch.where(batch.first, zero.to(v.dtype), v) for k, v in self.terms.items()}
-            self.counts = torch.where(batch.first, 0, self.counts) + batch.sizes
+def train_stack(
+    work: ClientWork,
+    starts: Sequence[TrainingStart],
+    views: Sequence[View],
+    setup: TrainingSetup,
+) -> list[Trained]:
+    """Train several clients of one structure (``Structures``) at once. Up to rounding, the outcome
+    is that of ``train`` for each client.
+    """
+    device = stage_examples(views[0], setup.stage).labels.device
+    with products(setup.precision, device):
+        return _Training(work, Stack(starts, views, setup)).run()
+
+
+def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[None]:
+    """Layers such as dropout draw from torch's global generator: it is seeded for this client."""
+    if not draws_random_numbers(view.model):
+        return nullcontext()
+    stage = setup.stage
+    return drawing_from(seed_for(setup.seed, stage.round, stage.index, view.client, "dropout"))
+
+
+class _Training:
+    """One training from its start to its end, of one client or of a stack."""
+
+    def __init__(self, work: ClientWork, clients: TrainingClients) -> None:
+        self.work = work
+        self.clients = clients
+        self.setup = clients.setup
+        self.plan = clients.setup.plan
+        self.params = clients.params
+        self.trace = clients.trace
+        self.leaves = self._trained_entries()
+        self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.setup.lr)
+        self.networks = self._networks()
+        self.rule_draws = stage_generator(clients.view.client, self.setup, "noise")
+        self.sums = TermSums()
+        self.epoch_params: dict[int, list[Tensors]] = {}
+        """The parameters after each epoch, by the client's place in the stack."""
+
+        # Hooks that a method leaves as they are would change nothing, and are not called.
+        self.adjusts_gradients = _overrides(work, "adjust_gradients")
+        self.acts_after_step = _overrides(work, "after_step")
+        self.perturbs = _overrides(work, "perturb")
+        self.has_ascent_terms = _overrides(work, "ascent_terms")
+
+        self.recorder = self._recorder()
+
+    def _trained_entries(self) -> dict[str, Tensor]:
+        trainable = contract.trainable_names(self.clients.view.model)
+        leaves = {}
+        for name, value in self.params.items():
+            if name in trainable and self.work.trainable(name):
+                leaves[name] = value.requires_grad_()
+        return leaves
+
+    def _networks(self) -> Networks:
+        clients = self.clients
+        module = clients.module().train()
+        if self.plan.norm == "frozen":
+            freeze_norms(module)
+
+        return Networks(
+            spec=clients.view.model,
+            module=module,
+            table=clients.teacher_table,
+            precision=self.setup.precision,
+            device=clients.device,
+            now=clients.teacher_on_batch,
+        )
+
+    def _recorder(self) -> Recorder | None:
+        """The recorder of steps as CUDA graphs; None if steps are not recorded."""
+        clients = self.clients
+        if not isinstance(clients, LoneClient) or not is_wanted(clients.device):
+            return None
+        # A step by a rule has batches of varying size; after_step makes a new trace in every step.
+        if self.setup.rule is not None or self.acts_after_step:
+            return None
+        return Recorder(
+            act=self._step,
+            state=lambda: [*self.params.values(), *self.optimiser.state()],
+            reads_epoch=lambda: "epoch" in self.networks.asked,
+            batch_size=self.plan.batch,
+            batches=whole_batches(self.plan, clients.sizes[0]),
+            kind=(type(self.work), clients.view.model, self.plan, self.setup.precision),
+        )
+
+    def close(self) -> None:
+        """Delete the recordings now. Left to the garbage collector, they could be deleted while
+        another thread records, which breaks its recording.
+        """
+        self.recorder = None
+
+    def run(self) -> list[Trained]:
+        """Train to the end; the outcome of each client."""
+        best = BestEpoch(self.plan.patience)
+        batch = None
+        for batch in self.clients.batches():
+            self.step(batch)
+            if not batch.ending:
+                continue
+            if self.setup.by_epoch:
+                self._keep_params(batch.ending)
+            if uses_scores(self.plan):
+                best.add(self._score(), self.params)
+                if best.is_out_of_patience:
+                    break
+        return self._outcomes(best, batch)
+
+    def _score(self) -> float | None:
+        return self.work.validation_score(self.params, self.clients.view)
+
+    def _keep_params(self, ending: Sequence[int]) -> None:
+        """Copy the parameters of the clients whose epoch ends."""
+        params_by_client = self.clients.copies(self.params)
+        for place in ending:
+            self.epoch_params.setdefault(place, []).append(params_by_client[place])
+
+    def _outcomes(self, best: BestEpoch, last_batch: Batch | None) -> list[Trained]:
+        params = self.params
+        if self.plan.keep == "best" and best.params:
+            params = best.params
+        params_by_client = self.clients.copies(params)
+        traces = self.clients.copies(self.trace)
+        count = len(params_by_client)
+        losses = self.sums.means(count)
+        progress: Sequence[Progress] = [Progress(steps=0, epochs=0)] * count
+        if last_batch is not None:
+            progress = last_batch.progress
+
+        return [
+            Trained(
+                params=params_by_client[i],
+                ran=TrainingResult(progress[i].steps, self.setup.lr, traces[i]),
+                losses=losses[i],
+                epochs=progress[i].epochs,
+                scores=tuple(best.scores),
+                by_epoch=tuple(self.epoch_params.get(i, ())),
+            )
+            for i in range(count)
+        ]
+
+    def step(self, batch: Batch) -> None:
+        """One step of every client that is still training.
+
+        Nothing here needs a number from the device, so the host runs ahead of a GPU.
+        """
+        inputs = self.clients.step_inputs(batch)
+        if self.setup.rule is not None:
+            terms = self._step_by_rule(inputs, self.setup.rule)
+        elif self.recorder is not None:
+            terms = self.recorder(inputs)
         else:
-            old = {} if batch.first else self.terms
-            self.counts = batch.sizes if batch.first else self.counts + batch.sizes
-        self.terms = {k: old[k] + v if k in old else v for k, v in more.items()}
+            terms = self._step(inputs, batch.running)
+        if terms:
+            self.sums.add(terms, batch)
 
-    def means(self, clients: int) -> list[dict[str, float]]:
-        """The mean of each term over the examples of the last epoch, for each client."""
-        by_term = {k: (v / self.counts).reshape(-1).tolist() for k, v in self.terms.items()}
-        return [{k: v[i] for k, v in by_term.items()} for i in range(clients)]
+    def _step(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
+        """Move the trained entries by the gradient of a batch's objective; its terms."""
+        params = self.params
+        leaves = self.leaves
+        if self.perturbs:
+            leaves = self._perturbed_leaves(inputs)
+            params = self._params_with(leaves)
+        terms = self._terms(self.work.terms, params, inputs)
+        has_gradient = backward(terms, leaves)
+        # A hook may move entries even if the objective does not depend on them.
+        has_hook = self.adjusts_gradients or self.acts_after_step
+        if not has_gradient and self.leaves and not has_hook:
+            raise bad_return(self.work.terms, DETACHED)
+
+        # The gradient is taken at the perturbed point, but the step starts from the leaves.
+        for name, leaf in self.leaves.items():
+            leaf.grad = leaves[name].grad
+        if running is None:
+            self._update()
+        else:
+            self._update_only(running)
+        return terms
+
+    def _step_by_rule(self, inputs: StepInputs, rule: GradientRule) -> Terms:
+        """Move the trained entries by a rule's combination of the examples' gradients; the mean
+        terms of the step, or none if the step has no examples.
+        """
+
+        def example_terms(entries: Tensors, example: StepInputs) -> Terms:
+            return self._terms(self.work.terms, {**self.params, **entries}, example)
+
+        by_example: dict[str, Tensor] = {}
+        terms: Terms = {}
+        if len(inputs.y):
+            by_example, terms = example_gradients(example_terms, self.leaves, inputs)
+        size = min(self.plan.batch, self.clients.sizes[0])
+        combined = rule.combined(by_example, self.leaves, size, self.rule_draws)
+        for name, gradient in combined.items():
+            self.leaves[name].grad = gradient
+        self._update()
+        return {name: values.mean() for name, values in terms.items()}
+
+    def _terms(self, objective: Objective, params: Tensors, inputs: StepInputs) -> Terms:
+        """The terms of an objective for each client."""
+
+        def client_terms(start: TrainingStart, params: Tensors, inputs: StepInputs) -> Terms:
+            step = Seen(self.networks, start, params, *inputs)  # type: ignore[arg-type]
+            terms = terms_of(objective, objective(step, start), len(inputs.y))
+            return {name: _averaged(value, step) for name, value in terms.items()}
+
+        return self.clients.per_client(client_terms, params, inputs)
+
+    def _perturbed_leaves(self, inputs: StepInputs) -> dict[str, Tensor]:
+        """The trained entries, as new leaves, at the point where ``perturb`` wants the gradient."""
+        ascent_terms: Terms = {}
+        if self.has_ascent_terms:
+            ascent_terms = self._terms(self.work.ascent_terms, self.params, inputs)
+        backward(ascent_terms, self.leaves)
+
+        def perturb(start: TrainingStart, params: Tensors, gradients: Tensors) -> Tensors:
+            return self.work.perturb(params, gradients, start)
+
+        values = {name: leaf.detach() for name, leaf in self.leaves.items()}
+        point = self.clients.per_client(perturb, values, gradients_of(self.leaves))
+        return {
+            name: point[name].detach().to(leaf.dtype).requires_grad_()
+            for name, leaf in self.leaves.items()
+        }
+
+    def _params_with(self, leaves: Tensors) -> dict[str, Tensor]:
+        """All entries, with ``leaves`` for the trained ones.
+
+        After a first pass the others are copies. Batch normalisation has updated its statistics in
+        that pass, and the second pass must not update them again.
+        """
+        params = {**self.params, **leaves}
+        if self.has_ascent_terms:
+            for name, value in self.params.items():
+                if name not in leaves:
+                    params[name] = value.clone()
+        return params
+
+    def _update(self) -> None:
+        """The optimiser's step, and a method's hooks before and after it."""
+        if self.adjusts_gradients:
+            self._adjust_gradients()
+        if self.plan.clip_norm > 0:
+            self.clients.clip(self.leaves, self.plan.clip_norm)
+        if self.acts_after_step:
+            self._step_with_hook()
+        else:
+            self.optimiser.step()
+
+    def _adjust_gradients(self) -> None:
+        def adjust(start: TrainingStart, gradients: Tensors) -> Tensors:
+            return self.work.adjust_gradients(gradients, start)
+
+        adjusted = self.clients.per_client(adjust, gradients_of(self.leaves))
+        for name, leaf in self.leaves.items():
+            leaf.grad = adjusted[name].to(leaf.dtype)
+
+    def _step_with_hook(self) -> None:
+        """The optimiser's step, and what ``after_step`` makes of it."""
+
+        def after_step(
+            start: TrainingStart,
+            before: Tensors,
+            gradients: Tensors,
+            after: Tensors,
+            trace: Tensors,
+        ) -> tuple[Tensors, Tensors]:
+            return self.work.after_step(before, gradients, after, trace, start)
+
+        before = trees.clone(self.leaves)
+        gradients = gradients_of(self.leaves)
+        self.optimiser.step()
+        with torch.no_grad():
+            after = trees.clone(self.leaves)
+            params, self.trace = self.clients.per_client(
+                after_step, before, gradients, after, self.trace
+            )
+            for name, leaf in self.leaves.items():
+                leaf.copy_(params[name])
+
+    def _update_only(self, running: Tensor) -> None:
+        """Update the clients that are still training. The others are put back afterwards: momentum
+        and weight decay would move them even without a gradient.
+        """
+        before = trees.clone(self.leaves)
+        trace = self.trace
+        self._update()
+        with torch.no_grad():
+            for name, leaf in self.leaves.items():
+                leaf.copy_(_where_running(running, leaf, before[name]))
+            self.trace = {
+                name: _where_running(running, value, trace[name])
+                for name, value in self.trace.items()
+            }
 
 
-# The gradient of an objective, and where it is taken: at the parameters in training, or where a
-# method looks ahead.
+def _overrides(work: ClientWork, hook: str) -> bool:
+    """Whether a method has its own version of a hook."""
+    return getattr(type(work), hook) is not getattr(ClientWork, hook)
+
+
+def _averaged(term: Tensor, step: Step) -> Tensor:
+    """A term with one value per example, averaged over the real examples; another one as it is."""
+    if term.dim() == 0:
+        return term
+    return step.mean(term)
+
+
+def _where_running(running: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """New values (K, ...) of the clients that are running, and old ones of the others."""
+    ones = [1] * (new.dim() - 1)
+    return torch.where(running.view(-1, *ones), new, old)
 
 
 def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> bool:
-    """Give leaves the gradient of the sum of all terms; one on which no term depends has none.
+    """Compute the gradient of the sum of all terms. A leaf on which no term depends has none.
 
-    False if no term depends on anything that is trained.
+    False if no term depends on any leaf.
     """
-    parts = [v if v.dtype == torch.float64 else v.float() for v in terms.values()]
     for leaf in leaves.values():
         leaf.grad = None
-    if not parts:
+    if not terms:
         return False
-    loss = (parts[0] if len(parts) == 1 else torch.stack(parts)).sum()
+
+    loss = _sum(terms)
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.requires_grad
 
 
-def gradients(leaves: Tensors) -> dict[str, Tensor]:
-    """Copies of the leaves' gradients; zeros where one has none."""
-    return {
-        k: torch.zeros_like(v) if v.grad is None else v.grad.detach().clone()
-        for k, v in leaves.items()
-    }
+def _sum(terms: Mapping[str, Tensor]) -> Tensor:
+    values = [_at_least_float32(term) for term in terms.values()]
+    if len(values) == 1:
+        return values[0].sum()
+    return torch.stack(values).sum()
 
 
-def looked_ahead(
-    work: ClientWork,
-    clients: LoneClient | Stack,
-    params: Tensors,
-    leaves: Tensors,
-    first: Callable[..., dict[str, Tensor]] | None,
-    of: tuple[Any, ...],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All parameters at the point that ``perturb`` gives, and those of them that are trained,
-    which are new leaves.
-
-    first: the objective of the first pass over a batch, ``of``; None: there is none, and the
-    gradient is zero. After a first pass the other entries are copies: a batch's statistics are
-    taken up once.
-    """
-    rest = {k: v for k, v in params.items() if k not in leaves}
-    backward({} if first is None else clients.each(first, params, *of), leaves)
-    if first is not None:
-        rest = {k: v.clone() for k, v in rest.items()}
-    here = {k: v.detach() for k, v in leaves.items()}
-    point = clients.each(lambda start, w, g: work.perturb(w, g, start), here, gradients(leaves))
-    there = {k: point[k].detach().to(v.dtype).requires_grad_() for k, v in leaves.items()}
-    return {**params, **rest, **there}, there
+def _at_least_float32(term: Tensor) -> Tensor:
+    if term.dtype == torch.float64:
+        return term
+    return term.float()
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What training gave: parameters and buffers, what ran, the mean of each objective term in the
-    last epoch.
-
-    ``scores``: one for each epoch, where the plan asks for them. ``by_epoch``: the parameters after
-    each epoch, where they are to be measured.
-    """
-
-    params: Tensors
-    ran: TrainingResult
-    losses: Mapping[str, float]
-    epochs: int = 0
-    scores: tuple[float, ...] = ()
-    by_epoch: tuple[Tensors, ...] = ()
-
-
-def train(
-    work: ClientWork,
-    start: TrainingStart,
-    plan: Plan,
-    stage: Stage,
-    view: View,
-    inputs: Inputs,
-    seed: int,
-    precision: Precision = "fp32",
-    by_epoch: bool = False,
-    lr_round: int | None = None,
-    private: Private | None = None,
-) -> Trained:
-    """Train one client for one stage. A pure function of its arguments: every draw comes from the
-    run's seed by key.
-    """
-    view, inputs = as_carried(start, view, inputs)
-    draws = seed_for(seed, stage.round, stage.index, view.client, "dropout")
-    device = stage_examples(view, stage).labels.device
-    drawing = drawing_from(draws) if draws_random_numbers(view.model) else nullcontext()
-    with on_own_stream(device), products(precision, device), drawing:
-        how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
-        with closing(_Training(work, LoneClient(start, view, how))) as training:
-            return training.run()[0]
-
-
-def train_stack(
-    work: ClientWork, carries: Sequence[TrainingStart], views: Sequence[View], how: How
-) -> list[Trained]:
-    """Train several clients of one structure (``Structures``) at once, up to rounding as ``train``
-    does each.
-    """
-    with products(how.precision, stage_examples(views[0], how.stage).labels.device):
-        return _Training(work, Stack(carries, views, how)).run()
-
-
-DETACHED = (
-    "gives terms that do not depend on what is trained, so nothing would be: is a tensor detached, "
-    "made with .item() "
-    "or NumPy, or under torch.no_grad()?"
-)
-
-
-class _Training:
-    def __init__(self, work: ClientWork, clients: LoneClient | Stack) -> None:
-        self.work, self.clients, self.plan = work, clients, clients.how.plan
-        spec = clients.view.model
-        names = contract.trainable_names(spec)
-        self.params, self.trace = clients.params, clients.trace
-        self.leaves = {k: v for k, v in self.params.items() if k in names and work.trainable(k)}
-        for leaf in self.leaves.values():
-            leaf.requires_grad_()
-        self.lr = clients.how.lr
-        self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.lr)
-        module = _in_training_mode(clients.module(), self.plan)
-        self.private = clients.how.private
-        self.noise = stage_generator(clients.view.client, clients.how, "noise")
-        now = None if self.private else clients.now  # of single examples, teachers run under vmap
-        if self.private and isinstance(clients, LoneClient):
-            clients.make_teachers()
-        self.networks = Networks(
-            spec, module, clients.tables, clients.how.precision, clients.device, now
-        )
-        self.sums = RunningSums()
-        self.kept: dict[int, list[Tensors]] = {}
-        self.settles = type(work).after_step is not ClientWork.after_step
-        self.adjusts = type(work).adjust_gradients is not ClientWork.adjust_gradients
-        self.looks = type(work).perturb is not ClientWork.perturb
-        self.ascends = type(work).ascent_terms is not ClientWork.ascent_terms
-        self.recorder = self._recorder()
-
-    def run(self) -> list[Trained]:
-        best, batch = BestEpoch(self.plan), None
-        for batch in self.clients.batches():
-            self.step(batch)
-            self.keep(batch)
-            if (
-                batch.ends
-                and best.asked
-                and best.seen(
-                    self.work.validation_score(self.params, self.clients.view), self.params
-                )
-            ):
-                break
-        params = best.params if best.params and self.plan.keep == "best" else self.params
-        split = [self.clients.copies(tree) for tree in (params, self.trace)]
-        done = batch.done if batch else [(0, 0)] * len(split[0])
-        losses = self.sums.means(len(split[0]))
-        return [
-            Trained(
-                params,
-                TrainingResult(steps, self.lr, trace),
-                terms,
-                epochs,
-                tuple(best.scores),
-                tuple(self.kept.get(i, ())),
-            )
-            for i, (params, trace, terms, (steps, epochs)) in enumerate(
-                zip(*split, losses, done, strict=True)
-            )
-        ]
-
-    def close(self) -> None:
-        """Let go of recordings: left to the collector of garbage, they would go while others
-        record.
-        """
-        self.recorder = None
-
-    def keep(self, batch: Batch) -> None:
-        """Copy the parameters of clients whose epoch ends, if they are to be measured."""
-        if self.clients.how.by_epoch and batch.ends:
-            each = self.clients.copies(self.params)
-            for i in batch.ends:
-                self.kept.setdefault(i, []).append(each[i])
-
-    def step(self, batch: Batch) -> None:
-        """One step of every client that still trains; nothing here waits for a number from the
-        device.
-        """
-        x, y = self.clients.inputs(batch)
-        if self.private is not None:
-            self._step_privately(batch, (x, y, batch.index, batch.rows), self.private)
-            return
-        of = (x, y, batch.index, batch.rows, batch.mask, batch.epoch)
-        self.sums.add(self.recorder(of) if self.recorder else self._moved(of, batch.running), batch)
-
-    def _recorder(self) -> Recorder | None:
-        """What records one client's steps on a GPU; ``after_step`` makes a new trace in each."""
-        clients, plan = self.clients, self.plan
-        if (
-            not isinstance(clients, LoneClient)
-            or self.private
-            or self.settles
-            or not is_wanted(clients.device)
-        ):
-            return None
-        steps = whole_batches(plan, len(clients.examples))
-        changed = lambda: [*self.params.values(), *self.optimiser.state()]  # noqa: E731
-        kind = (type(self.work), clients.view.model, plan, clients.how.precision)
-        return Recorder(self._moved, changed, self.networks.asked, plan.batch, steps, kind)
-
-    def _moved(self, of: tuple[Any, ...], running: Tensor | None = None) -> dict[str, Tensor]:
-        """The terms at a batch; what is trained is moved by their gradient."""
-        params, at = self.params, self.leaves
-        if self.looks:
-            first = partial(self._objective, self.work.ascent_terms) if self.ascends else None
-            params, at = looked_ahead(self.work, self.clients, params, at, first, of)
-        terms = self.clients.each(partial(self._objective, self.work.terms), params, *of)
-        if not backward(terms, at) and self.leaves and not (self.adjusts or self.settles):
-            raise bad_return(self.work.terms, DETACHED)
-        for name, leaf in self.leaves.items():
-            leaf.grad = at[name].grad
-        if running is None:
-            self._move()
+def gradients_of(leaves: Tensors) -> dict[str, Tensor]:
+    """Copies of the leaves' gradients; zeros for a leaf without one."""
+    gradients = {}
+    for name, leaf in leaves.items():
+        if leaf.grad is None:
+            gradients[name] = torch.zeros_like(leaf)
         else:
-            self._move_only(running)
-        return terms
+            gradients[name] = leaf.grad.detach().clone()
+    return gradients
 
-    def _step_privately(
-        self, batch: Batch, seen: tuple[Tensor, Tensor, Tensor, Tensor], how: Private
-    ) -> None:
-        """One step of one client, on noised gradients."""
 
-        def of_one(own: Tensors, *example: Tensor) -> dict[str, Tensor]:
-            objective = partial(self._objective, self.work.terms)
-            return self.clients.each(objective, {**self.params, **own}, *example, None, batch.epoch)
+def example_gradients(
+    example_terms: Callable[[Tensors, StepInputs], Terms], leaves: Tensors, inputs: StepInputs
+) -> tuple[dict[str, Tensor], Terms]:
+    """The gradient of each example by trained entry, (B, ...), and its terms, (B,).
 
-        grads, terms = (
-            example_gradients(of_one, self.leaves, seen) if len(batch.index) else ({}, {})
+    example_terms: from the trained entries and a batch of one example to its terms.
+    """
+
+    def loss(
+        entries: Tensors, x: Tensor, y: Tensor, positions: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Terms]:
+        example = StepInputs(
+            x=x.unsqueeze(0),
+            y=y.unsqueeze(0),
+            positions=positions.unsqueeze(0),
+            rows=rows.unsqueeze(0),
+            mask=None,
+            epoch=inputs.epoch,
         )
-        size = min(self.plan.batch, len(self.clients.examples))
-        for name, grad in noised_mean(grads, self.leaves, how, size, self.noise).items():
-            self.leaves[name].grad = grad
-        self._move()
-        if terms:
-            self.sums.add({k: v.mean() for k, v in terms.items()}, batch)
+        terms = example_terms(entries, example)
+        return torch.stack(list(terms.values())).sum(), terms
 
-    def _objective(
-        self,
-        objective: Callable[[Step, TrainingStart], dict[str, Tensor]],
-        start: TrainingStart,
-        params: Tensors,
-        x: Tensor,
-        y: Tensor,
-        index: Tensor,
-        rows: Tensor,
-        mask: Tensor | None,
-        epoch: int,
-    ) -> dict[str, Tensor]:
-        step = Seen(self.networks, start, params, x, y, index, rows, mask, epoch)
-        terms = terms_of(objective, objective(step, start), len(y))
-        return {k: step.mean(v) if v.dim() else v for k, v in terms.items()}
+    entries = {name: leaf.detach() for name, leaf in leaves.items()}
+    gradient = torch.func.grad(loss, has_aux=True)
+    of_each_example = torch.func.vmap(gradient, in_dims=(None, 0, 0, 0, 0))
+    gradients, terms = of_each_example(entries, inputs.x, inputs.y, inputs.positions, inputs.rows)
+    return gradients, terms
 
-    def _move_only(self, running: Tensor) -> None:
-        """Clients that have finished are put back: momentum and weight decay would move them on."""
-        before, trace = trees.clone(self.leaves), self.trace
-        self._move()
-        with torch.no_grad():
-            for name, leaf in self.leaves.items():
-                leaf.copy_(_chosen(running, leaf, before[name]))
-            self.trace = {k: _chosen(running, v, trace[k]) for k, v in self.trace.items()}
 
-    def _move(self) -> None:
-        if self.adjusts:
-            grads = self.clients.each(
-                lambda start, g: self.work.adjust_gradients(g, start), gradients(self.leaves)
-            )
-            for name, leaf in self.leaves.items():
-                leaf.grad = grads[name].to(leaf.dtype)
-        if self.plan.clip_norm > 0:
-            self.clients.clip(self.leaves, self.plan.clip_norm)
-        if not self.settles:
-            self.optimiser.step()
+@dataclass
+class BestEpoch:
+    """The score of each epoch, and the parameters of the best one."""
+
+    patience: int
+    """After how many epochs without a better one training stops; 0: never."""
+    scores: list[float] = field(default_factory=list)
+    best_score: float = float("-inf")
+    params: dict[str, Tensor] = field(default_factory=dict)
+    epochs_since_best: int = 0
+
+    def add(self, score: float | None, params: Tensors) -> None:
+        """Add an epoch; None is the score of a client without examples to score by."""
+        if score is None:
             return
-        before, grads = trees.clone(self.leaves), gradients(self.leaves)
-        self.optimiser.step()
-        with torch.no_grad():
-            after, self.trace = self.clients.each(
-                lambda start, b, g, a, t: self.work.after_step(b, g, a, t, start),
-                before,
-                grads,
-                trees.clone(self.leaves),
-                self.trace,
-            )
-            for name, leaf in self.leaves.items():
-                leaf.copy_(after[name])
+        self.scores.append(score)
+        if score > self.best_score:
+            self.best_score = score
+            self.params = trees.clone(params)
+            self.epochs_since_best = 0
+        else:
+            self.epochs_since_best += 1
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether training should stop."""
+        return 0 < self.patience <= self.epochs_since_best
 
 
-def _chosen(running: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(running.view(-1, *[1] * (new.dim() - 1)), new, old)
+class TermSums:
+    """The sums of the terms over an epoch, by client. They are tensors, so that no step waits for a
+    number.
+    """
 
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: int | Tensor = 0
 
-def _in_training_mode(m: nn.Module, plan: Plan) -> nn.Module:
-    m.train()
-    if plan.norm == "frozen":
-        freeze_norms(m)
-    return m
+    def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
+        """Add the terms of a step. Every epoch starts from zero."""
+        if isinstance(batch.begins_epoch, Tensor):
+            self._reset_where(batch.begins_epoch)
+        elif batch.begins_epoch:
+            self.sums = {}
+            self.counts = 0
+
+        sums = {}
+        for name, mean in terms.items():
+            sums[name] = mean.detach() * batch.sizes
+            if name in self.sums:
+                sums[name] = self.sums[name] + sums[name]
+        self.sums = sums
+        self.counts = self.counts + batch.sizes
+
+    def _reset_where(self, begins_epoch: Tensor) -> None:
+        """Set the sums of some stacked clients to zero: their epochs begin at different steps."""
+        zero = torch.zeros((), device=begins_epoch.device)
+        for name, value in self.sums.items():
+            self.sums[name] = torch.where(begins_epoch, zero.to(value.dtype), value)
+        self.counts = torch.where(begins_epoch, 0, self.counts)
+
+    def means(self, clients: int) -> list[dict[str, float]]:
+        """The mean of each term over the examples of the latest epoch, for each client."""
+        means = {name: (v / self.counts).reshape(-1).tolist() for name, v in self.sums.items()}
+        return [{name: values[i] for name, values in means.items()} for i in range(clients)]

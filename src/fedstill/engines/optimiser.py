@@ -1,9 +1,10 @@
-"""Optimisers of local training: torch's own update rules, fresh for every client and stage.
+"""Optimisers of local training: torch's own update rules, with an empty state for every client and
+stage.
 
-The fused kernels go through memory once where others go five times. They are called by torch's
-functional forms, since making a ``torch.optim.Optimizer`` imports the compiler (seconds, once a
-process), and since a functional step works on one client's tensors and on a stack of clients'
-alike.
+They call torch's fused kernels, which read and write each tensor once per step; unfused ones do so
+about five times. They call them in their functional form, for two reasons: to construct a
+``torch.optim.Optimizer`` imports torch's compiler, which takes seconds in every process, and a
+functional step works on the tensors of one client and of a stack alike.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from fedstill.core.records import Plan
 
 
 class Optimiser(Protocol):
-    """Moves its leaves, in place, by their gradients."""
+    """Updates its leaves in place, by their gradients."""
 
     def step(self) -> None:
-        """One update; a leaf without gradient stays as it is."""
+        """One update. A leaf without gradient stays as it is."""
 
     def state(self) -> list[Tensor]:
-        """What it keeps from step to step."""
+        """The tensors that it keeps from step to step."""
 
 
 def optimiser(plan: Plan, leaves: Sequence[Tensor], lr: float) -> Optimiser:
-    """The optimiser that a plan names, with empty state."""
-    return Adam(plan, leaves, lr) if plan.optimiser == "adam" else Sgd(plan, leaves, lr)
+    """The optimiser that a plan names."""
+    if plan.optimiser == "adam":
+        return Adam(plan, leaves, lr)
+    return Sgd(plan, leaves, lr)
 
 
 class Sgd:
@@ -40,37 +43,52 @@ class Sgd:
     """
 
     def __init__(self, plan: Plan, leaves: Sequence[Tensor], lr: float) -> None:
-        self.plan, self.leaves, self.lr = plan, list(leaves), lr
+        self.plan = plan
+        self.leaves = list(leaves)
+        self.lr = lr
         self.momentum: list[Tensor | None] = [None] * len(self.leaves)
 
     def state(self) -> list[Tensor]:
-        """The momentum of leaves that have been moved."""
-        return [v for v in self.momentum if v is not None]
+        """The momentum of the leaves that have been updated."""
+        return [momentum for momentum in self.momentum if momentum is not None]
 
     @torch.no_grad()
     def step(self) -> None:
         """One update."""
-        active = [i for i, leaf in enumerate(self.leaves) if leaf.grad is not None]
-        begun = [i for i in active if self.momentum[i] is not None]
-        # the kernel takes them apart
-        for some in (begun, [i for i in active if self.momentum[i] is None]):
-            if not some:
+        with_momentum = []
+        without_momentum = []
+        for i, leaf in enumerate(self.leaves):
+            if leaf.grad is None:
                 continue
-            buffers = [self.momentum[i] for i in some]
-            sgd(
-                [self.leaves[i] for i in some],
-                [_gradient(self.leaves[i]) for i in some],
-                buffers,
-                fused=True,
-                weight_decay=self.plan.weight_decay,
-                momentum=self.plan.momentum,
-                lr=self.lr,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
-            for i, buffer in zip(some, buffers, strict=True):
-                self.momentum[i] = buffer
+            if self.momentum[i] is None:
+                without_momentum.append(i)
+            else:
+                with_momentum.append(i)
+
+        # A fused call takes leaves that all have momentum, or that all have none yet.
+        self._update(with_momentum)
+        self._update(without_momentum)
+
+    def _update(self, places: Sequence[int]) -> None:
+        """Update the leaves at these places in the list of leaves."""
+        if not places:
+            return
+        momentum = [self.momentum[i] for i in places]
+        sgd(
+            [self.leaves[i] for i in places],
+            [_gradient(self.leaves[i]) for i in places],
+            momentum,
+            fused=True,
+            weight_decay=self.plan.weight_decay,
+            momentum=self.plan.momentum,
+            lr=self.lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        # Where there was no momentum, the call has put new tensors into the list.
+        for i, updated in zip(places, momentum, strict=True):
+            self.momentum[i] = updated
 
 
 class Adam:
@@ -79,26 +97,28 @@ class Adam:
     """
 
     def __init__(self, plan: Plan, leaves: Sequence[Tensor], lr: float) -> None:
-        self.plan, self.leaves, self.lr = plan, list(leaves), lr
-        self.first = [torch.zeros_like(leaf) for leaf in self.leaves]
-        self.second = [torch.zeros_like(leaf) for leaf in self.leaves]
+        self.plan = plan
+        self.leaves = list(leaves)
+        self.lr = lr
+        self.means = [torch.zeros_like(leaf) for leaf in self.leaves]
+        self.mean_squares = [torch.zeros_like(leaf) for leaf in self.leaves]
         self.steps = [torch.zeros((), device=leaf.device) for leaf in self.leaves]
 
     def state(self) -> list[Tensor]:
-        """Means, mean squares and counts."""
-        return [*self.first, *self.second, *self.steps]
+        """Running means of gradients and of their squares, and the numbers of steps."""
+        return [*self.means, *self.mean_squares, *self.steps]
 
     @torch.no_grad()
     def step(self) -> None:
         """One update."""
         active = [i for i, leaf in enumerate(self.leaves) if leaf.grad is not None]
         adam(
-            [self.leaves[i] for i in active],
-            [_gradient(self.leaves[i]) for i in active],
-            [self.first[i] for i in active],
-            [self.second[i] for i in active],
-            [],
-            [self.steps[i] for i in active],
+            params=[self.leaves[i] for i in active],
+            grads=[_gradient(self.leaves[i]) for i in active],
+            exp_avgs=[self.means[i] for i in active],
+            exp_avg_sqs=[self.mean_squares[i] for i in active],
+            max_exp_avg_sqs=[],
+            state_steps=[self.steps[i] for i in active],
             fused=True,
             amsgrad=False,
             beta1=0.9,
@@ -111,12 +131,10 @@ class Adam:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """A leaf's gradient in the leaf's order of memory: the fused kernels go through both from end
-    to end.
+    """A leaf's gradient, in the leaf's order of memory: a fused kernel goes through the memory of
+    both from end to end.
     """
     assert leaf.grad is not None
-    return (
-        leaf.grad
-        if leaf.grad.stride() == leaf.stride()
-        else torch.empty_like(leaf).copy_(leaf.grad)
-    )
+    if leaf.grad.stride() == leaf.stride():
+        return leaf.grad
+    return torch.empty_like(leaf).copy_(leaf.grad)

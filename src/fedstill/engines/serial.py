@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from fedstill.core.checks import place
 from fedstill.core.codec import encode
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
-from fedstill.core.extensions import ClientHook, Fields
+from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.files import digest
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import torch_threads
@@ -47,6 +47,7 @@ from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
 from fedstill.engines.reply_cache import KeptReplies, key_of
+from fedstill.engines.training_setup import TrainingSetup
 from fedstill.engines.user_functions import Lent, carry_of, journal_fields, sent_and_remembered
 
 # What the C library does with memory that was freed: kept for the next batch, not returned and
@@ -275,18 +276,24 @@ class SerialEngine:
         if plan is None or not begun.carry.params:
             return None, 0.0
         start = time.perf_counter()
-        view, inputs = begun.view, self.sites.inputs
-        by_epoch = self._keeps_epochs(stage) and begun.carry.model is None
-        within = self.world.stream.within(stage.round)
-        how = (self.precision, by_epoch, within, self._gradient_rule(view, stage))
-        trained = train(work, begun.carry, plan, stage, view, inputs, seed, *how)
+        setup = TrainingSetup(
+            plan=plan,
+            stage=stage,
+            inputs=self.sites.inputs,
+            seed=seed,
+            precision=self.precision,
+            by_epoch=self._keeps_epochs(stage) and begun.carry.model is None,
+            lr_round=self.world.stream.within(stage.round),
+            rule=self._gradient_rule(begun.view, stage),
+        )
+        trained = train(work, begun.carry, begun.view, setup)
         return trained, time.perf_counter() - start
 
     def _keeps_epochs(self, stage: Stage) -> bool:
         """Whether a hook needs the parameters after every epoch of a stage."""
         return any(hook.keeps_epochs(stage) for hook in self.hooks)
 
-    def _gradient_rule(self, view: View, stage: Stage) -> Any:
+    def _gradient_rule(self, view: View, stage: Stage) -> GradientRule | None:
         """How single examples' gradients combine, if a hook has a rule."""
         rules = (hook.gradient_rule(view, stage) for hook in self.hooks)
         return next((rule for rule in rules if rule is not None), None)

@@ -1,5 +1,5 @@
-"""Clients of one structure stacked: every tensor has a leading client axis, and an objective runs
-under ``vmap``.
+"""A stack: clients of one structure that are trained as one. Every tensor has a leading client
+axis, and an objective runs under ``vmap``.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,297 +15,352 @@ from torch import Tensor, nn
 from fedstill.core import trees
 from fedstill.core.keys import resident
 from fedstill.core.records import Examples, ModelSpec, Tensors, TrainingStart, View
-from fedstill.engines.batches import Timetable
-from fedstill.engines.frozen_teachers import FrozenModel, frozen_teachers
+from fedstill.engines.batches import Batch, Timetable
+from fedstill.engines.clients import STEP_FIELDS, TrainingClients, normalised_once
+from fedstill.engines.frozen_teachers import FrozenModel, build_modules, frozen
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.step import Batch
+from fedstill.engines.step import StepInputs
 from fedstill.engines.training_setup import (
-    How,
+    TrainingSetup,
     examples_by_client,
-    many_passes,
     on_device,
+    sees_every_example,
     stage_generator,
 )
 from fedstill.models import contract
 from fedstill.models.stacked import stacked
 
-# What several clients start with, as one carry; and which clients can be stacked.
-
-
-@dataclass(frozen=True)
-class StackedCarry:
-    """The carries of K clients of one structure (``Structures``) as one.
-
-    ``carry``: each tensor has a leading client axis (K, ...), except those that are one object for
-    all clients; a number that differs is a tensor (K,). ``axes``: a carry of the same form that
-    says for each value which axis is the clients', 0, or None where there is none. Neither says
-    which examples a client trains on (``TrainingStart.only``).
-    """
-
-    carry: TrainingStart
-    axes: TrainingStart
-
-    @staticmethod
-    def of(carries: Sequence[TrainingStart], device: torch.device) -> StackedCarry:
-        """The carries as one, on a device."""
-        values, axes = _stacked([parts(c) for c in carries])
-        return StackedCarry(TrainingStart(**on_device(values, device)), TrainingStart(**axes))
-
-    def of_client(self, k: int) -> TrainingStart:
-        """The k-th client's own."""
-        return TrainingStart(**_own(parts(self.carry), parts(self.axes), k))
-
-
-def parts(start: TrainingStart) -> dict[str, Any]:
-    """What of a carry is stacked, by name: ``vmap`` looks into dictionaries, not into records."""
-    return {
-        name: getattr(start, name) for name in ("params", "teachers", "trace", "constants", "head")
-    }
-
-
-def shared(axes: Any) -> bool:
-    """Whether nothing in a value has a client axis."""
-    if isinstance(axes, (Mapping, tuple)):
-        return all(map(shared, axes.values() if isinstance(axes, Mapping) else axes))
-    return axes is None
-
-
-class Structures:
-    """What clients must share to be stacked: equal for two clients if their tensors fit on each
-    other.
-
-    An object that was sent to many is examined once. It is found by its id, and kept, so that the
-    id stays unique.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Mapping[Any, Any], Any]] = {}
-
-    def of(self, start: TrainingStart, view: View) -> Any:
-        """The structure of one client."""
-        return view.model, *map(self._of, (*parts(start).values(), start.only))
-
-    def _of(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.shape, value.dtype
-        if isinstance(value, Mapping):
-            if id(value) not in self._known:
-                self._known[id(value)] = (
-                    value,
-                    tuple((k, self._of(value[k])) for k in sorted(value)),
-                )
-            return self._known[id(value)][1]
-        if isinstance(value, tuple):
-            return tuple(map(self._of, value))
-        if isinstance(value, (bool, int, float)):
-            return type(value)
-        return value if isinstance(value, (str, ModelSpec, type(None))) else id(value)
-
-
-def _stacked(values: Sequence[Any]) -> tuple[Any, Any]:
-    """Values of one structure as one, and for each in it which axis is the clients': 0, or None if
-    it is shared.
-    """
-    first = values[0]
-    if all(v is first for v in values) and not isinstance(first, (Mapping, tuple)):
-        return first, None  # no copies of what was sent to all
-    if isinstance(first, Tensor):
-        return torch.stack([v.detach() for v in values]), 0
-    if isinstance(first, Mapping):
-        pairs = {k: _stacked([v[k] for v in values]) for k in first}
-        return {k: v for k, (v, _) in pairs.items()}, {k: axis for k, (_, axis) in pairs.items()}
-    if isinstance(first, tuple):
-        both = [_stacked(each) for each in zip(*values, strict=True)]
-        return tuple(v for v, _ in both), tuple(axis for _, axis in both)
-    if all(v == first for v in values):
-        return first, None
-    return torch.tensor(values, dtype=torch.float64 if isinstance(first, float) else None), 0
-
-
-def _own(value: Any, axes: Any, k: int) -> Any:
-    """The k-th client's part of a stacked value."""
-    if isinstance(axes, Mapping):
-        return {name: _own(value[name], axis, k) for name, axis in axes.items()}
-    if isinstance(axes, tuple):
-        return tuple(_own(v, axis, k) for v, axis in zip(value, axes, strict=True))
-    return value if axes is None else value[k]
-
-
 T = TypeVar("T")
 
 
-class Stack:
-    """K clients with examples: their data are concatenated, short batches are padded with their own
-    first.
+class Structures:
+    """Decides which clients can be stacked: those of equal structure, whose tensors have the same
+    names, shapes and types.
     """
 
-    now = None  # teachers run under vmap, each client's own
+    def __init__(self) -> None:
+        # The structure of a mapping that was sent to many clients is computed once. The mapping is
+        # kept with it: if it were deleted, another one could have its id.
+        self._by_id: dict[int, tuple[Mapping[Any, Any], Any]] = {}
 
-    def __init__(self, carries: Sequence[TrainingStart], views: Sequence[View], how: How) -> None:
-        self.view, self.how, self.size = views[0], how, len(views)
-        each = examples_by_client(carries, views, how.stage)
-        self.device = each[0].values.device
-        self.start = StackedCarry.of(carries, self.device)
-        self._alike = shared(parts(self.start.axes))
-        # What trains has an axis of its own for every client, even where all start from the same
-        # tensors.
+    def of(self, start: TrainingStart, view: View) -> Any:
+        """The structure of one client, to be compared with those of others."""
+        fields = [self._structure(value) for value in step_fields(start).values()]
+        return view.model, *fields, self._structure(start.only)
+
+    def _structure(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.shape, value.dtype
+        if isinstance(value, Mapping):
+            return self._structure_of_mapping(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._structure, value))
+        if isinstance(value, (bool, int, float)):
+            # Numbers may differ: a stack has them as a tensor.
+            return type(value)
+        if isinstance(value, (str, ModelSpec, type(None))):
+            return value
+        return id(value)
+
+    def _structure_of_mapping(self, mapping: Mapping[Any, Any]) -> Any:
+        if id(mapping) not in self._by_id:
+            entries = tuple((key, self._structure(mapping[key])) for key in sorted(mapping))
+            self._by_id[id(mapping)] = (mapping, entries)
+        return self._by_id[id(mapping)][1]
+
+
+def step_fields(start: TrainingStart) -> dict[str, Any]:
+    """The fields of a start that are stacked. They are in a dictionary because ``vmap`` does not
+    look into records.
+    """
+    return {name: getattr(start, name) for name in STEP_FIELDS}
+
+
+@dataclass(frozen=True)
+class StackedStart:
+    """What K clients of one structure start with, as one ``TrainingStart``.
+
+    It does not say which examples a client trains on (``TrainingStart.only``).
+    """
+
+    start: TrainingStart
+    """Tensors have a leading client axis (K, ...), except those that are one object for all
+    clients. A number that differs between clients is a tensor (K,).
+    """
+    axes: TrainingStart
+    """A start of the same form, which holds for each value the position of its client axis: 0, or
+    None without one.
+    """
+
+    @staticmethod
+    def of(starts: Sequence[TrainingStart], device: torch.device) -> StackedStart:
+        """Several starts as one, on a device."""
+        values, axes = _stacked([step_fields(start) for start in starts])
+        return StackedStart(TrainingStart(**on_device(values, device)), TrainingStart(**axes))
+
+    def of_client(self, k: int) -> TrainingStart:
+        """The start of the k-th client."""
+        fields = _part_of_client(step_fields(self.start), step_fields(self.axes), k)
+        return TrainingStart(**fields)
+
+
+class _Stacked(NamedTuple):
+    """The values of K clients as one, and the position of the client axis of each tensor in it."""
+
+    value: Any
+    axes: Any
+
+
+def _stacked(values: Sequence[Any]) -> _Stacked:
+    """Stack values of one structure."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        entries = {key: _stacked([value[key] for value in values]) for key in first}
+        return _Stacked(
+            {key: entry.value for key, entry in entries.items()},
+            {key: entry.axes for key, entry in entries.items()},
+        )
+    if isinstance(first, tuple):
+        items = [_stacked(items) for items in zip(*values, strict=True)]
+        return _Stacked(tuple(i.value for i in items), tuple(i.axes for i in items))
+
+    if all(value is first for value in values):
+        # One object was sent to all clients: it is not copied.
+        return _Stacked(first, None)
+    if isinstance(first, Tensor):
+        return _Stacked(torch.stack([value.detach() for value in values]), 0)
+    if all(value == first for value in values):
+        return _Stacked(first, None)
+    dtype = None
+    if isinstance(first, float):
+        # torch's default would round Python's numbers to float32.
+        dtype = torch.float64
+    return _Stacked(torch.tensor(values, dtype=dtype), 0)
+
+
+def _part_of_client(value: Any, axes: Any, k: int) -> Any:
+    """The k-th client's part of a stacked value."""
+    if isinstance(axes, Mapping):
+        return {key: _part_of_client(value[key], axis, k) for key, axis in axes.items()}
+    if isinstance(axes, tuple):
+        return tuple(_part_of_client(v, axis, k) for v, axis in zip(value, axes, strict=True))
+    if axes is None:
+        return value
+    return value[k]
+
+
+def is_shared(axes: Any) -> bool:
+    """Whether nothing in a value has a client axis."""
+    if isinstance(axes, Mapping):
+        return all(is_shared(axis) for axis in axes.values())
+    if isinstance(axes, tuple):
+        return all(is_shared(axis) for axis in axes)
+    return axes is None
+
+
+class Stack(TrainingClients):
+    """K clients with examples. Their examples are concatenated, and short batches are padded with
+    their first example.
+    """
+
+    # A teacher runs under ``vmap`` on a batch, because each client may have another one.
+    teacher_on_batch = None
+
+    def __init__(
+        self, starts: Sequence[TrainingStart], views: Sequence[View], setup: TrainingSetup
+    ) -> None:
+        self.view = views[0]
+        self.setup = setup
+        examples = examples_by_client(starts, views, setup.stage)
+        self.device = examples[0].values.device
+        self.sizes = [len(e) for e in examples]
+        # Clients that train on the same public examples have them in memory once.
+        self.has_common_examples = all(e is examples[0] for e in examples)
+        stored_examples = examples[0]
+        if not self.has_common_examples:
+            stored_examples = _concatenated(examples)
+        self.examples = normalised_once(stored_examples, setup.inputs)
+        self.augments = bool(setup.inputs.steps)
+
+        self.start = StackedStart.of(starts, self.device)
+        self._start_is_shared = is_shared(step_fields(self.start.axes))
+        # What is trained has a client axis even if all clients start from the same tensors.
         self.params = {
-            k: v.detach().to(self.device)
-            for k, v in trees.stack([c.params for c in carries]).items()
+            name: value.detach().to(self.device)
+            for name, value in trees.stack([start.params for start in starts]).items()
         }
         self.trace: Tensors = {
-            k: v.to(self.device) for k, v in trees.stack([c.trace for c in carries]).items()
+            name: value.to(self.device)
+            for name, value in trees.stack([start.trace for start in starts]).items()
         }
-        self.sizes = [len(e) for e in each]
-        self.common = all(e is each[0] for e in each)  # public data, in memory once
-        self.examples = each[0] if self.common else _below(each)
-        plain = not how.inputs.steps
-        self.orders = [stage_generator(v.client, how, "order") for v in views]
-        self.draws = [] if plain else [stage_generator(v.client, how, "pixels") for v in views]
-        self.still = (
-            Examples(how.inputs.plain(self.examples.values), self.examples.labels)
-            if plain
-            else None
-        )
-        for teacher in frozen_teachers(self.start.carry.teachers, self.view.model).values():
-            # made here: initial weights cannot be drawn under vmap
-            contract.module(teacher.spec, "frozen")
-        self._often = all(many_passes(how.plan, e) for e in each)
-        self._tables: dict[tuple[str, str], Tensor] = {}
+
+        self.orders = [stage_generator(view.client, setup, "order") for view in views]
+        self.pixel_draws: list[torch.Generator] = []
+        if self.augments:
+            self.pixel_draws = [stage_generator(view.client, setup, "pixels") for view in views]
+
+        build_modules(self.start.start.teachers, self.view.model)
+        self._all_see_every_example = all(sees_every_example(setup.plan, e) for e in examples)
+        self._teacher_tables: dict[tuple[str, str], Tensor] = {}
 
     def module(self) -> nn.Module:
-        """What their parameters run in, under ``vmap``."""
         return stacked(contract.module(self.view.model, "stacked"))
 
     def batches(self) -> Iterator[Batch]:
-        """The clients' batches side by side, each client's in its own order; a short one ends
-        before the others.
-        """
-        if not (self.how.plan.epochs or self.how.plan.steps):
+        """The clients' batches side by side, each client's in its own order."""
+        plan = self.setup.plan
+        if not (plan.epochs or plan.steps):
             return
-        table = Timetable.of(self.sizes, self.how.plan, self.orders)
-        sizes, epoch, running = table.sizes, table.epoch, table.sizes > 0
-        first = torch.cat([torch.ones(1, self.size, dtype=torch.bool), epoch[1:] > epoch[:-1]])
-        # where a client's data begin among those of all
+        table = Timetable.of(self.sizes, plan, self.orders)
+        running = table.sizes > 0
+        begins_epoch = torch.ones_like(running)
+        begins_epoch[1:] = table.epoch[1:] > table.epoch[:-1]
+
+        # Where each client's examples begin among those of all clients.
         offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)
-        width = table.index.shape[2]
-        # A client that has finished takes its first example again and is put back after the step:
-        # of no examples at all the mean would be 0 / 0.
-        real = torch.arange(width) < torch.where(running, sizes, width).unsqueeze(2)
         rows = table.index + offsets.view(1, -1, 1)
-        # All steps' numbers go to the device at once, and their sizes are known on the host: no
-        # step waits for either.
-        there = [
-            resident(v, self.device)
-            for v in (table.index, rows, real.float(), epoch, sizes, first, running)
-        ]
-        counts, ends, whole = sizes.tolist(), table.ends.tolist(), running.all(1).tolist()
-        for t, (at, r, mask, ages, n, begins, still) in enumerate(zip(*there, strict=True)):
-            over = tuple(k for k, end in enumerate(ends[t]) if end)
+
+        # A client that has finished takes its first example again, and that step is undone. Its
+        # examples count as real, because the mean over none would be 0 / 0.
+        width = table.index.shape[2]
+        unmasked = torch.where(running, table.sizes, width)
+        mask = (torch.arange(width) < unmasked.unsqueeze(2)).float()
+
+        # All steps are copied to the device at once, and what the host needs stays on the host, so
+        # that no step waits for a copy.
+        index = resident(table.index, self.device)
+        rows = resident(rows, self.device)
+        mask = resident(mask, self.device)
+        epoch = resident(table.epoch, self.device)
+        sizes = resident(table.sizes, self.device)
+        begins_epoch = resident(begins_epoch, self.device)
+        running_on_device = resident(running, self.device)
+        counts = table.sizes.tolist()
+        ends = table.ends.tolist()
+        all_are_running = running.all(1).tolist()
+
+        for t in range(len(counts)):
+            still_running = None
+            if not all_are_running[t]:
+                still_running = running_on_device[t]
             yield Batch(
-                at,
-                r,
-                mask,
-                ages,
-                n,
-                begins,
-                tuple(counts[t]),
-                table.done,
-                over,
-                None if whole[t] else still,
+                index=index[t],
+                rows=rows[t],
+                mask=mask[t],
+                epoch=epoch[t],
+                sizes=sizes[t],
+                begins_epoch=begins_epoch[t],
+                counts=tuple(counts[t]),
+                progress=table.progress,
+                ending=tuple(k for k, epoch_ends in enumerate(ends[t]) if epoch_ends),
+                running=still_running,
             )
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Inputs (K, B, …) and labels (K, B) of a batch; every client draws for its own real
-        examples.
+    def step_inputs(self, batch: Batch) -> StepInputs:
+        """The inputs (K, B, …) and labels (K, B) of a batch. Every client draws random numbers for
+        its real examples only.
         """
-        where = batch.index if self.common else batch.rows
-        some = (self.examples if self.still is None else self.still).take(where.flatten())
-        values, labels = (v.view(*where.shape, *v.shape[1:]) for v in (some.values, some.labels))
-        return values if self.still is not None else self._augmented(values, batch.counts), labels
-
-    def tables(self, name: str, what: str) -> Tensor | None:
-        """A teacher's outputs for all clients' data, one below another, where inputs are the same
-        in every epoch.
-        """
-        if self.still is None or not self._often:
-            return None
-        if (name, what) not in self._tables:
-            self._tables[name, what] = self._run_teacher(name, what, self.still)
-        return self._tables[name, what]
-
-    def each(self, run: Callable[..., T], *values: Any) -> T:
-        """``run`` for every client at once, with what it started with and its part of these
-        values.
-        """
-
-        def one(start: dict[str, Any], *own: Any) -> T:
-            return run(TrainingStart(**start), *own)
-
-        if self._alike:  # vmap need not look through it in every step
-            return torch.func.vmap(functools.partial(run, self.start.carry))(*values)
-        in_dims = (parts(self.start.axes), *(0 for _ in values))
-        return torch.func.vmap(one, in_dims=in_dims)(parts(self.start.carry), *values)
-
-    def clip(self, leaves: Mapping[str, Tensor], norm: float) -> None:
-        """Scale each client's gradients if their norm, over all leaves, is above ``norm``."""
-        grads = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-        if not grads:
-            return
-        rows = [g.unsqueeze(-1).flatten(1) for g in grads]  # a scalar's gradients are (K,)
-        total = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in rows]).norm(dim=0)  # (K,)
-        factor = (norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1)))
-
-    def copies(self, tree: Tensors) -> list[dict[str, Tensor]]:
-        """Copies of each client's tensors in the CPU's memory that share nothing."""
-        there = {k: v.detach().contiguous() for k, v in trees.on_cpu(tree).items()}
-        each = [torch.unbind_copy(v) for v in there.values()]  # type: ignore[func-returns-value]  # torch's stub
-        return [dict(zip(there, own, strict=True)) for own in zip(*each, strict=True)] or [
-            {} for _ in self.sizes
-        ]
-
-    def _augmented(self, stored: Tensor, counts: Sequence[int]) -> Tensor:
-        out = []
-        for k, (images, n) in enumerate(zip(stored, counts, strict=True)):
-            x = (
-                self.how.inputs.trained_on(images[:n], self.draws[k])
-                if n
-                else self.how.inputs.plain(images)
-            )
-            out.append(torch.cat([x, x[:1].expand(len(images) - len(x), *x.shape[1:])]))
-        return torch.stack(out)
-
-    def _run_teacher(self, name: str, what: str, still: Examples) -> Tensor:
-        """A teacher's outputs on the data of all: in one pass where all clients have the same, else
-        each its own.
-        """
-        if shared(self.start.axes.teachers[name]):
-            once = self._outputs(
-                frozen_teachers(self.start.carry.teachers, self.view.model)[name], what, still
-            )
-            return once.repeat(self.size, 1) if self.common else once
-        own = [
-            frozen_teachers(self.start.of_client(k).teachers, self.view.model)[name]
-            for k in range(self.size)
-        ]
-        data = [still] * self.size
-        if not self.common:
-            values, labels = (
-                torch.split(still.values, self.sizes),
-                torch.split(still.labels, self.sizes),
-            )
-            data = [Examples(*each) for each in zip(values, labels, strict=True)]
-        return torch.cat(
-            [self._outputs(teacher, what, some) for teacher, some in zip(own, data, strict=True)]
+        positions = batch.rows
+        if self.has_common_examples:
+            positions = batch.index
+        examples = self.examples.take(positions.flatten())
+        x = examples.values.view(*positions.shape, *examples.values.shape[1:])
+        y = examples.labels.view(*positions.shape, *examples.labels.shape[1:])
+        if self.augments:
+            x = self._augmented(x, batch.counts)
+        return StepInputs(
+            x=x,
+            y=y,
+            positions=batch.index,
+            rows=batch.rows,
+            mask=batch.mask,
+            epoch=batch.epoch,
         )
 
-    def _outputs(self, teacher: FrozenModel, what: str, examples: Examples) -> Tensor:
-        passes = ModelPasses(teacher.spec, self.how.inputs, self.how.precision)
-        return (passes.logits if what == "logits" else passes.features)(teacher.params, examples)
+    def _augmented(self, stored: Tensor, counts: Sequence[int]) -> Tensor:
+        """Stored values (K, B, ...) as inputs, the ``counts`` real ones of each client
+        augmented.
+        """
+        batches = []
+        for k, (images, count) in enumerate(zip(stored, counts, strict=True)):
+            if count:
+                x = self.setup.inputs.trained_on(images[:count], self.pixel_draws[k])
+            else:
+                x = self.setup.inputs.plain(images)
+            padding = x[:1].expand(len(images) - len(x), *x.shape[1:])
+            batches.append(torch.cat([x, padding]))
+        return torch.stack(batches)
+
+    def teacher_table(self, name: str, kind: str) -> Tensor | None:
+        if self.augments or not self._all_see_every_example:
+            return None
+        key = (name, kind)
+        if key not in self._teacher_tables:
+            self._teacher_tables[key] = self._run_teacher(name, kind)
+        return self._teacher_tables[key]
+
+    def _run_teacher(self, name: str, kind: str) -> Tensor:
+        """A teacher's outputs for the examples of all clients, one client below another."""
+        if is_shared(self.start.axes.teachers[name]):
+            teacher = frozen(self.start.start.teachers[name], self.view.model)
+            outputs = self._outputs(teacher, kind, self.examples)
+            if self.has_common_examples:
+                return outputs.repeat(len(self.sizes), 1)
+            return outputs
+
+        outputs_by_client = []
+        for k, examples in enumerate(self._examples_of_clients()):
+            teacher = frozen(self.start.of_client(k).teachers[name], self.view.model)
+            outputs_by_client.append(self._outputs(teacher, kind, examples))
+        return torch.cat(outputs_by_client)
+
+    def _examples_of_clients(self) -> list[Examples]:
+        if self.has_common_examples:
+            return [self.examples] * len(self.sizes)
+        values = torch.split(self.examples.values, self.sizes)
+        labels = torch.split(self.examples.labels, self.sizes)
+        return [Examples(*pair) for pair in zip(values, labels, strict=True)]
+
+    def _outputs(self, teacher: FrozenModel, kind: str, examples: Examples) -> Tensor:
+        passes = ModelPasses(teacher.spec, self.setup.inputs, self.setup.precision)
+        if kind == "logits":
+            return passes.logits(teacher.params, examples)
+        return passes.features(teacher.params, examples)
+
+    def per_client(self, function: Callable[..., T], *values: Any) -> T:
+        if self._start_is_shared:
+            # Then vmap need not look through the start in every step.
+            return torch.func.vmap(functools.partial(function, self.start.start))(*values)
+
+        def run(fields: dict[str, Any], *client_values: Any) -> T:
+            return function(TrainingStart(**fields), *client_values)
+
+        in_dims = (step_fields(self.start.axes), *(0 for _ in values))
+        return torch.func.vmap(run, in_dims=in_dims)(step_fields(self.start.start), *values)
+
+    def clip(self, leaves: Mapping[str, Tensor], norm: float) -> None:
+        gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+        if not gradients:
+            return
+        # (K, n) each; the gradient of a scalar is (K,)
+        flat = [gradient.unsqueeze(-1).flatten(1) for gradient in gradients]
+        norms = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in flat])
+        client_norms = norms.norm(dim=0)
+        # The same formula as torch.nn.utils.clip_grad_norm_, which a lone client uses.
+        factors = (norm / (client_norms + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            ones = [1] * (gradient.dim() - 1)
+            gradient.mul_(factors.to(gradient.dtype).view(-1, *ones))
+
+    def copies(self, tree: Tensors) -> list[dict[str, Tensor]]:
+        if not tree:
+            return [{} for _ in self.sizes]
+        on_cpu = {name: v.detach().contiguous() for name, v in trees.on_cpu(tree).items()}
+        by_entry = [torch.unbind_copy(v) for v in on_cpu.values()]  # type: ignore[func-returns-value]  # torch's stub
+        return [dict(zip(on_cpu, tensors, strict=True)) for tensors in zip(*by_entry, strict=True)]
 
 
-def _below(each: Sequence[Examples]) -> Examples:
-    """Clients' examples, concatenated."""
-    return Examples(torch.cat([e.values for e in each]), torch.cat([e.labels for e in each]))
+def _concatenated(examples: Sequence[Examples]) -> Examples:
+    return Examples(
+        torch.cat([e.values for e in examples]), torch.cat([e.labels for e in examples])
+    )

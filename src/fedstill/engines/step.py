@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,28 +31,18 @@ Now = Callable[[str, str, Tensor], Tensor]
 """(teacher, "logits" or "features", inputs) to its outputs for one batch."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Which examples a step takes: of one client, (B,), or of K, (K, B), short ones padded.
+class StepInputs(NamedTuple):
+    """The tensors of a batch that an objective sees. ``vmap`` splits them by client in a stack."""
 
-    ``index``: positions in a client's data; ``rows``: in the data of all clients, one below
-    another; ``mask``: 1 for real examples, None where all are. Of one client a number, of K a
-    (K,) tensor: ``epoch``; ``sizes``, the number of real examples; ``first``, whether the epoch
-    begins; ``running``, whether the client still trains, None where all do. On the host:
-    ``counts``, the sizes again; ``done``, each client's steps and epochs with this one; ``ends``,
-    the places of the clients whose epoch ends.
-    """
-
-    index: Tensor
+    x: Tensor
+    y: Tensor
+    positions: Tensor
+    """Positions in a client's examples."""
     rows: Tensor
+    """Positions in the examples of all stacked clients, for which teachers have tables."""
     mask: Tensor | None
+    """1 for real examples, 0 for padding; None if nothing is padded."""
     epoch: int | Tensor
-    sizes: int | Tensor
-    first: bool | Tensor
-    counts: tuple[int, ...]
-    done: tuple[tuple[int, int], ...]
-    ends: tuple[int, ...] = ()
-    running: Tensor | None = None
 
 
 @dataclass(frozen=True)

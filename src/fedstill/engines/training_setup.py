@@ -1,5 +1,5 @@
-"""How the clients of a stage train, and what follows from it for each: its examples, its random
-numbers.
+"""The setup that all clients of a stage train with, and what follows from it for one client: its
+examples and its random numbers.
 """
 
 from __future__ import annotations
@@ -11,106 +11,124 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Plan, Stage, TrainingStart, View
 from fedstill.data.inputs import Inputs
 from fedstill.engines.precision import Precision
-from fedstill.privacy.private_training import Private
 
 
-@dataclass(frozen=True)
-class How:
-    """How a stage trains: the same for all its clients. ``by_epoch``: keep each epoch's parameters,
-    to measure them.
-    """
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """How a stage trains, the same for all its clients."""
 
     plan: Plan
     stage: Stage
     inputs: Inputs
     seed: int
+    """The run's seed. Every random number is drawn from it by key."""
     precision: Precision = "fp32"
     by_epoch: bool = False
+    """Whether to keep the parameters after each epoch, so that they can be measured."""
     lr_round: int | None = None
-    private: Private | None = None
+    """The round that the learning rate follows, if it is not the stage's: its number within a
+    task.
+    """
+    rule: GradientRule | None = None
+    """How the gradients of single examples combine; None for the gradient of a batch's mean."""
 
     @property
     def lr(self) -> float:
-        """The learning rate: of the stage's round, or of ``lr_round``, its number within a task."""
-        return self.plan.lr_at(self.stage.round if self.lr_round is None else self.lr_round)
+        """The learning rate of the round."""
+        if self.lr_round is None:
+            return self.plan.lr_at(self.stage.round)
+        return self.plan.lr_at(self.lr_round)
 
 
-def trains_its_own(start: TrainingStart) -> bool:
-    """Whether what is trained, or on what, is not the site's but the carry's."""
+def replaces_model_or_data(start: TrainingStart) -> bool:
+    """Whether a client trains another network than the site's, or on other examples."""
     return start.model is not None or start.examples is not None
 
 
-def as_carried(start: TrainingStart, view: View, inputs: Inputs) -> tuple[View, Inputs]:
-    """The view and the inputs of training: with the carry's network and examples, where it has its
-    own.
+def with_replacements(start: TrainingStart, view: View, inputs: Inputs) -> tuple[View, Inputs]:
+    """The view and the inputs, with the network and the examples that a start brings along.
+
+    The view then has no validation examples: scores are for the site's network and data. Examples
+    from a start are never augmented.
     """
     if start.model is not None:
         view = replace(view, model=start.model, validation=None)
-    if start.examples is None:
-        return view, inputs
-    there = start.examples.to(str(view.data.values.device))
-    return replace(view, data=there, public=None, validation=None), replace(inputs, steps=())
+    if start.examples is not None:
+        examples = start.examples.to(str(view.data.values.device))
+        view = replace(view, data=examples, public=None, validation=None)
+        inputs = replace(inputs, steps=())
+    return view, inputs
 
 
 def stage_examples(view: View, stage: Stage) -> Examples:
-    """What a site trains on in a stage."""
-    return view.public if stage.view == "public" and view.public is not None else view.data
+    """The examples of a site that a stage may train on."""
+    if stage.view == "public" and view.public is not None:
+        return view.public
+    return view.data
 
 
 def examples_by_client(
-    carries: Sequence[TrainingStart], views: Sequence[View], stage: Stage
+    starts: Sequence[TrainingStart], views: Sequence[View], stage: Stage
 ) -> list[Examples]:
-    """What each site trains on of what it sees in a stage; one object where that is the same for
-    all.
+    """The examples that each client trains on. If these are the same for all clients, they are one
+    object, which a stack then holds once.
     """
-    if any(c.more is not None for c in carries):
-        return [
-            _with_more(_of_site(stage_examples(v, stage), c), c)
-            for v, c in zip(views, carries, strict=True)
-        ]
-    each, first = [stage_examples(v, stage) for v in views], carries[0].only
-    if first is not None and all(
-        e is each[0] and c.only is not None and torch.equal(c.only, first)
-        for e, c in zip(each, carries, strict=True)
-    ):
-        return [each[0].take(first.to(each[0].labels.device))] * len(each)
-    return [_of_site(e, c) for e, c in zip(each, carries, strict=True)]
+    examples = [stage_examples(view, stage) for view in views]
+    if _all_select_the_same(starts, examples):
+        return [_training_examples(examples[0], starts[0])] * len(examples)
+    return [_training_examples(e, start) for e, start in zip(examples, starts, strict=True)]
 
 
-def _of_site(examples: Examples, start: TrainingStart) -> Examples:
-    """What a site trains on of examples that it sees."""
-    return examples if start.only is None else examples.take(start.only.to(examples.labels.device))
+def _all_select_the_same(starts: Sequence[TrainingStart], examples: Sequence[Examples]) -> bool:
+    """Whether all clients select the same positions of one object."""
+    positions = starts[0].only
+    if positions is None:
+        return False
+    if any(start.more is not None for start in starts):
+        return False
+    if any(e is not examples[0] for e in examples):
+        return False
+    return all(start.only is not None and torch.equal(start.only, positions) for start in starts)
 
 
-def _with_more(own: Examples, start: TrainingStart) -> Examples:
-    return own if start.more is None else own + start.more.to(str(own.labels.device))
+def _training_examples(examples: Examples, start: TrainingStart) -> Examples:
+    """The selected ones of a site's examples, and those that a start adds behind them."""
+    if start.only is not None:
+        examples = examples.take(start.only.to(examples.labels.device))
+    if start.more is not None:
+        examples = examples + start.more.to(str(examples.labels.device))
+    return examples
 
 
-def scores_count(plan: Plan) -> bool:
-    """Whether a plan asks for a client's score after each epoch: to stop early, or to keep the best
-    one.
+def uses_scores(plan: Plan) -> bool:
+    """Whether a plan needs a client's score after each epoch: to stop early, or to keep the best
+    epoch.
     """
     return plan.keep == "best" or (plan.validation > 0 and plan.patience > 0)
 
 
-def many_passes(plan: Plan, examples: Examples) -> bool:
-    """Whether training sees every example at least once."""
+def sees_every_example(plan: Plan, examples: Examples) -> bool:
+    """Whether training takes every example at least once."""
     return plan.steps == 0 or plan.steps * plan.batch >= len(examples)
 
 
-def stage_generator(client: int, how: How, purpose: str) -> torch.Generator:
+def stage_generator(client: int, setup: TrainingSetup, purpose: str) -> torch.Generator:
     """A client's generator for one purpose in a stage."""
-    return generator(seed_for(how.seed, how.stage.round, how.stage.index, client, purpose))
+    stage = setup.stage
+    return generator(seed_for(setup.seed, stage.round, stage.index, client, purpose))
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Tensors on a device, through mappings and pairs; everything else as it is."""
+    """A value whose tensors are on a device, also those in mappings and tuples."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {k: on_device(v, device) for k, v in value.items()}
-    return tuple(on_device(v, device) for v in value) if isinstance(value, tuple) else value
+        return {key: on_device(v, device) for key, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(on_device(v, device) for v in value)
+    return value

@@ -26,7 +26,12 @@ from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import Drew, PooledEngine, drew_under_vmap
 from fedstill.engines.serial import Begun
 from fedstill.engines.stack import Structures
-from fedstill.engines.training_setup import How, scores_count, stage_examples, trains_its_own
+from fedstill.engines.training_setup import (
+    TrainingSetup,
+    replaces_model_or_data,
+    stage_examples,
+    uses_scores,
+)
 from fedstill.models import contract
 from fedstill.models.contract import (
     draws_random_numbers,
@@ -56,7 +61,7 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
         return f"model {spec.label} draws random numbers (dropout)"
     if spec.held:
         return "train_only keeps entries of the network as they are"
-    if scores_count(plan):
+    if uses_scores(plan):
         return (
             "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, "
             "by itself"
@@ -122,21 +127,21 @@ def _stack_fails(spec: ModelSpec) -> str:
     return ""
 
 
-def _is_stackable(begun: Begun, how: How) -> bool:
+def _is_stackable(begun: Begun, setup: TrainingSetup) -> bool:
     """Whether a client trains the site's network on examples, in batches as ``Timetable`` has
     them.
     """
     carry = begun.carry
-    if trains_its_own(carry) or not carry.params:
+    if replaces_model_or_data(carry) or not carry.params:
         return False
-    stored = len(stage_examples(begun.view, how.stage))
+    stored = len(stage_examples(begun.view, setup.stage))
     size = stored
     if carry.only is not None:
         size = len(carry.only)
     if carry.more is not None:
         stored += len(carry.more)
         size += len(carry.more)
-    return stored > 0 and not joins_last_example(begun.view.model, how.plan, size)
+    return stored > 0 and not joins_last_example(begun.view.model, setup.plan, size)
 
 
 @dataclass
@@ -167,12 +172,19 @@ class VectorisedEngine(PooledEngine):
             or any(why_not(spec, plan) for spec in specs)
         ):
             return super().run(work, stage, downs, seed)
-        by_epoch, within = self._keeps_epochs(stage), self.world.stream.within(stage.round)
-        how = How(plan, stage, self.sites.inputs, seed, self.precision, by_epoch, within)
+        setup = TrainingSetup(
+            plan=plan,
+            stage=stage,
+            inputs=self.sites.inputs,
+            seed=seed,
+            precision=self.precision,
+            by_epoch=self._keeps_epochs(stage),
+            lr_round=self.world.stream.within(stage.round),
+        )
         replies: dict[int, Reply] = {}
         with self._set_up(stage), suppress(Drew), self._sharing(stage, seed):
             for cohort in self._cohorts(clients, plan):
-                replies |= self._cohort(work, how, {c: downs[c] for c in cohort})
+                replies |= self._cohort(work, setup, {c: downs[c] for c in cohort})
             return [replies[c] for c in clients]
         return self._one_by_one(work, stage, downs, seed)
 
@@ -206,55 +218,59 @@ class VectorisedEngine(PooledEngine):
             8 * contract.size(spec) + 2 * example * self.sites.size(client) + step * plan.batch
         )
 
-    def _cohort(self, work: ClientWork, how: How, downs: Mapping[int, Payload]) -> dict[int, Reply]:
+    def _cohort(
+        self, work: ClientWork, setup: TrainingSetup, downs: Mapping[int, Payload]
+    ) -> dict[int, Reply]:
         """The replies of clients that are stacked as far as they fit on each other."""
         replies: dict[int, Reply] = {}
         groups: dict[object, list[Begun]] = {}
         structures = Structures()
         for client, down in downs.items():
             try:
-                begun = self._begin(work, how.stage, client, down)
+                begun = self._begin(work, setup.stage, client, down)
             except Exception as error:
-                (replies[client],) = self._failed(work, how.stage, [client], error)
+                (replies[client],) = self._failed(work, setup.stage, [client], error)
                 continue
             fits_on = (
-                structures.of(begun.carry, begun.view) if _is_stackable(begun, how) else client
+                structures.of(begun.carry, begun.view) if _is_stackable(begun, setup) else client
             )
             groups.setdefault(fits_on, []).append(begun)
         for group in groups.values():
-            replies |= self._group(work, how, group)
+            replies |= self._group(work, setup, group)
         return replies
 
-    def _group(self, work: ClientWork, how: How, group: Sequence[Begun]) -> dict[int, Reply]:
+    def _group(
+        self, work: ClientWork, setup: TrainingSetup, group: Sequence[Begun]
+    ) -> dict[int, Reply]:
         """The replies of clients of one structure: trained as one, or one alone as in the serial
         engine.
         """
         try:
-            trained, seconds = self._train_group(work, how, group)
+            trained, seconds = self._train_group(work, setup, group)
         except Exception as error:
             if drew_under_vmap(error):
                 raise Drew from error
             clients = [begun.view.client for begun in group]
-            return dict(zip(clients, self._failed(work, how.stage, clients, error), strict=True))
+            return dict(zip(clients, self._failed(work, setup.stage, clients, error), strict=True))
         replies = {}
         for begun, result in zip(group, trained, strict=True):
             client = begun.view.client
             try:
-                replies[client] = self._end(work, how.stage, begun, result, seconds)
+                replies[client] = self._end(work, setup.stage, begun, result, seconds)
             except Exception as error:
-                (replies[client],) = self._failed(work, how.stage, [client], error)
+                (replies[client],) = self._failed(work, setup.stage, [client], error)
         return replies
 
     def _train_group(
-        self, work: ClientWork, how: How, group: Sequence[Begun]
+        self, work: ClientWork, setup: TrainingSetup, group: Sequence[Begun]
     ) -> tuple[Sequence[Trained | None], float]:
         """What training gave each client, and the seconds that one of them took."""
         if len(group) == 1:
-            trained, seconds = self._train(work, how.stage, group[0], how.seed)
+            trained, seconds = self._train(work, setup.stage, group[0], setup.seed)
             return [trained], seconds
         start = time.perf_counter()
         with torch_threads(self.threads[1]):
             each = train_stack(
-                work, [begun.carry for begun in group], [begun.view for begun in group], how
+                work, [begun.carry for begun in group], [begun.view for begun in group], setup
             )
         return each, (time.perf_counter() - start) / len(group)

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import ClientHook
+from fedstill.core.extensions import ClientHook, GradientRule
 from fedstill.core.keys import resident
 from fedstill.core.records import SERVER, Plan, Stage, Tensors, View
 from fedstill.privacy.noise import Privacy, secret_normal
@@ -26,10 +26,12 @@ from fedstill.privacy.noise import Privacy, secret_normal
 
 
 @dataclass(frozen=True)
-class Private:
-    """How steps are protected. ``clip``: the largest norm of one example's gradient. ``noise``:
-    standard deviation of the noise on their sum, in units of ``clip``. ``secret``: draws that no
-    seed repeats, as on real sites.
+class Private(GradientRule):
+    """The gradient rule of DP-SGD: sampled examples, clipped gradients, and noise on their sum.
+
+    clip: the largest norm of one example's gradient. noise: the standard deviation of the noise on
+    their sum, in units of ``clip``. secret: use random numbers that no seed repeats, as on real
+    sites.
     """
 
     clip: float
@@ -38,12 +40,22 @@ class Private:
 
     @staticmethod
     def of(privacy: Privacy, secret: bool) -> Private | None:
-        """What a config asks for; None where training is not protected."""
-        return (
-            None
-            if privacy.gradient_clip is None
-            else Private(privacy.gradient_clip, privacy.sigma, secret)
-        )
+        """The rule that a config asks for; None if it does not ask for private training."""
+        if privacy.gradient_clip is None:
+            return None
+        return Private(privacy.gradient_clip, privacy.sigma, secret)
+
+    def batches(
+        self, n: int, plan: Plan, order: torch.Generator, device: torch.device
+    ) -> Iterator[list[Tensor]]:
+        """The examples of each step, sampled by ``poisson_batches``."""
+        return poisson_batches(n, plan, order, device, self.secret)
+
+    def combined(
+        self, gradients: Tensors, like: Tensors, size: int, draws: torch.Generator
+    ) -> Tensors:
+        """The noised mean of clipped gradients (``noised_mean``)."""
+        return noised_mean(gradients, like, self, size, draws)
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class PrivateTraining(ClientHook):
 
     rule: Private
 
-    def gradient_rule(self, view: View, stage: Stage) -> Any:
+    def gradient_rule(self, view: View, stage: Stage) -> GradientRule | None:
         """The rule, but not for the server and for public data."""
         if view.client == SERVER or stage.view == "public":
             return None
@@ -96,29 +108,6 @@ CACHED = 1 << 20
 """Numbers of float64 that are worked on at once. Of a large network the gradients of a batch have
 many times as many, and going to memory for them takes longer than computing.
 """
-
-Objective = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
-"""(trained entries, inputs (1, ...), labels (1,), positions (1,), rows (1,)) to the terms of its
-objective.
-"""
-
-
-def example_gradients(
-    objective: Objective, leaves: Tensors, batch: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Each example's gradient by trained entry, (B, ...), and each one's terms (B,).
-
-    batch: inputs, labels, positions and rows, each with a first axis of B >= 1.
-    """
-
-    def one(own: Tensors, *example: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        terms = objective(own, *(part.unsqueeze(0) for part in example))
-        return torch.stack(list(terms.values())).sum(), terms
-
-    own = {k: v.detach() for k, v in leaves.items()}
-    each = torch.func.grad(one, has_aux=True)
-    gradients, terms = torch.func.vmap(each, in_dims=(None, 0, 0, 0, 0))(own, *batch)
-    return gradients, terms
 
 
 def noised_mean(
