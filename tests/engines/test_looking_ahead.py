@@ -18,8 +18,8 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.core.work import ClientWork
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train, train_stack
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 

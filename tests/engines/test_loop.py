@@ -17,8 +17,8 @@ from fedstill.config.resolve import settle
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Plan, Stage, Step, TrainingStart, View
 from fedstill.core.work import ClientWork
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 

@@ -17,10 +17,10 @@ from fedstill.core.records import Examples, Plan, Stage, Step, Tensors, Training
 from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
 from fedstill.engines import frozen_teachers
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import Trained, train, train_stack
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.stack import Stack, StackedStart, Structures
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.losses import cross_entropy, kd
 from fedstill.models import contract
 

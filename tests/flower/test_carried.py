@@ -30,8 +30,8 @@ from fedstill.core.records import (
 from fedstill.core.trees import same_bits
 from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 

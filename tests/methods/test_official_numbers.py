@@ -41,8 +41,8 @@ from fedstill.core.records import (
 from fedstill.core.trees import sub
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedgen import POOL
 from fedstill.methods.partly_shared import PartlyShared
 from fedstill.models.contract import trainable_names

@@ -15,8 +15,8 @@ from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Payload, Plan, Stage
 from fedstill.core.trees import same_bits
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedgen import POOL, TrainGenerator, diversity_loss
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare

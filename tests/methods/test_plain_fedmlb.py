@@ -12,8 +12,8 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedmlb import Branched, FedMLB
 from fedstill.models import contract
 from fedstill.models.layer_chain import levels

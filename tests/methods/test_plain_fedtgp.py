@@ -14,8 +14,8 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage
 from fedstill.core.registry import lookup
 from fedstill.core.trees import same_bits
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.methods.fedtgp import Apart, all_prototypes, table_of
 from fedstill.models import contract
 from fedstill.running.preparation import prepare

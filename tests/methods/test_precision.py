@@ -22,8 +22,8 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
 from fedstill.core.work import ClientWork
 from fedstill.engines import precision
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run

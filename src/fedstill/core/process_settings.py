@@ -27,9 +27,6 @@ import torch.utils.deterministic
 SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "GRPC_VERBOSITY")
 """Environment variables that libraries set when fedstill imports them: scikit-learn and Flower."""
 
-NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
-"""What a new process has NumPy do about results that are no numbers."""
-
 
 @contextmanager
 def process_settings() -> Iterator[None]:
@@ -44,7 +41,7 @@ def process_settings() -> Iterator[None]:
             thread.enter_context(_on_cpu_by_default())
             thread.enter_context(torch_threads(1))
             thread.enter_context(_small_numbers())
-            thread.enter_context(np.errstate(**NUMPY_ERRORS))
+            thread.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
             yield
     finally:
         _process.leave()

@@ -16,19 +16,20 @@ from fedstill.core.records import Step, Tensors, TrainingResult, TrainingStart, 
 from fedstill.core.user_code import bad_return
 from fedstill.core.work import ClientWork
 from fedstill.engines.batches import Batch, Progress
-from fedstill.engines.clients import LoneClient, TrainingClients
-from fedstill.engines.cuda_graphs import Recorder, is_wanted, on_own_stream, whole_batches
-from fedstill.engines.optimiser import optimiser
-from fedstill.engines.precision import products
-from fedstill.engines.stack import Stack
-from fedstill.engines.step import Networks, Seen, StepInputs
-from fedstill.engines.training_setup import (
+from fedstill.engines.clients import (
+    LoneClient,
+    TrainingClients,
     TrainingSetup,
     stage_examples,
     stage_generator,
     uses_scores,
     with_replacements,
 )
+from fedstill.engines.cuda_graphs import Recorder, is_wanted, on_own_stream, whole_batches
+from fedstill.engines.optimiser import optimiser
+from fedstill.engines.precision import products
+from fedstill.engines.stack import Stack
+from fedstill.engines.step import Networks, Seen, StepInputs
 from fedstill.engines.user_functions import terms_of
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers, freeze_norms

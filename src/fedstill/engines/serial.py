@@ -43,11 +43,11 @@ from fedstill.data.dataset import examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.client_memory import Memory
+from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
 from fedstill.engines.reply_cache import KeptReplies, key_of
-from fedstill.engines.training_setup import TrainingSetup
 from fedstill.engines.user_functions import Lent, carry_of, journal_fields, sent_and_remembered
 
 # What the C library does with memory that was freed: kept for the next batch, not returned and

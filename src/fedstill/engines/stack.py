@@ -16,17 +16,19 @@ from fedstill.core import trees
 from fedstill.core.keys import resident
 from fedstill.core.records import Examples, ModelSpec, Tensors, TrainingStart, View
 from fedstill.engines.batches import Batch, Timetable
-from fedstill.engines.clients import STEP_FIELDS, TrainingClients, normalised_once
-from fedstill.engines.frozen_teachers import FrozenModel, build_modules, frozen
-from fedstill.engines.passes import ModelPasses
-from fedstill.engines.step import StepInputs
-from fedstill.engines.training_setup import (
+from fedstill.engines.clients import (
+    STEP_FIELDS,
+    TrainingClients,
     TrainingSetup,
     examples_by_client,
+    normalised_once,
     on_device,
     sees_every_example,
     stage_generator,
 )
+from fedstill.engines.frozen_teachers import FrozenModel, build_modules, frozen
+from fedstill.engines.passes import ModelPasses
+from fedstill.engines.step import StepInputs
 from fedstill.models import contract
 from fedstill.models.stacked import stacked
 

@@ -21,17 +21,17 @@ from fedstill.core.keys import put_aside
 from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.core.work import ClientWork
-from fedstill.engines.footprint import activations
-from fedstill.engines.loop import Trained, train_stack
-from fedstill.engines.pooled import Drew, PooledEngine, drew_under_vmap
-from fedstill.engines.serial import Begun
-from fedstill.engines.stack import Structures
-from fedstill.engines.training_setup import (
+from fedstill.engines.clients import (
     TrainingSetup,
     replaces_model_or_data,
     stage_examples,
     uses_scores,
 )
+from fedstill.engines.footprint import activations
+from fedstill.engines.loop import Trained, train_stack
+from fedstill.engines.pooled import Drew, PooledEngine, drew_under_vmap
+from fedstill.engines.serial import Begun
+from fedstill.engines.stack import Structures
 from fedstill.models import contract
 from fedstill.models.contract import (
     draws_random_numbers,
