@@ -20,6 +20,7 @@ from fedstill.core.work import ClientWork
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
 from fedstill.models import contract
+from fedstill.models.layer_chain import run_from_level, run_to_levels
 from fedstill.running.preparation import Prepared, prepare
 
 STAGE = Stage(2, 0, "train", (0,))
@@ -234,9 +235,10 @@ class InParts(ClientWork):
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if self.whole:
             return super().terms(step, start)
-        through = step.through("t", step.levels()[-1])
-        torch.testing.assert_close(through, step.teacher("t"), rtol=NEAR, atol=NEAR)
-        z = step.head(step.part("body"))
+        level, activations = list(step.run(run_to_levels).activations.items())[-1]
+        logits = step.run_teacher("t", run_from_level, activations, level)
+        torch.testing.assert_close(logits, step.teacher("t"), rtol=NEAR, atol=NEAR)
+        z = step.head(step.run(contract.run_part, "body"))
         assert torch.equal(z, step.logits())
         return {"ce": torch.nn.functional.cross_entropy(z, step.y, reduction="none")}
 

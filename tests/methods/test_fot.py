@@ -20,7 +20,7 @@ from fedstill.core.records import State
 from fedstill.data.sources import from_tensors
 from fedstill.methods.fot import orthogonal, with_directions
 from fedstill.models import contract
-from fedstill.models.layer_inputs import body_layers, input_products
+from fedstill.models.functional import body_layers, input_products
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 from loops import context_of, states_after

@@ -104,11 +104,11 @@ def test_a_residual_network_runs_its_last_stage_at_a_quarter(name: str, norm: st
     params = {k: v.double() if v.is_floating_point() else v for k, v in params.items()}
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
     still = {k: v.clone() for k, v in params.items()}
-    logits, whole, narrow = contract.slim(m, params, x, 0.25)
+    logits, whole, slim = resnet.run_slim(m, params, x, 0.25)
     torch.testing.assert_close(logits, contract.forward(m, still, x), rtol=NEAR, atol=NEAR)
-    assert narrow[0].shape[1] * 4 == whole[0].shape[1]
-    assert narrow[1].shape[1] * 4 == whole[1].shape[1]
-    assert narrow[1].shape[2:] == whole[1].shape[2:]
+    assert slim.input.shape[1] * 4 == whole.input.shape[1]
+    assert slim.output.shape[1] * 4 == whole.output.shape[1]
+    assert slim.output.shape[2:] == whole.output.shape[2:]
     # the slim pass leaves no trace in them
     for key in (k for k in params if "running" in k or "tracked" in k):
         assert torch.equal(params[key], still[key])

@@ -16,7 +16,7 @@ from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
 from fedstill.methods.fedmlb import Branched, FedMLB
 from fedstill.models import contract
-from fedstill.models.layer_chain import levels
+from fedstill.models.layer_chain import levels, run_from_level, run_to_levels
 from fedstill.running.preparation import prepare
 from toys import blobs, toy
 
@@ -70,7 +70,10 @@ class Looked(Branched):
         received = {
             k: v.requires_grad_(v.is_floating_point()) for k, v in start.teachers["global"].items()
         }
-        hybrids = [step.through("global", level) for level in step.levels()]
+        activations = step.run(run_to_levels).activations
+        hybrids = [
+            step.run_teacher("global", run_from_level, x, level) for level, x in activations.items()
+        ]
         first = next(k for k in step.params if k.endswith("weight"))
         for h in hybrids:
             torch.testing.assert_close(h, step.logits(), rtol=NEAR, atol=NEAR)

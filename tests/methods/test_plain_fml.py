@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,8 +115,12 @@ class Same:
     def __init__(self, own: Tensor, shared: Tensor, y: Tensor) -> None:
         self.own, self.shared, self.y = own, shared, y
 
-    def part(self, name: str) -> Tensor:
+    def run(self, function: Callable[..., Tensor], part: str) -> Tensor:
+        assert (function, part) == (contract.run_part, "own")
         return self.own
+
+    def on(self, logits: Tensor) -> Tensor:
+        return logits
 
     def logits(self) -> Tensor:
         return self.shared
@@ -200,6 +205,6 @@ def test_a_pair_gives_what_its_shared_network_gives() -> None:
     assert own == contract.spec_for(str(PAIR["own"]), (1, 4, 4), 5, PAIR["own_arguments"])
     assert same_bits(weights, split(params, "own"))
     assert torch.equal(
-        contract.run_part(contract.module(spec), "own", params, x),
+        contract.run_part(contract.module(spec), params, x, "own"),
         contract.predictor(own, weights)(x),
     )

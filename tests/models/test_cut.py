@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fedstill.models import contract
-from fedstill.models.layer_chain import levels
-from fedstill.models.layer_inputs import above, at_levels
+from fedstill.models.layer_chain import levels, run_from_level, run_to_levels
 
 
 @pytest.mark.parametrize(
@@ -28,12 +27,12 @@ def test_levels_are_after_each_relu_or_block_and_before_the_head(
     spec = contract.spec_for(model, (3, 32, 32), 5, fields)
     m, params = contract.module(spec).eval(), contract.initial(spec, 0)
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    there, h = at_levels(m, params, x)
-    assert levels(m) == list(there) == names
+    activations, h = run_to_levels(m, params, x)
+    assert levels(m) == list(activations) == names
     assert "levels" in contract.capabilities(spec)
     assert torch.equal(h, contract.features(m, params, x))
-    for level, activation in there.items():
-        assert torch.equal(above(m, params, level, activation), contract.forward(m, params, x))
+    for level, z in activations.items():
+        assert torch.equal(run_from_level(m, params, z, level), contract.forward(m, params, x))
 
 
 def test_a_body_that_is_no_chain_has_none() -> None:

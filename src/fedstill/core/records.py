@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from annotated_types import Interval
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill.core.errors import BadPayload, ConfigError
 from fedstill.core.fields import (
@@ -31,7 +31,6 @@ __all__ = [
     "KEEP",
     "NOTHING",
     "SERVER",
-    "Ends",
     "Examples",
     "Group",
     "ModelSpec",
@@ -234,10 +233,10 @@ class Plan:
 # What a client's training starts with and what it did, and one batch as an objective sees it.
 
 
-Teacher = Tensors | tuple[ModelSpec, Tensors]
+P = ParamSpec("P")
+T = TypeVar("T")
 
-Ends = tuple[Tensor, Tensor]
-"""What enters a stage of a model, and what leaves it."""
+Teacher = Tensors | tuple[ModelSpec, Tensors]
 
 
 @dataclass(frozen=True)
@@ -360,27 +359,29 @@ class Step(Protocol):
     def head(self, features: Tensor) -> Tensor:
         """The student's logits (B, C) of given features (B, D)."""
 
-    def part(self, name: str) -> Tensor:
-        """The logits (B, C) of a network of a ``pair``; as ``logits`` for outputs that take no
-        part.
+    def run(
+        self,
+        function: Callable[Concatenate[nn.Module, Tensors, Tensor, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """``function(network, params, x, *args)`` of the network and the parameters in training and
+        the batch's inputs, in the run's precision.
+
+        Functions that take a network apart are next to it in ``fedstill.models``. Each call is a
+        pass of its own, while ``logits`` and ``features`` share one.
         """
 
-    def levels(self) -> Sequence[str]:
-        """The levels of the network, where ``through`` can go over from the student to a
-        teacher.
-        """
-
-    def through(self, teacher: str, level: str) -> Tensor:
-        """A frozen teacher's logits (B, C) of what the student has at a level, with gradient to
-        that.
-
-        They are -1e4 for outputs that take no part in training, as those of ``logits``.
-        Ask for it before ``logits``: the student's pass is then made once.
-        """
-
-    def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
-        """The student's logits (B, C), and what enters and leaves its slimmable stage: whole, and
-        at a share of it.
+    def run_teacher(
+        self,
+        name: str,
+        function: Callable[Concatenate[nn.Module, Tensors, Tensor, P], T],
+        x: Tensor,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """``function(network, params, x, *args)`` of a frozen teacher and any ``x``, in the run's
+        precision, with gradient to ``x``.
         """
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:

@@ -23,7 +23,7 @@ from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import Precision, lowered, without_cudnn
 from fedstill.models import contract
 from fedstill.models.ensemble import Joined
-from fedstill.models.layer_inputs import body_layers, input_products
+from fedstill.models.functional import body_layers, input_products
 
 LONG = 0.002
 """Seconds of a shard; of shorter ones, threads side by side wait for the interpreter as long as

@@ -148,4 +148,9 @@ def _round_products(on: bool) -> None:
 def _floats(value: T) -> T:
     if isinstance(value, Tensor):
         return value.float() if value.dtype == torch.bfloat16 else value  # type: ignore[return-value]
-    return tuple(_floats(v) for v in value) if isinstance(value, tuple) else value  # type: ignore[return-value]
+    if not isinstance(value, tuple):
+        return value
+    parts = [_floats(part) for part in value]
+    if hasattr(value, "_make"):  # a NamedTuple
+        return value._make(parts)  # type: ignore[no-any-return]
+    return tuple(parts)  # type: ignore[return-value]

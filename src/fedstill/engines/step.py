@@ -4,20 +4,18 @@ client of a stack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fedstill.core.records import Ends, ModelSpec, Tensors, TrainingStart
+from fedstill.core.records import ModelSpec, Tensors, TrainingStart
 from fedstill.core.stream import OFF
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
-from fedstill.models.layer_chain import levels
-from fedstill.models.layer_inputs import above, at_levels
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,7 +76,7 @@ class Networks:
             return lowered(run, self.precision, self.device)(module, teacher.params, x)
 
     def frozen(self, start: TrainingStart, name: str) -> FrozenModel:
-        """A teacher of the carry."""
+        """A teacher of what training starts from."""
         return frozen(start.teachers[name], self.spec)
 
 
@@ -97,12 +95,18 @@ class Seen:
         mask: Tensor | None,
         epoch: int,
     ) -> None:
-        self._networks, self._carry, self._rows, self._mask = networks, start, rows, mask
-        self.params, self.x, self.y, self.index, self._epoch = params, x, y, index, epoch
+        self.params = params
+        self.x = x
+        self.y = y
+        self.index = index
         self.mask = torch.ones(len(y), device=y.device) if mask is None else mask
+        self._networks = networks
+        self._start = start
+        self._rows = rows
+        self._mask = mask
+        self._epoch = epoch
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
-        self._levels: dict[str, Tensor] = {}
 
     @property
     def epoch(self) -> int:
@@ -112,52 +116,46 @@ class Seen:
 
     def logits(self, raw: bool = False) -> Tensor:
         if self._logits is None:
-            self._logits = self._run(contract.forward)(self._networks.module, self.params, self.x)
+            self._logits = self.run(contract.forward)
         return self._logits if raw else self.on(self._logits)
 
     def features(self) -> Tensor:
         if self._features is None:
-            self._features = self._run(contract.features)(
-                self._networks.module, self.params, self.x
-            )
-            self._logits = self._run(contract.head)(
-                self._networks.module, self.params, self._features
-            )
+            self._features = self.run(contract.features)
+            self._logits = self.head(self._features)
         return self._features
 
     def head(self, features: Tensor) -> Tensor:
-        return self._run(contract.head)(self._networks.module, self.params, features)
+        return self._lowered(contract.head)(self._networks.module, self.params, features)
 
-    def part(self, name: str) -> Tensor:
-        return self.on(
-            self._run(contract.run_part)(self._networks.module, name, self.params, self.x)
-        )
+    def run(
+        self,
+        function: Callable[Concatenate[nn.Module, Tensors, Tensor, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        network = self._networks.module
+        return self._lowered(function)(network, self.params, self.x, *args, **kwargs)
 
-    def levels(self) -> Sequence[str]:
-        return levels(self._networks.module)
-
-    def through(self, teacher: str, level: str) -> Tensor:
-        if not self._levels:
-            run = self._run(at_levels)
-            self._levels, self._features = run(self._networks.module, self.params, self.x)
-            self._logits = self.head(self._features)
-        known = self._networks.frozen(self._carry, teacher)
-        module = contract.module(known.spec, "frozen").eval()
-        still = {k: v.detach() for k, v in known.params.items()}
-        return self.on(self._run(above)(module, still, level, self._levels[level]))
-
-    def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
-        logits, whole, part = self._run(contract.slim)(
-            self._networks.module, self.params, self.x, share
-        )
-        return self.on(logits), whole, part
+    def run_teacher(
+        self,
+        name: str,
+        function: Callable[Concatenate[nn.Module, Tensors, Tensor, P], T],
+        x: Tensor,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        teacher = self._networks.frozen(self._start, name)
+        network = contract.module(teacher.spec, "frozen").eval()
+        params = {k: v.detach() for k, v in teacher.params.items()}
+        return self._lowered(function)(network, params, x, *args, **kwargs)
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:
-        logits = self._networks.teacher(self._carry, name, "logits", self.x, self._rows)
+        logits = self._networks.teacher(self._start, name, "logits", self.x, self._rows)
         return logits if raw else self.on(logits)
 
     def teacher_features(self, name: str) -> Tensor:
-        return self._networks.teacher(self._carry, name, "features", self.x, self._rows)
+        return self._networks.teacher(self._start, name, "features", self.x, self._rows)
 
     def mean(self, values: Tensor) -> Tensor:
         return (
@@ -169,8 +167,8 @@ class Seen:
         return real / real.sum()
 
     def on(self, logits: Tensor) -> Tensor:
-        head = self._carry.head
+        head = self._start.head
         return logits if head is None else torch.where(head, logits, OFF)
 
-    def _run(self, run: Callable[P, T]) -> Callable[P, T]:
-        return lowered(run, self._networks.precision, self._networks.device)
+    def _lowered(self, function: Callable[P, T]) -> Callable[P, T]:
+        return lowered(function, self._networks.precision, self._networks.device)

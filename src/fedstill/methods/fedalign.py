@@ -32,6 +32,7 @@ from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
+from fedstill.models.resnet import run_slim
 
 
 @method("fedalign")
@@ -66,18 +67,19 @@ class Aligned(ClientWork):
     method: FedAlign
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        logits, whole, narrow = step.slim(self.method.width)
-        ce, times = cross_entropy(logits, step.y), self.method.iterations
+        iterations = self.method.iterations
+        both = step.run(run_slim, self.method.width)
+        ce = cross_entropy(step.on(both.logits), step.y)
         with torch.no_grad():
-            goal = steepness(*whole, times)
-        apart = (steepness(*narrow, times) - goal).square()  # (B,)
-        size = step.mean(apart).detach()
-        ratio = torch.where(
-            size > 0,
-            step.mean(ce).detach() / torch.where(size > 0, size, torch.ones_like(size)),
-            0.0,
-        )
-        return {"ce": ce, "alignment": self.method.mu * ratio * apart}
+            target = steepness(both.whole.input, both.whole.output, iterations)
+        slim = steepness(both.slim.input, both.slim.output, iterations)
+        penalty = (slim - target).square()  # (B,)
+
+        # The penalty is as large as the cross-entropy; where it is 0, nothing is divided by it.
+        size = step.mean(penalty).detach()
+        divisor = torch.where(size > 0, size, torch.ones_like(size))
+        ratio = torch.where(size > 0, step.mean(ce).detach() / divisor, 0.0)
+        return {"ce": ce, "alignment": self.method.mu * ratio * penalty}
 
 
 def steepness(before: Tensor, after: Tensor, iterations: int) -> Tensor:

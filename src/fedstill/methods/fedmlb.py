@@ -32,6 +32,7 @@ from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
+from fedstill.models.layer_chain import run_from_level, run_to_levels
 
 
 @method("fedmlb")
@@ -68,11 +69,23 @@ class Branched(FromGlobal):
         m = self.method
         if not (m.branch or m.agree):
             return {"ce": m.own * cross_entropy(step.logits(), step.y)}
-        hybrids = [step.through("global", level) for level in step.levels()]  # (B, C) each
-        z, tau = step.logits(), m.temperature
-        said = [h.detach() if m.detach else h for h in hybrids]
+        local = step.run(run_to_levels)
+        raw_logits = step.head(local.features)  # (B, C)
+        branches = [
+            step.on(step.run_teacher("global", run_from_level, activations, level))  # (B, C)
+            for level, activations in local.activations.items()
+        ]
+        logits = step.on(raw_logits)
+        targets = branches
+        if m.detach:
+            targets = [branch.detach() for branch in branches]
+
+        tau = m.temperature
+        own_loss = cross_entropy(logits, step.y)
+        branch_losses = [cross_entropy(branch, step.y) for branch in branches]
+        divergences = [kd(logits, target, tau) / tau**2 for target in targets]
         return {
-            "ce": m.own * cross_entropy(z, step.y),
-            "branches": m.branch * torch.stack([cross_entropy(h, step.y) for h in hybrids]).mean(0),
-            "agree": m.agree * torch.stack([kd(z, h, tau) / tau**2 for h in said]).mean(0),
+            "ce": m.own * own_loss,
+            "branches": m.branch * torch.stack(branch_losses).mean(0),
+            "agree": m.agree * torch.stack(divergences).mean(0),
         }

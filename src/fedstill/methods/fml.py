@@ -38,6 +38,7 @@ from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
+from fedstill.models.functional import run_part
 from fedstill.models.pair import own_of
 
 
@@ -90,7 +91,8 @@ class Mutual(KeepsItsOwn):
     beta: float
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        own, shared = step.part("own"), step.logits()  # (B, C) each
+        own = step.on(step.run(run_part, "own"))  # (B, C)
+        shared = step.logits()  # (B, C)
         return {
             "own": self.alpha * cross_entropy(own, step.y),
             "own_kd": (1 - self.alpha) * kd(own, shared.detach()),

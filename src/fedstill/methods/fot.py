@@ -52,7 +52,7 @@ from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING
 from fedstill.models.contract import module, trainable_names
-from fedstill.models.layer_inputs import beside_layers, body_layers
+from fedstill.models.functional import beside_layers, body_layers
 
 INPUTS = "inputs"
 

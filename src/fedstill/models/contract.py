@@ -9,11 +9,9 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from fedstill.core import registry
@@ -26,73 +24,46 @@ from fedstill.core.errors import (
 )
 from fedstill.core.files import short_name
 from fedstill.core.keys import put_aside, seed_global
-from fedstill.core.records import Ends, ModelSpec, Plan, Tensors, as_pairs
+from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
 from fedstill.core.user_code import reason
+from fedstill.models.functional import features, forward, head, run_part, run_with
 from fedstill.models.layer_chain import levels, with_widths
 from fedstill.models.network import ImageShape, RowShape, SeriesShape
 from fedstill.models.parameters import moving, put_in, with_additions
+from fedstill.models.resnet import slim_stage
 
-# A module run with tensors that are not its own, for one call.
-
-
-Place = tuple[dict[str, Any], str]
-"""The dictionary of a module that holds a tensor, and its key there."""
-Part = tuple[dict[str, Any], str, "ref[nn.Module]"]
-"""The dictionary of a module that holds a part of it, its key there, and the part."""
-
-_found = threading.local()
-
-
-def run_with(m: nn.Module, tensors: Mapping[str, Tensor], *x: Any) -> Any:
-    """What a module gives with other parameters and buffers, by name; those that are not named are
-    its own.
-
-    The same as ``torch.func.functional_call``, which looks for all names at each call: here that is
-    done once, and again where a part of the module has become another. A module whose names share
-    tensors, and one that lacks a name, are torch's to run or to refuse.
-    """
-    places = _places(m)
-    if not places.keys() >= tensors.keys():
-        return functional_call(m, dict(tensors), x)
-    own = [places[name][0][places[name][1]] for name in tensors]
-    try:
-        for name, tensor in tensors.items():
-            holder, key = places[name]
-            holder[key] = tensor
-        return m(*x)
-    finally:
-        for name, tensor in zip(tensors, own, strict=True):
-            holder, key = places[name]
-            holder[key] = tensor
-
-
-def _places(m: nn.Module) -> dict[str, Place]:
-    """By name, where a module's tensors are; nothing if names share tensors."""
-    cache: WeakKeyDictionary[nn.Module, tuple[list[Part], dict[str, Place]]]
-    cache = _found.__dict__.setdefault("cache", WeakKeyDictionary())
-    parts, places = cache.get(m, (None, {}))
-    if parts is None or not all(holder.get(key) is part() for holder, key, part in parts):
-        named = [
-            *m.named_parameters(remove_duplicate=False),
-            *m.named_buffers(remove_duplicate=False),
-        ]
-        alone = len({id(tensor) for _, tensor in named}) == len(named)
-        places = {name: _place(m, name) for name, _ in named} if alone else {}
-        inner = [
-            (one._modules, key, part)
-            for one in m.modules()
-            for key, part in one._modules.items()
-            if part is not None
-        ]
-        cache[m] = [(holder, key, ref(part)) for holder, key, part in inner], places
-    return places
-
-
-def _place(m: nn.Module, name: str) -> Place:
-    path, _, key = name.rpartition(".")
-    owner = m.get_submodule(path)
-    return (owner._parameters if key in owner._parameters else owner._buffers), key
-
+__all__ = [
+    "NORMS",
+    "ONLY",
+    "RULE",
+    "Predictor",
+    "build",
+    "built",
+    "built_size",
+    "capabilities",
+    "draws_random_numbers",
+    "entries",
+    "example",
+    "features",
+    "forward",
+    "freeze_norms",
+    "handed",
+    "head",
+    "initial",
+    "is_of_library",
+    "joins_last_example",
+    "module",
+    "needs_two_examples",
+    "predictor",
+    "refuse_other_inputs",
+    "run_part",
+    "run_with",
+    "size",
+    "spec_for",
+    "suited",
+    "trainable_names",
+    "width",
+]
 
 # What a network's constructor is given of the data, by the names of its parameters; or why it takes
 # no such data.
@@ -183,8 +154,7 @@ def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
 #
 # A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has
 # *features* (the output of its body) and a *head* (its last layer). Any other ``nn.Module`` has
-# logits only. If the body is an ``nn.Sequential`` with a child that has ``slim_width(channels,
-# share)`` and takes ``(x, share)``, that stage can run *slim*: at a share of its width.
+# logits only.
 
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -316,64 +286,11 @@ def capabilities(spec: ModelSpec) -> set[str]:
     split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(
         getattr(m, "head", None), nn.Module
     )
-    known = {"features": split, "head": split, "slim": split and bool(_slimmable(m))}
+    known = {"features": split, "head": split, "slim": split and bool(slim_stage(m))}
     known["etf"] = split and getattr(m.head, "simplex", False) is True
     known["levels"] = split and bool(levels(m))
     known["pair"] = all(isinstance(getattr(m, name, None), nn.Module) for name in ("own", "shared"))
     return {name for name, there in known.items() if there}
-
-
-def forward(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
-    """Logits (B, C) of parameters run in a module of their architecture."""
-    return run_with(m, params, x)  # type: ignore[no-any-return]
-
-
-def features(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
-    """Penultimate features (B, D); raises AttributeError for a model without body and head."""
-    return run_part(m, "body", params, x)
-
-
-def head(m: nn.Module, params: Tensors, z: Tensor) -> Tensor:
-    """Logits (B, C) of features (B, D)."""
-    return run_part(m, "head", params, z)
-
-
-def slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> tuple[Tensor, Ends, Ends]:
-    """One pass at full width and one of the slimmable stage at a share of it, on the first channels
-    of its input.
-
-    share: in (0, 1). Gives logits (B, C), and what enters and leaves the stage, (B, D, H, W) and
-    (B, E, h, w), at full width and slim. The slim pass has no gradient to what came before. Raises
-    IncompatibleMethod if none is slimmable.
-    """
-    stage = _slimmable(m)
-    if not stage:
-        raise IncompatibleMethod(f"{type(m).__name__} has no slimmable stage")
-    before = after = x
-    for name, _ in m.get_submodule("body").named_children():
-        before, x = (x if name == stage else before), run_part(m, f"body.{name}", params, x)
-        after = x if name == stage else after
-    width: int = m.get_submodule(f"body.{stage}").slim_width(before.shape[1], share)  # type: ignore[operator]
-    narrow = before[:, :width].detach()
-    return (
-        head(m, params, x),
-        (before, after),
-        (narrow, run_part(m, f"body.{stage}", params, narrow, share)),
-    )
-
-
-def _slimmable(m: nn.Module) -> str:
-    body = getattr(m, "body", None)
-    named = body.named_children() if isinstance(body, nn.Sequential) else []
-    return next((name for name, part in named if hasattr(part, "slim_width")), "")
-
-
-def run_part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Tensor:
-    """What a named submodule gives; raises AttributeError for a model without it."""
-    part = m.get_submodule(name)
-    prefix = name + "."
-    own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
-    return run_with(part, own, *x)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,13 @@ row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.payload import Tensors
+from fedstill.models.functional import head, run_part
 from fedstill.models.resnet import Residual
 
 WITHOUT_WEIGHTS = (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout, nn.Flatten, nn.Unflatten)
@@ -74,6 +76,32 @@ def levels(m: nn.Module) -> list[str]:
     after = children[[name for name, _ in children].index(cuts[-1]) + 1 :] if cuts else children
     whole = not cuts or any(list(layer.parameters()) for _, layer in after)
     return [*cuts, children[-1][0]] if whole else cuts
+
+
+class LevelPass(NamedTuple):
+    """One pass of a network: its activations at each level by name, and its features (B, D)."""
+
+    activations: dict[str, Tensor]
+    features: Tensor
+
+
+def run_to_levels(m: nn.Module, params: Tensors, x: Tensor) -> LevelPass:
+    """A pass of the body that keeps the activations at its levels."""
+    activations = {}
+    cuts = set(levels(m))
+    for name, _ in m.get_submodule("body").named_children():
+        x = run_part(m, params, x, f"body.{name}")
+        if name in cuts:
+            activations[name] = x
+    return LevelPass(activations, features=x)
+
+
+def run_from_level(m: nn.Module, params: Tensors, x: Tensor, level: str) -> Tensor:
+    """Logits (B, C) of activations at a level."""
+    names = [name for name, _ in m.get_submodule("body").named_children()]
+    for name in names[names.index(level) + 1 :]:
+        x = run_part(m, params, x, f"body.{name}")
+    return head(m, params, x)
 
 
 def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:

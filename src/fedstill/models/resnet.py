@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, group_norm
 
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.fields import CountOrZero
+from fedstill.core.payload import Tensors
 from fedstill.core.registry import register
+from fedstill.models.functional import head, run_part
 from fedstill.models.layers import Norm, norm_layer
 from fedstill.models.network import ImageShape, Network, projected, too_small
 
@@ -148,6 +150,65 @@ def slim_width(channels: int, share: float) -> int:
     """
     width = max(8, int(channels * share + 4) // 8 * 8)
     return min(channels, width if width >= 0.9 * channels * share else width + 8)
+
+
+class StageEnds(NamedTuple):
+    """The input (B, D, H, W) and the output (B, E, h, w) of a network's stage."""
+
+    input: Tensor
+    output: Tensor
+
+
+class SlimPass(NamedTuple):
+    """Logits (B, C) of a whole network, and the ends of its slimmable stage at full width and
+    slim.
+    """
+
+    logits: Tensor
+    whole: StageEnds
+    slim: StageEnds
+
+
+def slim_stage(m: nn.Module) -> str:
+    """The name of the part of a body that can run slim; empty if there is none.
+
+    It is a child of an ``nn.Sequential`` that has ``slim_width(channels, share)`` and takes
+    ``(x, share)``.
+    """
+    body = getattr(m, "body", None)
+    children = body.named_children() if isinstance(body, nn.Sequential) else []
+    return next((name for name, part in children if hasattr(part, "slim_width")), "")
+
+
+def run_slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> SlimPass:
+    """One pass at full width, and one of the slimmable stage at a share of it, on the first
+    channels of its input.
+
+    share: in (0, 1). The slim pass has no gradient to the layers below it. Raises
+    IncompatibleMethod if no stage is slimmable.
+    """
+    slimmable = slim_stage(m)
+    if not slimmable:
+        raise IncompatibleMethod(f"{type(m).__name__} has no slimmable stage")
+    stage_input = x
+    stage_output = x
+    for name, _ in m.get_submodule("body").named_children():
+        if name == slimmable:
+            stage_input = x
+        x = run_part(m, params, x, f"body.{name}")
+        if name == slimmable:
+            stage_output = x
+    logits = head(m, params, x)
+
+    stage = cast(SlimStage, m.get_submodule(f"body.{slimmable}"))
+    width = stage.slim_width(stage_input.shape[1], share)
+    narrow_input = stage_input[:, :width].detach()
+    narrow_output = run_part(m, params, narrow_input, f"body.{slimmable}", share)
+    return SlimPass(
+        logits,
+        whole=StageEnds(stage_input, stage_output),
+        slim=StageEnds(narrow_input, narrow_output),
+    )
 
 
 def _slim(layer: nn.Module, x: Tensor, share: float) -> Tensor:
