@@ -41,7 +41,8 @@ def process_settings() -> Iterator[None]:
             thread.enter_context(_on_cpu_by_default())
             thread.enter_context(torch_threads(1))
             thread.enter_context(_small_numbers())
-            thread.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
+            numpy_errors = np.errstate(divide="warn", over="warn", under="ignore", invalid="warn")
+            thread.enter_context(numpy_errors)
             yield
     finally:
         _process.leave()
