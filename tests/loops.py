@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedstill.core.extensions import Engine, NoRecorder, Recorder
-from fedstill.core.records import State
+from fedstill.core.extensions import Engine, NoRecorder, Observer, Recorder
+from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, run_round
 from fedstill.running.context import run_context
@@ -30,8 +31,11 @@ class Collecting(NoRecorder):
 def context_of(
     ready: Prepared, engine: Engine | None = None, recorder: Recorder | None = None, **changes: Any
 ) -> RunContext:
-    """The context of a prepared run, with an engine of its own if none is given."""
-    return replace(run_context(ready, engine or ready.engine(), recorder), **changes)
+    """The context of a prepared run, with an engine of its own if none is given, and without
+    middleware.
+    """
+    engine = engine or ready.engine()
+    return replace(run_context(ready, engine, recorder), engine=engine, **changes)
 
 
 def first_state(context: RunContext) -> State:
@@ -52,3 +56,23 @@ def states_after(context: RunContext, rounds: int) -> list[State]:
     for _ in range(rounds):
         states.append(next_state(states[-1], context))
     return states
+
+
+def record(
+    observer: Observer,
+    stage: Stage,
+    events: Sequence[dict[str, Any]],
+    contents: Mapping[int, Payload] | None = None,
+) -> None:
+    """Have an observer complete and notice the events of a stage's clients, as a run does.
+
+    contents: what arrived from clients.
+    """
+    replies = [Reply(client, content, 0) for client, content in (contents or {}).items()]
+    nothing = State({})
+    result = StageResult(stage, {}, replies, (), nothing, nothing)
+    for event in events:
+        event["event"] = "client"
+        event |= observer.client_fields(event, result)
+    for event in events:
+        observer.on_event(event)

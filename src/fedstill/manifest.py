@@ -60,6 +60,12 @@ class OuterPackage:
     comparison, or "".
     ``world_extensions``: ``(settings, world, label_counts)``, which return a run's world with what
     the package adds to it; ``label_counts()`` gives (clients, C), or (0, C) where they are unknown.
+    ``sums``: ``(settings, about, shape)``, which return what clients send of their sums
+    (``running.data_sums.SumUp``), or None for plain sums.
+    ``run_extensions``: ``(prepared, folder)``, which return a run's hooks, middleware and observers
+    (``running.extensions.Extensions``).
+    ``client_extensions``: ``(settings, world, is_real_site)``, which return the hooks of a run's
+    clients (``core.extensions.ClientHook``).
     ``engines``: for runs with this ``engine``, subclasses of ``running.remote.RemoteEngine``.
     """
 
@@ -73,6 +79,9 @@ class OuterPackage:
     report_sections: tuple[PlacedPart, ...] = ()
     comparison_notes: tuple[Part, ...] = ()
     world_extensions: tuple[Part, ...] = ()
+    sums: tuple[Part, ...] = ()
+    run_extensions: tuple[Part, ...] = ()
+    client_extensions: tuple[Part, ...] = ()
     engines: tuple[Part, ...] = ()
 
     @property
@@ -185,6 +194,27 @@ PACKAGES = (
                 "fedstill.privacy.leakage:Leakage",
             ),
         ),
+        sums=(
+            Part(
+                "privacy",
+                "Sums of clipped values, with noise.",
+                "fedstill.privacy.noised_sums:noised_sums",
+            ),
+        ),
+        run_extensions=(
+            Part(
+                "privacy",
+                "Budgets of training and of uploads, and secure sums.",
+                "fedstill.privacy.extensions:run_extensions",
+            ),
+        ),
+        client_extensions=(
+            Part(
+                "privacy",
+                "Private training, and noise on logits.",
+                "fedstill.privacy.extensions:client_extensions",
+            ),
+        ),
     ),
     OuterPackage(
         name="querying",
@@ -246,6 +276,20 @@ PACKAGES = (
                 "fedstill.querying.rules:with_asking",
             ),
         ),
+        run_extensions=(
+            Part(
+                "queries",
+                "Who asks for what, and what clients gain and lose by it.",
+                "fedstill.querying.events:run_extensions",
+            ),
+        ),
+        client_extensions=(
+            Part(
+                "queries",
+                "A client raises its query, and sees it later.",
+                "fedstill.querying.events:client_extensions",
+            ),
+        ),
     ),
 )
 """The outer packages. They import inner packages, and never each other."""
@@ -300,6 +344,21 @@ def comparison_notes() -> list[Part]:
 def world_extensions() -> list[Part]:
     """What all packages add to a run's world."""
     return list(chain.from_iterable(package.world_extensions for package in installed()))
+
+
+def sums() -> list[Part]:
+    """How packages change the sums that standardise data."""
+    return list(chain.from_iterable(package.sums for package in installed()))
+
+
+def run_extensions() -> list[Part]:
+    """What all packages add to a run at the server."""
+    return list(chain.from_iterable(package.run_extensions for package in installed()))
+
+
+def client_extensions() -> list[Part]:
+    """What all packages add to a run's clients."""
+    return list(chain.from_iterable(package.client_extensions for package in installed()))
 
 
 def engines() -> dict[str, Part]:

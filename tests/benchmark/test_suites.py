@@ -16,8 +16,7 @@ from fedstill.benchmark.competing import choose_fields, suite_at
 from fedstill.benchmark.suites import MOST_TRIES, TIE, Choice, Suite, load_suite, suite_names
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.preparation import prepare
-from fedstill.running.recording import Measuring
-from fedstill.running.split_file import write_split
+from fedstill.running.split_file import StoredSplit, write_split
 
 DRAWN = Path(__file__).parent / "drawn.json"
 """What seeds 0 and 4 of the digits tier draw in each column: a change of it means a new version of
@@ -160,14 +159,14 @@ def drawn_here(folder: Path) -> dict[str, object]:
         for column in suite.recipe.columns:
             for run in suite.recipe.variants([(suite.against, column)], (0, 4), {}, Path("runs")):
                 ready = prepare(run.settings)
-                measuring = Measuring(ready)
-                assert measuring.split is not None
+                split = StoredSplit.of_sites(ready.sites, ready.world.client_models)
+                assert split is not None
                 rounds = range(1, min(3, run.settings.rounds) + 1)
                 stages = [
                     [list(s.clients) for s in run.settings.schedule(r, ready.world)] for r in rounds
                 ]
                 out[f"{name}, {column}, seed {run.seed}"] = {
-                    "split": write_split(folder, measuring.split)["sha256"],
+                    "split": write_split(folder, split)["sha256"],
                     "tasks": [list(own) for own in ready.world.stream.by_task],
                     "clients": stages,
                 }

@@ -22,7 +22,7 @@ from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.results import StageResult
 from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.models import contract
-from fedstill.running import recording
+from fedstill.running import observers
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 
@@ -112,7 +112,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that parameters run in have weights of their own, which no measure may use: here
     these are no numbers.
     """
-    plain = recording.looked
+    plain = observers.look
 
     def looked(name: str, measure: Measure, seen: StageResult, room: Room) -> Numbers | None:
         for spec in {room.spec, seen.before.model or room.spec, seen.after.model or room.spec}:
@@ -123,7 +123,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(name, measure, seen, room)
 
     monkeypatch.setattr(contract, "_modules", type(contract._modules)())
-    monkeypatch.setattr(recording, "looked", looked)
+    monkeypatch.setattr(observers, "look", looked)
 
 
 @pytest.mark.parametrize("case", METHODS)

@@ -18,7 +18,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply
 from fedstill.core.screen import Rules
 from fedstill.core.trees import norm
-from fedstill.running.hostile_clients import hostile_clients, with_hostile
+from fedstill.running.hostile_clients import hostile_clients, hostile_middleware
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
@@ -140,7 +140,8 @@ def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: flo
     )
     settings = settle(attacked(kind))
     (liar,) = hostile_clients(settings)
-    engine = with_hostile(prepare(settings, toys.blobs()).engine(), settings)
+    (make_hostile,) = hostile_middleware(settings)
+    engine = make_hostile(prepare(settings, toys.blobs()).engine())
     came = engine.run(alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed)
     for one, other in zip(honest, came, strict=True):
         for k, start_k in start.params.items():

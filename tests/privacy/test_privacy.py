@@ -16,6 +16,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import BudgetSpent, ConfigError
 from fedstill.core.records import Payload, Stage
+from fedstill.core.results import RoundResult
 from fedstill.flower.loopback import parsed, serialised
 from fedstill.privacy.budget import Budget
 from fedstill.privacy.epsilon_audit import epsilon_at_least
@@ -25,6 +26,7 @@ from fedstill.running.preparation import prepare
 from fedstill.running.progress import Quiet
 from fedstill.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower
+from loops import record
 from run_bits import stopped
 
 CLIP = {"clip": 2.0}
@@ -212,6 +214,7 @@ def budget(method: str = "hiper_fedkd", **changes: object) -> Budget:
 
 
 LOCAL = Stage(1, 0, "local", (0, 1, 2, 3))
+NO_ROUND = RoundResult(1, (), {})
 
 
 def test_rows_are_counted_by_client_from_what_arrived_and_claims_have_no_part() -> None:
@@ -224,28 +227,37 @@ def test_rows_are_counted_by_client_from_what_arrived_and_claims_have_no_part() 
         1: Payload(logits=torch.zeros(200, 5)),
         2: Payload(),
     }
-    spent.mark(LOCAL, events, came)
+    record(spent, LOCAL, events, came)
     assert [e.get("noised_rows") for e in events] == [toys.PUBLIC, 200, toys.PUBLIC, None]
     alone = [
         Privacy(clip=3.0, noise=20.0).spent(rows) for rows in (toys.PUBLIC, 200, toys.PUBLIC, 0)
     ]
-    assert spent.told()["privacy"]["epsilon"] == alone
+    assert spent.round_fields(NO_ROUND, {})["privacy"]["epsilon"] == alone
     again = budget()
-    again.count(json.loads(json.dumps(events)))
-    assert again.told() == spent.told(), "a resumed run counts the journal"
+    for event in json.loads(json.dumps(events)):
+        again.on_event(event)
+    assert again.round_fields(NO_ROUND, {}) == spent.round_fields(NO_ROUND, {}), (
+        "a resumed run counts the journal"
+    )
 
 
 def test_what_is_no_upload_of_logits_costs_nothing() -> None:
     spent = budget()
-    spent.mark(
-        Stage(1, 0, "fit", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(params={"w": torch.ones(1)})}
+    record(
+        spent,
+        Stage(1, 0, "fit", (0, 1, 2, 3)),
+        [{"client": 0}],
+        {0: Payload(params={"w": torch.ones(1)})},
     )
-    spent.mark(Stage(1, 2, "distil", (0, 1, 2, 3)), [{"client": 0}], {0: Payload()})
-    spent.mark(
-        Stage(0, 0, "census", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(labels=torch.ones(5))}
+    record(spent, Stage(1, 2, "distil", (0, 1, 2, 3)), [{"client": 0}], {0: Payload()})
+    record(
+        spent,
+        Stage(0, 0, "census", (0, 1, 2, 3)),
+        [{"client": 0}],
+        {0: Payload(labels=torch.ones(5))},
     )
-    spent.mark(LOCAL, [{"client": 9}, {"client": -1}], {})
-    assert spent.told()["privacy"]["epsilon"] == [0.0] * 4
+    record(spent, LOCAL, [{"client": 9}, {"client": -1}])
+    assert spent.round_fields(NO_ROUND, {})["privacy"]["epsilon"] == [0.0] * 4
 
 
 @needs_flower

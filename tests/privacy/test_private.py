@@ -42,6 +42,7 @@ from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
 from flowers import needs_flower
+from loops import record
 from run_bits import assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -189,7 +190,7 @@ def test_of_a_real_site_the_server_stops_before_the_stage_that_costs_too_much(
             if one.over(stage, 0):
                 last.append(stage.round)
                 break
-            one.mark(stage, [{"name": "train", "client": 0, "examples": 1000}], {})
+            record(one, stage, [{"name": "train", "client": 0, "examples": 1000}], {})
             assert (one.spent(0) or 0) <= epsilon
     assert last[0] == last[1] > 1
 
@@ -219,7 +220,7 @@ def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None
         {"name": "train", "client": 0, "examples": 1000},
         {"name": "train", "client": 1, "examples": 1},
     ]
-    spending.mark(first, said, {})
+    record(spending, first, said, {})
     replies = {reply.client: reply.failure for reply in within.run(None, second, downs, 0)}  # type: ignore[arg-type]
     assert engine.asked == [0]
     assert replies[0] == ""
@@ -229,7 +230,7 @@ def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None
         {"name": "train", "client": 0, "examples": 1000},
         {"name": "train", "client": 1},
     ]
-    spending.mark(second, again, {})
+    record(spending, second, again, {})
     assert spending.spent(1) == before, "it was asked nothing"
     assert "private_steps" in again[0]
     with pytest.raises(BudgetSpent, match="client 1 has spent"):
@@ -247,19 +248,22 @@ def test_a_site_that_times_out_once_counts_as_what_it_said_before_also_after_a_r
     site, events = budget(), []
     for stage in itertools.islice(stages(), 3):
         came = [{"name": "train", "client": 0, "examples": 10_000}]
-        site.mark(stage, came, {})
+        record(site, stage, came, {})
         events += came
     again = budget()
-    again.count(events)
+    for event in events:
+        again.on_event(event)
     for one in (site, again):
-        one.mark(
+        record(
+            one,
             Stage(4, 0, "train", (0,)),
             [{"name": "train", "client": 0, "refused": "failed: did not reply"}],
             {},
         )
     assert site.steps == again.steps == {0: Counter({0.005: 4 * 400})}
     unknown = budget()
-    unknown.mark(
+    record(
+        unknown,
         Stage(1, 0, "train", (0,)),
         [{"name": "train", "client": 0, "refused": "failed: did not reply"}],
         {},
@@ -269,7 +273,9 @@ def test_a_site_that_times_out_once_counts_as_what_it_said_before_also_after_a_r
 
 def test_what_a_site_said_in_one_stage_is_not_taken_for_another() -> None:
     site = budget(epsilon=5.0)
-    site.mark(Stage(1, 0, "train", (0,)), [{"name": "train", "client": 0, "examples": 10_000}], {})
+    record(
+        site, Stage(1, 0, "train", (0,)), [{"name": "train", "client": 0, "examples": 10_000}], {}
+    )
     world: Any = SimpleNamespace(
         plans=dict.fromkeys(("train", "fit"), Plan(epochs=2, batch=50)), clients=1
     )

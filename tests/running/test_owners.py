@@ -17,6 +17,7 @@ import toys
 from fedstill import Experiment, from_clients
 from fedstill.config.resolve import resolved_data_name, settle
 from fedstill.core.errors import ConfigError, InfeasiblePartition
+from fedstill.core.results import RoundResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.partition.column import column
 from fedstill.report.data_split import class_by_client, splits
@@ -206,17 +207,20 @@ def test_the_answer_of_each_client_counts_where_it_has_one() -> None:
 
         return predict
 
-    told = OwnTests(sites, frozenset()).round({f"client {c}": of(c) for c in range(3)})
+    def fields(tests: OwnTests, predictors: dict[str, Any]) -> dict[str, Any]:
+        return tests.round_fields(RoundResult(1, (), {}, predictors), {})
+
+    told = fields(OwnTests(sites, frozenset()), {f"client {c}": of(c) for c in range(3)})
     assert told["own_test_by_client"] == {"0": 1.0, "1": 0.5, "2": 0.0}
     tests = OwnTests(sites, frozenset({"train"}))
-    tests.note(
-        [
-            {"name": "train", "client": 1, "site_accuracy": 0.75},
-            {"name": "else", "client": 0, "site_accuracy": 1},
-        ]
-    )
-    assert tests.round({})["own_test_by_client"] == {"1": 0.75}
-    assert OwnTests(replace(sites, own_tests={}), frozenset()).round({"global": of(0)}) == {}
+    for event in (
+        {"event": "client", "name": "train", "client": 1, "site_accuracy": 0.75},
+        {"event": "client", "name": "else", "client": 0, "site_accuracy": 1},
+    ):
+        tests.on_event(event)
+    assert fields(tests, {})["own_test_by_client"] == {"1": 0.75}
+    without = OwnTests(replace(sites, own_tests={}), frozenset())
+    assert fields(without, {"global": of(0)}) == {}
 
 
 def test_a_drawn_mix_is_the_most_that_each_owner_has_of_it() -> None:

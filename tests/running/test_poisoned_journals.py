@@ -76,8 +76,8 @@ def poisoned(folder: Path, poison: dict[str, Any]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SerialEngine, "_reply", reply)
         patch.setattr(screen, "wrong_report", lambda _: "")
-        patch.setattr("fedstill.running.recording.seconds_at_clients", lambda *_: {})
-        patch.setattr("fedstill.running.recording.Budget.mark", lambda *_: None)
+        patch.setattr("fedstill.privacy.budget.Budget.client_fields", lambda *_: {})
+        patch.setattr("fedstill.privacy.budget.Budget.on_event", lambda *_: None)
         with pytest.raises(Interrupted):
             run(EXPERIMENT, folder, toys.blobs(), watch=StopAfter(1))
     lines = (folder / "journal.jsonl").read_text().splitlines()

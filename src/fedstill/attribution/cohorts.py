@@ -15,7 +15,6 @@ from fedstill.core.records import SERVER, Stage
 from fedstill.core.rounds import run_round
 from fedstill.running.context import run_context
 from fedstill.running.evaluation import evaluated, evaluated_answers
-from fedstill.running.hostile_clients import with_hostile
 
 TRIES = 20
 """How many draws are made for each other cohort, at most, before too few are said to be there."""
@@ -56,7 +55,7 @@ def round_of_others(
         state = gone_to(kept, engine, round, again)
         cohorts = []
         for number, stages in enumerate(drawn):
-            own = with_hostile(replace(engine, memory=memory.in_process()), settings)
+            own = replace(engine, memory=memory.in_process())
             after = run_round(state, stages, run_context(kept.prepared, own))
             named = evaluated_answers(settings.method, after, world)
             accuracy = evaluated(named, kept.prepared.sites, world.classes)["class_accuracy"]

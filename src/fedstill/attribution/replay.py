@@ -26,9 +26,8 @@ from fedstill.running.checkpoint import Checkpoints, Restored
 from fedstill.running.context import run_context, world_in
 from fedstill.running.directory import settings_of
 from fedstill.running.evaluation import evaluated, evaluated_answers
-from fedstill.running.hostile_clients import with_hostile
+from fedstill.running.observers import look
 from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.recording import looked
 from fedstill.running.runner import begun_sums
 from fedstill.running.split_file import begun_split
 
@@ -125,7 +124,7 @@ class _Looking:
         if self.measure is None or self.room is None or stage.round != self.round:
             return
         room = replace(self.room, world=world_in(self.prepared, result.after))
-        told = looked("contributions", self.measure, result, room)
+        told = look("contributions", self.measure, result, room)
         if told is not None:
             where = {"round": stage.round, "stage": stage.index, "name": stage.name}
             event = {"event": "measure", "measure": "contributions", **where, **told}
@@ -260,7 +259,6 @@ def _through(
         if without is not None:
             every, stages = stages, without.leave_out(stages, state.round)
             acts = as_in_company(engine) if _is_left_alone(every, stages) else engine
-        hostile = with_hostile(acts, settings)
-        state = run_round(state, stages, run_context(kept.prepared, hostile, watch))
+        state = run_round(state, stages, run_context(kept.prepared, acts, watch))
         after(state)
     return state

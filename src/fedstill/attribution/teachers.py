@@ -25,7 +25,6 @@ from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import exact, two_ends
 from fedstill.models import contract
 from fedstill.running.context import run_context, world_in
-from fedstill.running.hostile_clients import with_hostile
 
 FEW = 4
 """Teachers up to which all coalitions are asked (16 exchanges); more are asked at two ends (2m +
@@ -94,14 +93,13 @@ class _Lesson:
 
     def through(self, state: State) -> _Exchange:
         """The rest of a round's stages, in which nobody asks but the client."""
-        settings, seen = self.kept.prepared.settings, _Exchange(self.client)
+        seen = _Exchange(self.client)
         own = [
             s if s.name == FIT or SERVER in s.clients else replace(s, clients=(self.client,))
             for s in self.stages
         ]
         engine = replace(as_in_company(self.engine), memory=self.engine.memory.in_process())
-        acts = with_hostile(engine, settings)
-        run_round(state, own, run_context(self.kept.prepared, acts, seen))
+        run_round(state, own, run_context(self.kept.prepared, engine, seen))
         return seen
 
     def with_some(self, fit: State, teachers: Sequence[int]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +46,14 @@ class StageResult:
     before: State
     after: State
     ends_round: bool = True
+
+    @cached_property
+    def contents(self) -> Mapping[int, Payload]:
+        """What arrived from each client, accepted or refused; an accepted reply counts."""
+        contents = {refusal.client: refusal.content for refusal in self.refused}
+        for reply in self.accepted:
+            contents[reply.client] = reply.content
+        return contents
 
     @property
     def local_models(self) -> dict[int, Tensors]:

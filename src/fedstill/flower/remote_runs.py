@@ -15,12 +15,14 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import cores
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import load_federation
+from fedstill.flower.engine import FlowerEngine
 from fedstill.flower.messages import Version, require_flower
-from fedstill.flower.run_engine import trial_app
+from fedstill.flower.run_engine import connect, informed, trial_app
 from fedstill.flower.site_storage import Desk
 from fedstill.running import journal as journals
+from fedstill.running.preparation import Prepared
 from fedstill.running.progress import Progress
-from fedstill.running.remote import Driven
+from fedstill.running.remote import Driven, RunEngine
 from fedstill.running.result import Result
 
 if TYPE_CHECKING:
@@ -89,6 +91,17 @@ class FlowerRuns:
         if not given:
             raise DeployFailed("Ray ended before the run did; its log says why")
         return given[0]
+
+    def connect(
+        self, prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
+    ) -> FlowerEngine:
+        """The engine of a run over a grid, or over one inside this process."""
+        return connect(prepared, folder, identity, grid)
+
+    def informed(self, engine: RunEngine, prepared: Prepared) -> FlowerEngine:
+        """The engine of a run whose data are prepared anew."""
+        assert isinstance(engine, FlowerEngine)
+        return informed(engine, prepared)
 
     def submit(self, settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
         """Have a federation's server do a run in a directory of its own disk, and wait for its end.

@@ -1,6 +1,4 @@
-"""The engine of a run: in this process, or on Flower, over a grid that is given or one inside this
-process.
-"""
+"""The engine of a run on Flower, over a grid that is given or one inside this process."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from fedstill.core.records import Examples
 from fedstill.core.screen import Truth
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory
-from fedstill.engines.serial import SerialEngine
 from fedstill.flower.client_app import Does, client_app
 from fedstill.flower.engine import FlowerEngine
 from fedstill.flower.facts import Facts
@@ -36,18 +33,16 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 
-def engine_of(
-    prepared: Prepared, folder: Path, run: Callable[[], str], grid: Grid | None
-) -> SerialEngine | FlowerEngine:
-    """The engine that a run's settings name.
+def connect(
+    prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
+) -> FlowerEngine:
+    """The engine of a run whose clients are reached over Flower.
 
-    ``folder``: the run's directory. ``run``: gives the run's identity once it has begun. ``grid``:
-    a Flower grid whose nodes are the clients; without one they work in this process, over a
-    loopback grid.
+    ``folder``: the run's directory. ``identity``: gives the run's identity. ``grid``: a Flower grid
+    whose nodes are the clients; without one they work in this process, over a loopback grid.
     """
-    settings, here = prepared.settings, prepared.engine(Memory(folder / "memory"))
-    if settings.engine != "flower":
-        return here
+    settings = prepared.settings
+    here = prepared.engine(Memory(folder / "memory"))
     if grid is None:
         grid = LoopbackGrid(
             trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients)
@@ -57,7 +52,7 @@ def engine_of(
     sha = digest(config.encode())
 
     def request(**rest: Any) -> Request:
-        return Request(VERSION, config, sha, run(), **rest)
+        return Request(VERSION, config, sha, identity(), **rest)
 
     facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
     taken = prepared.client_measures(site=True)
@@ -66,12 +61,8 @@ def engine_of(
     )
 
 
-def informed(
-    engine: SerialEngine | FlowerEngine, prepared: Prepared
-) -> SerialEngine | FlowerEngine:
+def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
     """The engine for a run whose facts are known only now; its messages go the same way."""
-    if not isinstance(engine, FlowerEngine):
-        return replace(engine, world=prepared.world, sites=prepared.sites)
     here = replace(engine.here, world=prepared.world, sites=prepared.sites)
     return replace(
         engine, here=here, facts=Facts.known_by(prepared).plain(), truth=truth_of(prepared)

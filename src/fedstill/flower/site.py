@@ -27,9 +27,8 @@ from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.flower.site_storage import Desk
 from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import rows_of
-from fedstill.privacy.noised_sums import sums_work
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
-from fedstill.running.data_sums import SumUp, sums_stage
+from fedstill.running.data_sums import SumUp, sums_of_run, sums_stage
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.version import VERSION
 
@@ -189,7 +188,7 @@ class Clerk:
                 raise Refused(
                     "the run is not standardised by sums that sites send, so they stay here"
                 )
-            return sums_work(settings, ready.sites.inputs.about, ready.dataset.input_shape)
+            return sums_of_run(settings, ready.sites.inputs.about, ready.dataset.input_shape)
         if ready.scaler.awaits_sums:
             raise Refused("the request has no mean and spread, which the sites' sums would give")
         within = 1 <= stage.round <= settings.rounds
@@ -278,4 +277,4 @@ def _sums_before(ready: Prepared, stage: Stage) -> int:
         or stage == sums_stage(ready.world)
     ):
         return 0
-    return sums_work(ready.settings, ready.sites.inputs.about, ready.dataset.input_shape).rows
+    return sums_of_run(ready.settings, ready.sites.inputs.about, ready.dataset.input_shape).rows

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedstill.core.census import census_stage
 from fedstill.core.checks import place
 from fedstill.core.errors import BudgetSpent
-from fedstill.core.extensions import Engine
+from fedstill.core.extensions import Engine, Event, Fields, Observer
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
+from fedstill.core.results import RoundResult, StageResult
 from fedstill.core.schedule import Schedule
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import GROUP, Privacy, rows_of
-from fedstill.privacy.noised_sums import sums_work
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
+from fedstill.running.data_sums import sums_of_run
 from fedstill.running.preparation import Prepared
 
 # What private training has cost each client so far; counted in the journal, so that a resumed run
@@ -24,7 +25,7 @@ from fedstill.running.preparation import Prepared
 
 
 @dataclass
-class TrainingBudget:
+class TrainingBudget(Observer):
     """Counts each client's noised steps, by the probability with which they took an example.
 
     ``examples``: how many each client trains on, by stage, in a simulation. Of a real site it is
@@ -62,33 +63,24 @@ class TrainingBudget:
         n = self.examples.get(own, self.said.get(own) if said is None else said)
         return rate_and_steps(plan.batch if n is None else n, plan)
 
-    def mark(
-        self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]
-    ) -> None:
-        """Note in the clients' events of a stage how many noised steps each took, and their
-        probability.
+    def client_fields(self, event: Event, result: StageResult) -> Fields:
+        """``private_steps``: the noised steps of a client, and ``private_rate``: the probability
+        with which a step takes an example.
         """
-        for event in events:
-            for name in ("private_steps", "private_rate"):
-                event.pop(name, None)
-            if (
-                event["client"] in stage.clients
-                and "idle" not in event
-                and event["client"] not in self.unasked
-            ):
-                rate, steps = self.visit(stage, event["client"], event.get("examples"))
-                event |= {"private_steps": steps, "private_rate": rate} if steps else {}
-        self.count(events)
+        if not _is_asked(event, result.stage, self.unasked):
+            return {}
+        rate, steps = self.visit(result.stage, event["client"], event.get("examples"))
+        return {"private_steps": steps, "private_rate": rate} if steps else {}
 
-    def count(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Count what events say."""
-        for event in events:
-            if steps := event.get("private_steps", 0):
-                self.steps.setdefault(event["client"], Counter())[float(event["private_rate"])] += (
-                    steps
-                )
-                if event.get("examples") and "refused" not in event:
-                    self.said[event["name"], event["client"]] = event["examples"]
+    def on_event(self, event: Event) -> None:
+        """Count a client's steps, and remember how many examples a site has."""
+        steps = event.get("private_steps", 0)
+        if event["event"] != "client" or not steps:
+            return
+        taken = self.steps.setdefault(event["client"], Counter())
+        taken[float(event["private_rate"])] += steps
+        if event.get("examples") and "refused" not in event:
+            self.said[event["name"], event["client"]] = event["examples"]
 
     def spent(self, client: int, rate: float = 0.0, more: int = 0) -> float | None:
         """A client's epsilon so far, or after more steps; None where nothing bounds it."""
@@ -115,10 +107,8 @@ class TrainingBudget:
             f"over privacy.epsilon = {most:g}"
         )
 
-    def told(self) -> dict[str, Any]:
-        """For the event of a round: each client's epsilon so far (None: unbounded) at which
-        delta.
-        """
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """``privacy``: each client's epsilon so far (None: unbounded), and at which delta."""
         each = [self.spent(client) for client in range(self.world.clients)]
         return {
             "privacy": {
@@ -134,7 +124,7 @@ class TrainingBudget:
 
 
 @dataclass
-class Budget:
+class Budget(Observer):
     """Counts each client's uploaded rows of logits, as the server sees them: what a client says of
     it has no part.
 
@@ -158,7 +148,7 @@ class Budget:
         """The budget of a run; a simulation's clients have sent their sums when it begins."""
         settings, data = prepared.settings, prepared.dataset
         sums = (
-            sums_work(settings, data.about, data.input_shape).rows
+            sums_of_run(settings, data.about, data.input_shape).rows
             if prepared.scaler.origin == "summed"
             else 0
         )
@@ -169,27 +159,17 @@ class Budget:
             settings.privacy, settings.schedule, prepared.world, sums, sent, settings.on_sites
         )
 
-    def mark(
-        self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]
-    ) -> None:
-        """Note in the clients' events of a stage how many rows of noised logits each
-        sent; ``came``: what arrived.
+    def client_fields(self, event: Event, result: StageResult) -> Fields:
+        """``noised_rows``: the rows of noised logits that a client sent: at least those that it was
+        asked for.
         """
-        for event in events:
-            event.pop("noised_rows", None)
-            client = event["client"]
-            if not self.privacy.protects_logits or stage == census_stage(self.world):
-                continue
-            if (
-                client == SERVER
-                or client not in stage.clients
-                or "idle" in event
-                or client in self.unasked
-            ):
-                continue
-            if rows := max(self.asked(stage, client), rows_of(came.get(client, Payload()))):
-                event["noised_rows"] = rows
-        self.count(events)
+        stage, client = result.stage, event["client"]
+        is_off = not self.privacy.protects_logits or stage == census_stage(self.world)
+        if is_off or client == SERVER or not _is_asked(event, stage, self.unasked):
+            return {}
+        arrived = rows_of(result.contents.get(client, NOTHING))
+        rows = max(self.asked(stage, client), arrived)
+        return {"noised_rows": rows} if rows else {}
 
     def asked(self, stage: Stage, client: int) -> int:
         """How many rows with noise a client is asked for in a stage."""
@@ -219,14 +199,14 @@ class Budget:
             f"privacy.epsilon = {self.privacy.epsilon:g}"
         )
 
-    def count(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Count what events say."""
-        for event in events:
+    def on_event(self, event: Event) -> None:
+        """Count a client's rows."""
+        if event["event"] == "client":
             self.rows[event["client"]] += event.get("noised_rows", 0)
 
-    def told(self) -> dict[str, Any]:
-        """For the event of a round: each client's epsilon so far (None: unbounded) at which delta;
-        empty if off.
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """``privacy``: each client's epsilon so far (None: unbounded), and at which delta; nothing
+        if logits are not protected.
         """
         if not self.privacy.protects_logits:
             return {}
@@ -239,6 +219,12 @@ class Budget:
                 "covers": f"{GROUP} and sums" if self.sums else GROUP,
             }
         }
+
+
+def _is_asked(event: Event, stage: Stage, unasked: Collection[int]) -> bool:
+    """Whether a client was asked for something in a stage, and had something to do."""
+    client = event["client"]
+    return client in stage.clients and "idle" not in event and client not in unasked
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Payload, Reply
 from fedstill.data.form import About
-from fedstill.privacy.noise import SUMS_GROUP
+from fedstill.privacy.noise import SUMS_GROUP, Privacy
 from fedstill.running.data_sums import ROUNDING, Answers, Moments, SumUp
 
 FAR = 40.0
@@ -64,6 +64,9 @@ class NoisedSums(SumUp):
         rows = torch.stack([means, 2 * squares - 1], 1) / math.sqrt(2)
         return Payload({SUMS_GROUP: self.clip * rows})
 
+    def simulated(self, values: Tensor, seed: int) -> Payload:
+        return Privacy(clip=self.clip, noise=self.noise).protect(self.sent(values), seed)
+
     def moments(self, answers: Answers) -> Moments:
         weights = torch.tensor([float(examples) for _, examples in answers], dtype=torch.float64)
         rows = torch.stack([up.tensor(SUMS_GROUP) for up, _ in answers]) * math.sqrt(2) / self.clip
@@ -105,29 +108,18 @@ class NoisedSums(SumUp):
         return (low + high) / 2, (high - low) / 2
 
 
-def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp:
-    """What clients send of their sums: with noise where ``[privacy]`` is on.
+def noised_sums(settings: Settings, about: About, shape: tuple[int, ...]) -> NoisedSums | None:
+    """What clients send of their sums where ``[privacy]`` protects uploads; None where it does not.
 
-    Raises ConfigError where it is, and a column has no limits: then nothing bounds what its sums
-    may show.
+    Raises ConfigError for a column without limits: then nothing bounds what its sums may show.
     """
-    limits, privacy = settings.data.limits, settings.privacy
+    privacy: Privacy = settings.privacy
+    if not privacy.protects_logits:
+        return None
+    limits = settings.data.limits or {}
     names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
     places = [i for i in range(shape[0]) if i not in about.marks]
-    for name in limits or ():
-        if name not in {names[i] for i in places}:
-            known = ", ".join(names[i] for i in places)[:200]
-            raise ConfigError(
-                f"data.limits names {name!r}, which is not among the standardised columns: {known}"
-            )
-    for name, (low, high) in (limits or {}).items():
-        if not low < high:
-            raise ConfigError(
-                f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first"
-            )
-    if not privacy.protects_logits:
-        return SumUp(shape, about.marks)
-    lacking = [names[i] for i in places if names[i] not in (limits or {})]
+    lacking = [names[i] for i in places if names[i] not in limits]
     if lacking:
         raise ConfigError(
             "data.standardise = 'summed' with [privacy] needs limits of each column, and "
@@ -135,6 +127,12 @@ def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp
             f'write data.limits = {{ "{lacking[0]}" = [LOW, HIGH], ... }}, or data.mean and '
             "data.std"
         )
-    pairs = [(limits or {})[names[i]] for i in places]
-    lows, highs = (tuple(float(pair[k]) for pair in pairs) for k in (0, 1))
-    return NoisedSums(shape, about.marks, tuple(places), lows, highs, privacy.clip, privacy.noise)
+    return NoisedSums(
+        shape,
+        about.marks,
+        places=tuple(places),
+        low=tuple(float(limits[names[i]][0]) for i in places),
+        high=tuple(float(limits[names[i]][1]) for i in places),
+        clip=privacy.clip,
+        noise=privacy.noise,
+    )

@@ -36,6 +36,7 @@ from fedstill.querying.rules import rule_of
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
+from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.split_file import begun_split
 from fedstill.running.world import RunWorld
@@ -157,7 +158,7 @@ def fitted_again(
     state = State({}, Payload({**many("model", models), **sizes}))
     with closing(unasked.engine(measured=False)) as engine:
         stages = [Stage(1, 0, FIT, (client,))]
-        state = run_round(state, stages, run_context(unasked, engine))
+        state = run_round(state, stages, run_context(unasked, engine, extensions=Extensions()))
     return state.extra.many("model")[client]
 
 
@@ -411,7 +412,7 @@ def _learn(
     stages = prepared.settings.schedule(1, prepared.world)
     own = replace(prepared, world=world, settings=with_method(prepared.settings, method))
     with closing(own.engine(measured=False)) as engine:
-        state = run_round(state, stages, run_context(own, engine))
+        state = run_round(state, stages, run_context(own, engine, extensions=Extensions()))
     return state.extra.many("student")[client]
 
 

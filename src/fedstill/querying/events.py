@@ -4,14 +4,22 @@ events.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from fedstill.config.settings import Settings
+from fedstill.core.extensions import ClientHook, Event, Fields, Observer
+from fedstill.core.records import World
 from fedstill.core.reports import WHY
+from fedstill.core.results import RoundResult, StageResult
 from fedstill.methods.fit import FIT
 from fedstill.metrics.queries import answers
+from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, queries_raised
 from fedstill.querying.rules import reasons_before
+from fedstill.running.evaluation import tests_by_class
+from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
 
 Whys = dict[str, Any]
@@ -19,7 +27,7 @@ Whys = dict[str, Any]
 
 
 @dataclass
-class RunQueries:
+class RunQueries(Observer):
     """The queries of a run: those known before, or those that clients raised in their last stage
     ``fit``.
 
@@ -34,6 +42,7 @@ class RunQueries:
     def __post_init__(self) -> None:
         settings, world, sites = self.prepared.settings, self.prepared.world, self.prepared.sites
         self.personal = settings.method.personal
+        self._asking = world.asking
         self._queries = {c: tuple(query) for c, query in world.queries.items()}
         if settings.query.by is not None and sites.split is not None:
             before = reasons_before(settings, world, sites.all_counts)
@@ -41,46 +50,74 @@ class RunQueries:
                 c: {str(q): dict(why) for q, why in each.items()} for c, each in before.items()
             }
 
-    @property
-    def anyone(self) -> bool:
-        """Whether any client asks, or may yet."""
-        return bool(self._queries) or self.prepared.world.asking is not None
-
-    def before(self) -> dict[str, Any]:
-        """For the event ``start``: the queries that are known before the run, and why, where a
-        config says by what.
+    def start_fields(self) -> Fields:
+        """``queries``: those that are known before the run; ``why_asked``: why, where a config says
+        by what. Nothing if no client asks.
         """
-        why = {"why_asked": {str(c): each for c, each in self._why.items()}} if self._why else {}
-        return {"queries": {str(c): list(query) for c, query in self._queries.items()}, **why}
+        if not self._queries and self._asking is None:
+            return {}
+        fields: Fields = {"queries": {str(c): list(query) for c, query in self._queries.items()}}
+        if self._why:
+            fields[WHY] = {str(client): why for client, why in self._why.items()}
+        return fields
 
-    def note(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Remember what clients trained alone can do, and what they asked for."""
-        for event in (e for e in events if e["name"] == FIT):
-            client = event["client"]
-            self._alone[client] = event
-            if self.prepared.world.asking is not None:
-                self._queries.pop(client, None)
-                if event.get("query"):
-                    self._queries[client] = tuple(event["query"])
-                    self._why[client] = {
-                        str(q): event.get(WHY, {}).get(str(q), {}) for q in event["query"]
-                    }
-
-    def answers(
-        self,
-        round: int,
-        replies: Sequence[Mapping[str, Any]],
-        measured: Mapping[str, Any],
-        totals: Sequence[int],
-    ) -> dict[str, Any]:
-        """What clients gained and lost by their queries of a round, given its client events; with
-        ``why_asked``.
+    def client_fields(self, event: Event, result: StageResult) -> Fields:
+        """``query``: the classes that the client asks for, in the stage in which it raises its
+        query.
         """
+        if self._asking is None or result.stage.name != FIT or "refused" in event:
+            return {}
+        replies = [reply for reply in result.accepted if reply.client == event["client"]]
+        queries = queries_raised(self._asking, replies, result.stage)
+        return {"query": list(queries.get(event["client"], ()))}
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """What clients gained and lost by their queries of a round."""
         sites = self.prepared.sites
         if not self._queries or sites.split is None:
             return {}
-        counts = {c: sites.counts(c, round).tolist() for c in self._queries}
-        told = answers(self._queries, counts, self._alone, replies, measured, totals, self.personal)
-        for answer in told["answers"]:
-            answer |= {WHY: self._why[answer["client"]]} if answer["client"] in self._why else {}
-        return told
+        fields = answers(
+            self._queries,
+            {client: sites.counts(client, result.number).tolist() for client in self._queries},
+            self._alone,
+            result.client_events,
+            result.accuracies,
+            tests_by_class(sites, self.prepared.world.classes),
+            self.personal,
+        )
+        for answer in fields["answers"]:
+            if answer["client"] in self._why:
+                answer[WHY] = self._why[answer["client"]]
+        return fields
+
+    def on_event(self, event: Event) -> None:
+        """Remember what clients trained alone can do, and what they ask for."""
+        if event["event"] != "client" or event["name"] != FIT:
+            return
+        client = event["client"]
+        self._alone[client] = event
+        if self._asking is None:
+            return
+        self._queries.pop(client, None)
+        if event.get("query"):
+            self._queries[client] = tuple(event["query"])
+            reasons = event.get(WHY, {})
+            self._why[client] = {
+                str(label): reasons.get(str(label), {}) for label in event["query"]
+            }
+
+
+def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
+    """What queries add to a run at the server."""
+    asking = prepared.world.asking
+    hooks = () if asking is None else (QueriesAtServer(asking),)
+    return Extensions(round_hooks=hooks, observers=(RunQueries(prepared),))
+
+
+def client_extensions(
+    settings: Settings, world: World, is_real_site: bool
+) -> tuple[ClientHook, ...]:
+    """What queries add to a run's clients."""
+    if world.asking is None:
+        return ()
+    return (QueriesAtClient(world.asking),)

@@ -22,7 +22,7 @@ from fedstill.report.numbers import COLUMNS, PERSONAL
 from fedstill.report.summary import best_first
 from fedstill.running.preparation import Prepared
 from fedstill.running.split_file import StoredSplit
-from fedstill.running.tasks import TaskEnds
+from fedstill.running.tasks import task_label_counts
 
 SHADES = " ░▒▓█"
 
@@ -274,7 +274,7 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
         counts: Sequence[Sequence[int]] = split.label_counts(len(classes)) if split else ()
         yield drawn_split(counts, classes, width, names=prepared.client_names, tests=tests)
         return
-    each = TaskEnds(prepared).counts
+    each = task_label_counts(prepared)
     for task, line in enumerate(told_of_tasks(prepared)):
         yield Text(line)
         if task < MOST_DRAWN:
@@ -290,7 +290,7 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
 def told_of_tasks(prepared: Prepared) -> Iterator[str]:
     """A line for each task: its rounds, its classes, and how many clients and examples it has."""
     stream, names = prepared.world.stream, prepared.dataset.classes
-    counts = TaskEnds(prepared).counts
+    counts = task_label_counts(prepared)
     ends = [*(first - 1 for first in stream.starts[1:]), stream.rounds]
     for task, (first, last) in enumerate(zip(stream.starts, ends, strict=True)):
         own = stream.classes(task)

@@ -1,39 +1,38 @@
-"""What all rounds of a run share: the one place where its extensions are put together."""
+"""What all rounds of a run share: the one way to build it, for runs, replays, queries and tests."""
 
 from __future__ import annotations
 
-from fedstill.core.census import CensusChecks
-from fedstill.core.extensions import Engine, NoRecorder, Recorder, RoundHook
+from fedstill.core.extensions import Engine, NoRecorder, Recorder
 from fedstill.core.records import State, World
 from fedstill.core.rounds import RunContext
-from fedstill.querying.hooks import QueriesAtServer
+from fedstill.running.extensions import Extensions, run_extensions
 from fedstill.running.preparation import Prepared
 
 
-def run_context(prepared: Prepared, engine: Engine, recorder: Recorder | None = None) -> RunContext:
-    """The context of a run's rounds with an engine, and with a recorder if there is one."""
+def run_context(
+    prepared: Prepared,
+    engine: Engine,
+    recorder: Recorder | None = None,
+    extensions: Extensions | None = None,
+) -> RunContext:
+    """The context of a run's rounds.
+
+    ``engine``: without the run's middleware. ``extensions``: those of ``run_extensions`` if they
+    are left out.
+    """
     settings = prepared.settings
+    if extensions is None:
+        extensions = run_extensions(prepared)
     return RunContext(
         schedule=settings.schedule,
         world=prepared.world,
-        engine=engine,
+        engine=extensions.wrapped(engine),
         rules=settings.rules,
         recorder=recorder or NoRecorder(),
-        hooks=round_hooks(prepared),
+        hooks=extensions.round_hooks,
     )
 
 
 def world_in(prepared: Prepared, state: State) -> World:
     """The world of a run in a state, as the run's hooks extend it."""
-    world: World = prepared.world
-    for hook in round_hooks(prepared):
-        world = hook.extend_world(world, state)
-    return world
-
-
-def round_hooks(prepared: Prepared) -> tuple[RoundHook, ...]:
-    """The extensions of a run's server, in their order."""
-    hooks: list[RoundHook] = [CensusChecks(prepared.settings.rules.max_examples)]
-    if prepared.world.asking is not None:
-        hooks.append(QueriesAtServer(prepared.world.asking))
-    return tuple(hooks)
+    return run_extensions(prepared).world_in(prepared.world, state)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedstill import manifest
+from fedstill.config.settings import Settings
 from fedstill.core.checks import check_quorum
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import RoundHook, StageActor
@@ -27,6 +29,7 @@ from fedstill.core.records import (
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, build_requests, run_stage
 from fedstill.core.work import ClientWork
+from fedstill.data.form import About
 
 # Mean and spread of columns or channels: of some examples, or from sums that clients send.
 
@@ -175,6 +178,10 @@ class SumUp(ClientWork):
             [Sums(*(up.tensor(name) for name in SUMS)) for up, _ in answers], self.fixed
         )
 
+    def simulated(self, values: Tensor, seed: int) -> Payload:
+        """What a simulated client with these values sends; ``seed``: of noise, if there is any."""
+        return self.sent(values)
+
     def refuses(self, reply: Reply) -> str:
         """Why no numbers have these sums; empty if some may, or if the reply's form is for the
         screen to judge.
@@ -195,6 +202,30 @@ class SumUp(ClientWork):
         if bool((~(total.abs() <= roots) | ((count == 0) & (squares > 0))).any()):
             return "no numbers have the sums and the sums of squares that it sends"
         return ""
+
+
+def sums_of_run(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp:
+    """What clients send of their sums, for examples of a shape.
+
+    Raises ConfigError for limits of columns that are not standardised, or not in order.
+    """
+    names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
+    standardised = [name for i, name in enumerate(names[: shape[0]]) if i not in about.marks]
+    for name, (low, high) in (settings.data.limits or {}).items():
+        if name not in standardised:
+            known = ", ".join(standardised)[:200]
+            raise ConfigError(
+                f"data.limits names {name!r}, which is not among the standardised columns: {known}"
+            )
+        if not low < high:
+            raise ConfigError(
+                f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first"
+            )
+    for part in manifest.sums():
+        sums: SumUp | None = part.load()(settings, about, shape)
+        if sums is not None:
+            return sums
+    return SumUp(shape, about.marks)
 
 
 def sums_stage(world: World) -> Stage:

@@ -12,21 +12,88 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.continual.task_test import TASK_TEST
+from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Examples, State, World
+from fedstill.core.results import Predictors, RoundResult
+from fedstill.core.stream import OFF
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
-from fedstill.engines.passes import correct_by_class, right_by_example
+from fedstill.engines.passes import by_shard, correct_by_class, counted_right, right_by_example
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.local_models import personal_answers
 from fedstill.metrics.values import Values
+from fedstill.running.preparation import Prepared
 
 # What the server's models are worth on the common test set, by class.
 
 
-Counting = Callable[[Callable[[Tensor], Tensor], Examples], Tensor]
+Predict = Callable[[Tensor], Tensor]
+
+CountRight = Callable[[Predict, Examples], Tensor]
+"""Counts a predictor's right answers on a test set by class: (C,)."""
+
+
+@dataclass(frozen=True)
+class RightAnswers:
+    """Right answers by class (C,): with the likeliest of the classes seen so far, and of all."""
+
+    among_seen: Tensor
+    among_all: Tensor
+
+
+class Evaluation:
+    """Tests the server's models on the common test set. Observers share its passes.
+
+    With tasks, one pass counts the right answers among the classes seen so far, and among all.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._sites = prepared.sites
+        self._world = prepared.world
+        self._passes: dict[tuple[int, int, tuple[int, ...]], RightAnswers] = {}
+        self._predictors: Predictors = {}
+
+    def accuracies(self, round: int, predictors: Predictors) -> dict[str, Any]:
+        """The accuracies of a round's predictors (``evaluated``); 0 is before round 1."""
+        # Passes are known by their predictor's id, so the predictors must live as long.
+        self._passes = {}
+        self._predictors = predictors
+        if self._sites.tasks is None:
+            return evaluated(predictors, self._sites, self._world.classes)
+        stream = self._world.stream
+        seen = stream.seen(stream.task(round)) if round > 0 else ()
+
+        def count(predict: Predict, test: Examples) -> Tensor:
+            return self.right_answers(predict, test, seen).among_all
+
+        return evaluated(predictors, self._sites, self._world.classes, count)
+
+    def right_answers(
+        self, predict: Predict, test: Examples, seen: Collection[int]
+    ) -> RightAnswers:
+        """Right answers of a predictor; ``seen``: the classes seen so far, empty for all."""
+        key = (id(predict), id(test), tuple(seen))
+        if key not in self._passes:
+            self._passes[key] = self._pass(predict, test, seen)
+        return self._passes[key]
+
+    def _pass(self, predict: Predict, test: Examples, seen: Collection[int]) -> RightAnswers:
+        classes = self._world.classes
+        is_seen = torch.zeros(classes, dtype=torch.bool)
+        is_seen[list(seen or range(classes))] = True
+        is_seen = is_seen.to(test.labels.device)
+
+        def both(logits: Tensor) -> tuple[Tensor, Tensor]:
+            return logits.where(is_seen, 100 * OFF).argmax(1), logits.argmax(1)
+
+        shards = by_shard(both, predict, test, self._sites.inputs, workers())
+        counts = [
+            counted_right([shard[k] for shard in shards], test.labels, classes) for k in (0, 1)
+        ]
+        among_seen, among_all = torch.stack(counts).cpu()
+        return RightAnswers(among_seen, among_all)
 
 
 def tests_by_class(sites: SiteViews, classes: int) -> list[int]:
@@ -51,7 +118,7 @@ def evaluated(
     predictors: Mapping[str, Callable[[Tensor], Tensor]],
     sites: SiteViews,
     classes: int,
-    right_of: Counting | None = None,
+    right_of: CountRight | None = None,
 ) -> dict[str, Any]:
     """``accuracy`` and ``class_accuracy`` (C,) of the first predictor, those of further ones by
     name in ``others``.
@@ -88,7 +155,7 @@ UNTRAINED = "round 1 left the server's model as it was, so its accuracy says not
 
 
 @dataclass
-class OwnAnswers:
+class OwnAnswers(Observer):
     """The answers of a method that leaves each client a model of its own; empty for all others.
 
     ``stages``: those after which a client's own model is its answer; of several, the last in which
@@ -104,22 +171,26 @@ class OwnAnswers:
     _best: dict[int, Values] = field(default_factory=dict)  # by class, of the rounds before
     _looked: set[int] = field(default_factory=set)  # clients that were measured in this round
 
-    def note(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Remember what clients measured in a stage of this round."""
-        for event in events:
-            if event["name"] in self.stages and "correct_by_class" in event and self.label_counts:
-                self._now[event["client"]] = class_accuracy(event["correct_by_class"], self.totals)
-                self._looked.add(event["client"])
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """What the clients' answers are worth; nothing if no client was measured in this round."""
+        if not self._looked:
+            return {}
+        return personal_answers(self._now, self._best, self.label_counts)
 
-    def round(self) -> dict[str, Any]:
-        """Fields of the round's event; empty if no client was measured in it. Ends the round."""
-        told = personal_answers(self._now, self._best, self.label_counts) if self._looked else {}
-        for client in self._looked:
-            self._best[client] = np.fmax(
-                self._best.get(client, self._now[client]), self._now[client]
-            )
-        self._looked.clear()
-        return told
+    def on_event(self, event: Event) -> None:
+        """Remember what clients measured, and at a round's end the best of each class."""
+        if event["event"] == "client" and self._is_answer(event):
+            self._now[event["client"]] = class_accuracy(event["correct_by_class"], self.totals)
+            self._looked.add(event["client"])
+        elif event["event"] == "round":
+            for client in self._looked:
+                now = self._now[client]
+                self._best[client] = np.fmax(self._best.get(client, now), now)
+            self._looked.clear()
+
+    def _is_answer(self, event: Event) -> bool:
+        is_measured = event["name"] in self.stages and "correct_by_class" in event
+        return is_measured and bool(self.label_counts)
 
 
 def evaluated_answers(
@@ -149,11 +220,8 @@ def _why_untrained(world: World) -> str:
 # What answers are worth on the clients' own test sets, where a simulation has such.
 
 
-Predictors = Mapping[str, Callable[[Tensor], Tensor]]
-
-
 @dataclass
-class OwnTests:
+class OwnTests(Observer):
     """The clients' own test sets of a run, and what the last answers were worth there.
 
     ``stages``: those after which a client's own model is its answer, as the method says.
@@ -178,13 +246,13 @@ class OwnTests:
         )
         return Examples(values, labels), owners
 
-    def note(self, events: Sequence[Mapping[str, Any]]) -> None:
+    def on_event(self, event: Event) -> None:
         """Remember what clients with models of their own reported."""
-        for event in events:
-            if event["name"] in self.stages and "site_accuracy" in event:
-                self._personal[event["client"]] = event["site_accuracy"]
+        is_answer = event["event"] == "client" and event["name"] in self.stages
+        if is_answer and "site_accuracy" in event:
+            self._personal[event["client"]] = event["site_accuracy"]
 
-    def round(self, predictors: Predictors) -> dict[str, Any]:
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """Fields of a round's event; empty where clients have no tests of their own.
 
         ``own_test_accuracy``: each client's answer on its own test set, the mean over
@@ -192,7 +260,7 @@ class OwnTests:
         """
         if not self.sites.own_tests:
             return {}
-        by_client = self._by_client(predictors)
+        by_client = self._by_client(result.predictors)
         if not by_client:
             return {}
         return {
@@ -228,29 +296,6 @@ class OwnTests:
 
 
 Row = Sequence[float | None]
-
-
-@dataclass
-class SiteRows:
-    """Each site's row of the task under way.
-
-    ``personal``: the stages after which a client's own model is its answer; empty: sites test the
-    global model in a stage of its own.
-    """
-
-    personal: Collection[str]
-    rows: dict[int, Row] = field(default_factory=dict)
-
-    def note(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Remember what clients reported."""
-        stages = self.personal or (TASK_TEST,)
-        said = [e for e in events if e["name"] in stages and "site_by_task" in e]
-        self.rows |= {e["client"]: e["site_by_task"] for e in said}
-
-    def end(self) -> dict[int, Row]:
-        """The rows by client at the end of a task, which are then forgotten."""
-        rows, self.rows = dict(sorted(self.rows.items())), {}
-        return rows
 
 
 def mean_row(rows: Collection[Row], tasks: int) -> list[float | None]:

@@ -20,8 +20,8 @@ from fedstill.core.stream import Stream
 from fedstill.data.inputs import examples_are
 from fedstill.measures.choice import measures
 from fedstill.models import contract
-from fedstill.running.context import round_hooks
 from fedstill.running.engine_choice import chosen
+from fedstill.running.extensions import run_extensions
 from fedstill.running.preparation import Prepared
 
 # What the clients of a round do: examples, steps of the optimiser, bytes. Nothing is trained to
@@ -48,7 +48,7 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
     """
     settings, world = prepared.settings, prepared.world
     state = settings.method.initial_state(world)
-    hooks = round_hooks(prepared)
+    hooks = run_extensions(prepared).round_hooks
     bytes_down = bytes_up = steps = examples = trained = 0
     acting: set[int] = set()
     for stage in settings.schedule(number, world):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.errors import ConfigError, IncompatibleMethod
-from fedstill.core.extensions import Engine
+from fedstill.core.extensions import Engine, Middleware
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
 from fedstill.core.work import ClientWork
@@ -83,12 +83,13 @@ class Hostile:
         return value * self.factor if start is None else start + self.factor * (value - start)
 
 
-def with_hostile(engine: Engine, settings: Settings) -> Engine:
-    """The engine of a run; where the config plants clients that change what they send, with
-    these.
-    """
+def hostile_middleware(settings: Settings) -> tuple[Middleware, ...]:
+    """What makes clients hostile that change what they send; empty if the config plants none."""
     factor = FACTORS.get(settings.of_clients.attack or "")
-    return engine if factor is None else Hostile(engine, hostile_clients(settings), factor)
+    if factor is None:
+        return ()
+    clients = hostile_clients(settings)
+    return (lambda engine: Hostile(engine, clients, factor),)
 
 
 def refuse_hostile(settings: Settings, world: World) -> None:

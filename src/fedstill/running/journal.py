@@ -57,6 +57,11 @@ class Journal:
         except OSError as error:
             raise as_named(error, path) from error
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no event yet."""
+        return self._file.tell() == 0
+
     def write(self, event: str, /, **values: Any) -> None:
         """Append an event of this name."""
         self.append({"event": event, **values})

@@ -16,7 +16,6 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.config.unseen_data import NO_DATA, unseen_examples
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import ClientHook
 from fedstill.core.fields import Share, problem
 from fedstill.core.records import Examples
 from fedstill.data.cache import cache_folder, reuse_bytes
@@ -24,7 +23,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import SiteViews
-from fedstill.engines.client_measures import ClientMeasures, OwnTestSets
+from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
@@ -35,9 +34,6 @@ from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT
 from fedstill.privacy.compatibility import refuse_unmaskable, refuse_unprivate
-from fedstill.privacy.noise import NoisedLogits
-from fedstill.privacy.private_training import Private, PrivateTraining
-from fedstill.querying.hooks import QueriesAtClient
 from fedstill.querying.rules import arrival_of
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import (
@@ -47,6 +43,7 @@ from fedstill.running.compatibility import (
 )
 from fedstill.running.data_sums import Moments
 from fedstill.running.engine_choice import ENGINES, resolved
+from fedstill.running.extensions import client_extensions
 from fedstill.running.hostile_clients import hostile_clients, refuse_hostile
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.splitting import stream_of, task_data
@@ -101,7 +98,12 @@ class Prepared:
             memory or Memory(),
             settings.threads,
             settings.precision,
-            client_hooks(self, site=site, measured=measured),
+            client_extensions(
+                settings,
+                self.world,
+                self.client_measures(site=site) if measured else ClientMeasures(),
+                is_real_site=site and settings.on_sites,
+            ),
             kept=reply_cache,
             **options,
         )
@@ -138,29 +140,6 @@ class Prepared:
         if FIT not in method.stages:
             stages |= ONLY_FIT.reusable
         return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
-
-
-def client_hooks(prepared: Prepared, *, site: bool, measured: bool) -> tuple[ClientHook, ...]:
-    """The extensions of what a run's clients do, in their order.
-
-    ``site``: of a client that is reached over Flower. ``measured``: whether clients measure their
-    own models.
-    """
-    settings = prepared.settings
-    asking = prepared.world.asking
-    secret = site and settings.on_sites
-    hooks: list[ClientHook] = []
-    if asking is not None:
-        hooks.append(QueriesAtClient(asking))
-    rule = Private.of(settings.privacy, secret)
-    if rule is not None:
-        hooks.append(PrivateTraining(rule))
-    if settings.privacy.protects_logits:
-        hooks.append(NoisedLogits(settings.privacy, secret))
-    if measured:
-        hooks.append(prepared.client_measures(site=site))
-    hooks.append(OwnTestSets())
-    return tuple(hooks)
 
 
 def prepare(

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import Engine
 from fedstill.core.records import Payload
 from fedstill.data.dataset import Dataset
+from fedstill.engines.client_memory import Memory
+from fedstill.running.preparation import Prepared
 from fedstill.running.progress import OnRound, Progress
 from fedstill.running.result import Result
 from fedstill.running.trackers import Track
@@ -25,6 +28,17 @@ Version = tuple[str, str]
 
 Place = Literal["here", "ray", "federation"]
 """Where the server of a run is: in this process, in Flower's simulation, or at a federation."""
+
+
+class RunEngine(Engine, Protocol):
+    """An engine of a run, which keeps what clients remember, or at least the index of it."""
+
+    @property
+    def memory(self) -> Memory:
+        """The clients' states."""
+
+    def close(self) -> None:
+        """End threads and connections."""
 
 
 class RemoteEngine(Protocol):
@@ -44,6 +58,18 @@ class RemoteEngine(Protocol):
 
         ``folder``: the run's directory.
         """
+
+    def connect(
+        self, prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
+    ) -> RunEngine:
+        """The engine of a run whose clients are reached over a grid, or over one inside this
+        process.
+
+        ``identity``: gives the run's identity, which every message names.
+        """
+
+    def informed(self, engine: RunEngine, prepared: Prepared) -> RunEngine:
+        """The engine of a run whose data are prepared anew; its messages go the same way."""
 
     def submit(self, settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
         """Have a federation's server carry out a run in a directory, and wait for its end."""

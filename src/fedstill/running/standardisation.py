@@ -19,8 +19,7 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import Examples, Payload
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset
-from fedstill.privacy.noised_sums import sums_work
-from fedstill.running.data_sums import Moments, SumUp, moments
+from fedstill.running.data_sums import Moments, SumUp, moments, sums_of_run
 
 Origin = Literal["declared", "pooled", "summed", "server", "own", "none"]
 
@@ -133,7 +132,7 @@ def fit_scaler(
     if origin == "own":
         return _scaler_by_client(dataset, train, split)
     if origin == "summed" and settings.on_sites:
-        sums_work(settings, dataset.about, dataset.input_shape)  # raises if it cannot be
+        sums_of_run(settings, dataset.about, dataset.input_shape)  # raises if it cannot be
         return Scaler(origin) if sent is None else _scaler(origin, sent, dataset)
     if origin == "server":
         if public is None:
@@ -255,7 +254,7 @@ def _summed_moments(
     settings: Settings, dataset: Dataset, train: Examples, split: ClientSplit
 ) -> Moments:
     """The mean and spread from the sums that simulated clients send."""
-    work = sums_work(settings, dataset.about, dataset.input_shape)
+    work = sums_of_run(settings, dataset.about, dataset.input_shape)
     answers = []
     for client, positions in enumerate(split.tensors()):
         values = train.values[positions]
@@ -265,9 +264,7 @@ def _summed_moments(
 
 def _sent_sums(settings: Settings, work: SumUp, client: int, values: Tensor) -> Payload:
     """What a simulated client sends of its sums, with noise if the run has any."""
-    seed = seed_for(settings.seed, 0, 1, client, "privacy")
-    protected: Payload = settings.privacy.protect(work.sent(values), seed)
-    return protected
+    return work.simulated(values, seed_for(settings.seed, 0, 1, client, "privacy"))
 
 
 def _scaler(origin: Origin, common_moments: Moments, dataset: Dataset) -> Scaler:

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedstill.continual.task_test import TASK_TEST
+from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.records import Examples
-from fedstill.core.stream import OFF
-from fedstill.engines.cores import workers
-from fedstill.engines.passes import Predict, by_shard, correct_by_class, counted_right
-from fedstill.running.evaluation import SiteRows, mean_row
+from fedstill.core.results import Predictors, RoundResult
+from fedstill.running.evaluation import Evaluation, Predict, Row, mean_row
 from fedstill.running.preparation import Prepared
-
-Predictors = Mapping[str, Predict]
 
 MOST_CLIENTS = 1000
 """With more clients than these, the event of a task's end has no row for each."""
 
 
 @dataclass
-class TaskEnds:
+class TaskEnds(Observer):
     """The events of a run's task ends, and what round events say of tasks; nothing without a stream
     or a test set.
     """
 
     prepared: Prepared
+    evaluation: Evaluation
+    _site_rows: dict[int, Row] = field(default_factory=dict)
+    """What each real site said of its accuracy on every task, in the task under way."""
 
     def __post_init__(self) -> None:
-        self.said = SiteRows(self.prepared.settings.method.personal)
         self.at_sites = self.prepared.settings.on_tasks
-        # the last pass
-        self._last: tuple[Predict, Examples, Sequence[int], tuple[Tensor, Tensor]] | None = None
 
     @property
     def on(self) -> bool:
@@ -46,7 +44,7 @@ class TaskEnds:
         tested = self.at_sites or self.prepared.sites.common_test is not None
         return tested and self.prepared.sites.tasks is not None
 
-    def about(self) -> dict[str, Any]:
+    def start_fields(self) -> Fields:
         """What the journal's first event says of the stream: classes, first rounds and label counts
         by task.
         """
@@ -68,46 +66,54 @@ class TaskEnds:
         there = (self.counts.sum(dim=2) > 0).sum(dim=0)
         return {"label_counts": self.counts.sum(dim=0).tolist(), "clients": [int(n) for n in there]}
 
-    def of_round(self, round: int, predictors: Predictors) -> dict[str, Any]:
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """The task of a round, and the accuracy over test examples of all classes seen by then,
         among these.
         """
         if not self.on:
             return {}
         stream = self.prepared.world.stream
-        task = stream.task(round)
-        known = {"task": task + 1}
-        if (
-            self.prepared.sites.common_test is None
-            or len(self.tests) > 1
-            or not (predict := _first(predictors))
-        ):
-            return known
+        task = stream.task(result.number)
+        fields: Fields = {"task": task + 1}
+        predict = _first(result.predictors)
+        if self.prepared.sites.common_test is None or len(self.tests) > 1 or predict is None:
+            return fields
         seen = list(stream.seen(task))
-        right, totals = (
-            self._right(predict, self.tests[0], seen)[0][seen].sum(),
-            self._totals[0][seen].sum(),
-        )
-        return {**known, "accuracy_seen": int(right) / int(totals) if totals else None}
+        total = self._totals[0][seen].sum()
+        answers = self.evaluation.right_answers(predict, self.tests[0], seen)
+        fields["accuracy_seen"] = None
+        if total:
+            fields["accuracy_seen"] = int(answers.among_seen[seen].sum()) / int(total)
+        return fields
 
-    def event(self, round: int, predictors: Predictors) -> dict[str, Any] | None:
-        """The event of a task's end, None in another round; round 0 is that of the untrained model,
-        as task 0.
-        """
-        stream, predict = self.prepared.world.stream, _first(predictors)
-        if not self.on or not (round == 0 or stream.ends(round)):
-            return None
-        began, task = time.perf_counter(), stream.task(round) if round else -1
-        said = self._of_sites(task) if self.at_sites else {}
-        if (
-            not predict
-            or self.prepared.sites.common_test is None
-            or (self.at_sites and not self._by_classes)
-        ):
-            where = {"event": "task", "task": task + 1, "round": round}
-            return {**where, **said, "seconds": time.perf_counter() - began} if said else None
-        told = self.told(round, self._correct(predict, task), said)
-        return {**told, "seconds": time.perf_counter() - began}
+    def round_events(self, result: RoundResult) -> Iterator[Event]:
+        """The event of a task's end; round 0 is that of the untrained model, as task 0."""
+        stream = self.prepared.world.stream
+        is_end = result.number == 0 or stream.ends(result.number)
+        if not self.on or not is_end:
+            return
+        began = time.perf_counter()
+        task = stream.task(result.number) if result.number else -1
+        at_sites = self._of_sites(task) if self.at_sites else {}
+        predict = _first(result.predictors)
+        is_tested = predict is not None and self.prepared.sites.common_test is not None
+        if is_tested and (self._by_classes or not self.at_sites):
+            assert predict is not None
+            event = self.told(result.number, self._correct(predict, task), at_sites)
+        elif at_sites:
+            event = {"event": "task", "task": task + 1, "round": result.number, **at_sites}
+        else:
+            return
+        yield {**event, "seconds": time.perf_counter() - began}
+
+    def on_event(self, event: Event) -> None:
+        """Remember what sites reported, until the task ends."""
+        stages = self.prepared.settings.method.personal or (TASK_TEST,)
+        is_report = event["event"] == "client" and event["name"] in stages
+        if is_report and "site_by_task" in event:
+            self._site_rows[event["client"]] = event["site_by_task"]
+        elif event["event"] == "task":
+            self._site_rows = {}
 
     def told(
         self, round: int, correct: Tensor, of_sites: Mapping[str, Any] | None = None
@@ -136,7 +142,7 @@ class TaskEnds:
 
     def _of_sites(self, task: int) -> dict[str, Any]:
         """The rows that real sites said, and their mean; nothing of the untrained model."""
-        rows = self.said.end()
+        rows = dict(sorted(self._site_rows.items()))
         if task < 0:
             return {}
         each = {str(client): list(row) for client, row in rows.items()}
@@ -167,16 +173,7 @@ class TaskEnds:
     @cached_property
     def counts(self) -> Tensor:
         """Label counts by client, task and class (clients, T, C)."""
-        sites, world = self.prepared.sites, self.prepared.world
-        tasks, labels = sites.tasks, sites.train.labels.cpu()
-        assert tasks is not None
-        counts = torch.zeros(world.clients, world.stream.tasks, world.classes, dtype=torch.int64)
-        for client in range(world.clients):
-            for t in range(world.stream.tasks):
-                part = sites.positions(client)
-                own = part[tasks.of_task(part, t)]
-                counts[client, t] = torch.bincount(labels[own], minlength=world.classes)
-        return counts
+        return task_label_counts(self.prepared)
 
     def _correct(self, predict: Predict, task: int) -> Tensor:
         """Right answers by test set and class (tests, C): among the classes seen, or all for those
@@ -184,58 +181,17 @@ class TaskEnds:
         """
         stream = self.prepared.world.stream
         seen = list(stream.seen(task)) if task >= 0 else []
-        both = [
-            self._right(predict, test, seen if len(self.tests) == 1 or t <= task else [])
-            for t, test in self._each
-        ]
-        return torch.stack([among.where(self._mask(seen), over_all) for among, over_all in both])
-
-    @property
-    def _each(self) -> list[tuple[int, Examples]]:
-        return list(enumerate(self.tests))
+        correct = []
+        for number, test in enumerate(self.tests):
+            is_past = len(self.tests) == 1 or number <= task
+            answers = self.evaluation.right_answers(predict, test, seen if is_past else ())
+            correct.append(answers.among_seen.where(self._mask(seen), answers.among_all))
+        return torch.stack(correct)
 
     def _mask(self, seen: Sequence[int]) -> Tensor:
         mask = torch.zeros(self.prepared.world.classes, dtype=torch.bool)
         mask[list(seen)] = True
         return mask
-
-    def right_of_all(self, predict: Predict, test: Examples) -> Tensor:
-        """Right answers by class (C,), of the last pass if it was that predictor's over that test
-        set.
-        """
-        if self._last and predict is self._last[0] and test is self._last[1]:
-            return self._last[3][1]
-        world, inputs = self.prepared.world, self.prepared.sites.inputs
-        return correct_by_class(predict, test, inputs, world.classes, workers())
-
-    def _right(
-        self, predict: Predict, test: Examples, seen: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Right answers by class (C,) with the likeliest of the classes seen, and of all; the last
-        pass is kept.
-        """
-        if not (
-            self._last
-            and predict is self._last[0]
-            and test is self._last[1]
-            and seen == self._last[2]
-        ):
-            self._last = (predict, test, seen, self._passed(predict, test, seen))
-        return self._last[3]
-
-    def _passed(
-        self, predict: Predict, test: Examples, seen: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        classes = self.prepared.world.classes
-        on = self._mask(seen or range(classes)).to(test.labels.device)
-
-        def both(logits: Tensor) -> tuple[Tensor, Tensor]:
-            return logits.where(on, 100 * OFF).argmax(1), logits.argmax(1)
-
-        said = by_shard(both, predict, test, self.prepared.sites.inputs, workers())
-        each = [counted_right([shard[k] for shard in said], test.labels, classes) for k in (0, 1)]
-        among, over_all = torch.stack(each).cpu()
-        return among, over_all
 
     def _row(self, correct: Tensor, accuracy: Tensor) -> list[float]:
         """The accuracy on each task (T,)."""
@@ -281,3 +237,18 @@ def _first(predictors: Predictors) -> Predict | None:
 
 def _number(value: float) -> float | None:
     return value if value == value else None
+
+
+def task_label_counts(prepared: Prepared) -> Tensor:
+    """Label counts by client, task and class (clients, T, C)."""
+    sites, world = prepared.sites, prepared.world
+    tasks = sites.tasks
+    assert tasks is not None
+    labels = sites.train.labels.cpu()
+    counts = torch.zeros(world.clients, world.stream.tasks, world.classes, dtype=torch.int64)
+    for client in range(world.clients):
+        part = sites.positions(client)
+        for task in range(world.stream.tasks):
+            own = part[tasks.of_task(part, task)]
+            counts[client, task] = torch.bincount(labels[own], minlength=world.classes)
+    return counts

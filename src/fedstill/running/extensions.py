@@ -1,0 +1,81 @@
+"""The table of a run's extensions: hooks, middleware and observers, in their order.
+
+Inner capabilities come first, then those of the outer packages in the order of the manifest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fedstill import manifest
+from fedstill.config.settings import Settings
+from fedstill.core.census import CensusChecks
+from fedstill.core.extensions import ClientHook, Engine, Middleware, Observer, RoundHook
+from fedstill.core.records import State, World
+from fedstill.engines.client_measures import ClientMeasures, OwnTestSets
+from fedstill.running.hostile_clients import hostile_middleware
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """What capabilities add to a run at the server.
+
+    ``middleware``: the first is the innermost.
+    """
+
+    round_hooks: tuple[RoundHook, ...] = ()
+    middleware: tuple[Middleware, ...] = ()
+    observers: tuple[Observer, ...] = ()
+
+    def __add__(self, other: Extensions) -> Extensions:
+        """These extensions, followed by others."""
+        return Extensions(
+            round_hooks=self.round_hooks + other.round_hooks,
+            middleware=self.middleware + other.middleware,
+            observers=self.observers + other.observers,
+        )
+
+    def wrapped(self, engine: Engine) -> Engine:
+        """An engine inside the middleware."""
+        for wrap in self.middleware:
+            engine = wrap(engine)
+        return engine
+
+    def world_in(self, world: World, state: State) -> World:
+        """A world in a state, as the hooks extend it."""
+        for hook in self.round_hooks:
+            world = hook.extend_world(world, state)
+        return world
+
+
+class PreparedRun(Protocol):
+    """A run that is ready to start, as far as this table needs it (``preparation.Prepared``)."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def world(self) -> World: ...
+
+
+def run_extensions(prepared: PreparedRun, folder: Path | None = None) -> Extensions:
+    """The extensions of a run; ``folder``: the run's directory, if it has one."""
+    settings = prepared.settings
+    extensions = Extensions(
+        round_hooks=(CensusChecks(settings.rules.max_examples),),
+        middleware=hostile_middleware(settings),
+    )
+    for part in manifest.run_extensions():
+        extensions += part.load()(prepared, folder)
+    return extensions
+
+
+def client_extensions(
+    settings: Settings, world: World, measured: ClientMeasures, *, is_real_site: bool
+) -> tuple[ClientHook, ...]:
+    """The hooks of a run's clients. ``measured``: the measures that clients take."""
+    hooks: list[ClientHook] = []
+    for part in manifest.client_extensions():
+        hooks += part.load()(settings, world, is_real_site)
+    return (*hooks, measured, OwnTestSets())

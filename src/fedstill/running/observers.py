@@ -1,0 +1,299 @@
+"""What every run records beside its clients' events: accuracies, forgetting, traffic, measures.
+
+Each observer adds fields or events to the journal, and knows what has happened from the journal's
+events alone (``core.extensions.Observer``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.extensions import Event, Fields, Observer
+from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.records import SERVER, Payload, World
+from fedstill.core.results import RoundResult, StageResult
+from fedstill.core.user_code import reason
+from fedstill.engines.client_memory import Memory
+from fedstill.engines.user_functions import Lent, journal_fields
+from fedstill.measures.base import Measure, Numbers, Reports, Room
+from fedstill.measures.choice import looks_last, measures
+from fedstill.metrics import consistency, forgetting
+from fedstill.running.evaluation import tests_by_class
+from fedstill.running.extensions import Extensions
+from fedstill.running.preparation import Prepared
+
+log = logging.getLogger("fedstill.measuring")
+
+Accuracies = Sequence[Any]
+"""One number in [0, 1] for each class, None for a class without test examples."""
+
+
+@dataclass
+class Forgetting(Observer):
+    """How the server's class accuracies changed: what was forgotten since the best round, and how
+    consistent two rounds in a row are.
+    """
+
+    _last: Accuracies = ()
+    _best: Accuracies = ()
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """``forgetting`` and ``consistency``."""
+        classes = result.accuracies["class_accuracy"]
+        forgotten = None
+        if result.accuracies["accuracy"] is not None:
+            forgotten = forgetting([self._best or classes, classes])
+        return {"forgetting": forgotten, "consistency": consistency(self._last, classes)}
+
+    def on_event(self, event: Event) -> None:
+        """Remember the last accuracies, and the best of all rounds."""
+        if event["event"] == "initial":
+            self._last = event["class_accuracy"]
+        elif event["event"] == "round":
+            self._last = event["class_accuracy"]
+            self._best = _best_of(self._best or self._last, self._last)
+
+
+def _best_of(best: Accuracies, last: Accuracies) -> Accuracies:
+    """The larger accuracy of each class."""
+    larger = []
+    for old, new in zip(best, last, strict=True):
+        is_better = old is None or (new is not None and new > old)
+        larger.append(new if is_better else old)
+    return larger
+
+
+@dataclass
+class Traffic(Observer):
+    """How many replies came, and how many bytes were sent."""
+
+    world: World
+    sends_weights: bool
+    """Whether clients send models; if not, the bytes of models are recorded for comparison."""
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """``replies``, ``refused``, ``bytes_up``, ``bytes_down`` and ``bytes_as_weights``."""
+        events = result.client_events
+        fields: Fields = {
+            "replies": sum("refused" not in e and "idle" not in e for e in events),
+            "refused": sum("refused" in e for e in events),
+            "bytes_up": _bytes_sent(events, "bytes_up"),
+            "bytes_down": _bytes_sent(events, "bytes_down"),
+        }
+        if not self.sends_weights:
+            fields["bytes_as_weights"] = self._bytes_of_weights(events)
+        return fields
+
+    def _bytes_of_weights(self, events: Sequence[Event]) -> int:
+        """What models would have cost: once down and once up for each client that trained."""
+        trained = {e["client"] for e in events if "steps" in e and e["client"] != SERVER}
+        models = [Payload(params=self.world.initial(client)) for client in trained]
+        return 2 * sum(model.nbytes for model in models)
+
+
+def _bytes_sent(events: Sequence[Event], key: str) -> int:
+    """Bytes between clients and server: what the server computes itself is not sent."""
+    return sum(event.get(key, 0) for event in events if event["client"] != SERVER)
+
+
+# ---- measures ------------------------------------------------------------------------------------
+
+WHERE = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
+"""Fields of a measure's event that say what happened where. No measure may give one of them."""
+
+TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
+"""Fields of a round's event that no measure may give."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A client of a chain, and the round in which it acted."""
+
+    client: int
+    round: int
+
+
+@dataclass
+class Measures(Observer):
+    """The measures of a run: what they see after a stage, and what they make of clients' reports.
+
+    It comes last among a run's observers, because no measure may give a field that another
+    observer gives.
+    """
+
+    prepared: Prepared
+    extensions: Extensions
+    folder: Path | None = None
+    memory: Memory | None = None
+    """What clients remember, if it is in this process."""
+    _received: Accuracies = ()
+    _links: list[Link] = field(default_factory=list)
+    """The last two links of a chain that answered."""
+
+    def __post_init__(self) -> None:
+        settings = self.prepared.settings
+        world = self.prepared.world
+        self.measures = measures(settings.measure)
+        self._only_stage = stages_of_pictures(self.measures, self.prepared)
+        self._test_counts = tests_by_class(self.prepared.sites, world.classes)
+        first_round = settings.schedule(1, world)
+        self._chains = {stage.name for stage in first_round if stage.sequential}
+
+    def stage_events(self, result: StageResult) -> Iterator[Event]:
+        """An event of each measure that looks at a stage and sees something."""
+        room = self._room(result)
+        if room is None or result.stage.round not in self.prepared.settings.measured_in:
+            return
+        stage = result.stage
+        where = {"round": stage.round, "stage": stage.index, "name": stage.name}
+        for name, measure in self.measures.items():
+            place = (stage.round, stage.index)
+            if measure.only_last and place != self._only_stage.get(name):
+                continue
+            began = time.perf_counter()
+            fields = look(name, measure, result, room)
+            seconds = time.perf_counter() - began
+            if fields is not None:
+                yield {"event": "measure", "measure": name, **where, **fields, "seconds": seconds}
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """What the measures make of what clients reported."""
+        settings = self.prepared.settings
+        reports = Reports(
+            clients=result.client_events,
+            received=self._received,
+            aggregated=result.accuracies["class_accuracy"],
+            test_counts=self._test_counts,
+        )
+        if result.number == settings.rounds:
+            warn_of_silence(self.measures, reports)
+        # Over Flower no client's report may end the run.
+        is_tolerant = settings.engine == "flower"
+        return fields_of_measures(self.measures, reports, {*so_far, *TIMES}, is_tolerant)
+
+    def on_event(self, event: Event) -> None:
+        """Remember the model's accuracies, and the last links of a chain."""
+        if event["event"] in ("initial", "round"):
+            self._received = event["class_accuracy"]
+        is_reply = event["event"] == "client" and not {"refused", "idle"} & event.keys()
+        if is_reply and event["name"] in self._chains:
+            self._links = [*self._links, Link(event["client"], event["round"])][-2:]
+
+    def _room(self, result: StageResult) -> Room | None:
+        """What the measures may use at a stage; None without a common test set."""
+        room = self.prepared.room(self.folder, self.memory)
+        if room is None:
+            return None
+        world = self.extensions.world_in(room.world, result.after)
+        room = replace(room, world=world)
+        if not (result.stage.sequential and result.accepted) or len(self._links) < 2:
+            return room
+        previous = self._links[0]
+        return replace(room, previous=previous.client, previous_round=previous.round)
+
+
+def stages_of_pictures(
+    chosen: Mapping[str, Measure], prepared: Prepared
+) -> dict[str, tuple[int, int]]:
+    """By name, for measures that look once: the round and the stage in which they look."""
+    settings = prepared.settings
+    last = settings.rounds
+    stages = settings.schedule(last, prepared.world)
+    places = {}
+    for name, measure in chosen.items():
+        if not measure.only_last:
+            continue
+        index = looks_last(measure, stages, settings.schedule, prepared.world)
+        if index is not None:
+            places[name] = (last, index)
+    return places
+
+
+def look(name: str, measure: Measure, result: StageResult, room: Room) -> Numbers | None:
+    """What a measure sees in a finished stage. Raises FedstillError, with its place, if it
+    fails.
+    """
+    stage = result.stage
+    where = f"round {stage.round}, stage {stage.name!r}"
+    seed = seed_for(room.world.seed, stage.round, stage.index, SERVER, f"measure {name}")
+    shown = _shown(result)
+    try:
+        with drawing_from(seed):
+            numbers = measure.look(result, room)
+        shown.check(measure.look)
+        if numbers is None:
+            if measure.only_last:
+                log.warning(
+                    "measure %s looks once, in %s, and there was nothing to see", name, where
+                )
+            return None
+        return journal_fields(measure.look, numbers, WHERE)
+    except FedstillError:
+        raise
+    except Exception as error:
+        raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
+
+
+def _shown(result: StageResult) -> Lent:
+    """The run's own tensors that a measure is shown."""
+    states = {"before": result.before, "after": result.after}
+    tensors: dict[str, Any] = {
+        name: {"params": state.params, "extra": state.extra} for name, state in states.items()
+    }
+    tensors["replies"] = [reply.content for reply in result.accepted]
+    tensors["payloads"] = result.payloads
+    return Lent(tensors)
+
+
+def warn_of_silence(chosen: Mapping[str, Measure], reports: Reports) -> None:
+    """Name the measures that clients take and of which no client reported anything."""
+    for name, measure in chosen.items():
+        is_taken_by_clients = type(measure).look is Measure.look and measure.gives
+        if is_taken_by_clients and not any(
+            {*measure.gives} & event.keys() for event in reports.clients
+        ):
+            log.warning("measure %s: in the last round no client had a model to measure", name)
+
+
+def fields_of_measures(
+    chosen: Mapping[str, Measure], reports: Reports, taken: Collection[str], is_tolerant: bool
+) -> Fields:
+    """What the measures make of the clients' reports.
+
+    taken: names of the round's other fields; no two measures may give the same one either.
+    is_tolerant: whether a measure that fails is a warning.
+    """
+    made: Fields = {}
+    for name, measure in chosen.items():
+        try:
+            numbers = measure.of_round(reports)
+            made |= journal_fields(measure.of_round, numbers, {*WHERE, *taken, *made})
+        except Exception as error:
+            text = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
+            if not is_tolerant:
+                raise FedstillError(text) from error
+            log.warning("%s", text)
+    return made
+
+
+def seconds_by_measure(events: Sequence[Event], names: Collection[str]) -> dict[str, float]:
+    """The seconds that each measure took in a run, at the server and at clients."""
+    seconds: dict[str, float] = {}
+
+    def add(name: str, more: float) -> None:
+        if more > 0:
+            seconds[name] = seconds.get(name, 0.0) + more
+
+    for event in events:
+        if event["event"] == "measure":
+            add(event["measure"], event["seconds"])
+        elif event["event"] == "client":
+            for name in names:
+                add(name, event.get(f"seconds_{name}") or 0.0)
+    return seconds
