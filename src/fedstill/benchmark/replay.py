@@ -160,7 +160,7 @@ def _replay(entry: Entered, place: str, run: Variant, do: Do) -> Replay:
     for steps in NUDGES:
         nudged = [_nudged(run, step) for step in steps]
         completed(nudged, do)
-        repetitions += [comparable_events(other.folder, rounds) for other in nudged]
+        repetitions += [comparable_events(repetition.folder, rounds) for repetition in nudged]
         replay = compared(place, entered, repetitions, rounds)
         if replay.level != "disagrees":
             break
@@ -245,7 +245,7 @@ def compared(
             # A run diverged before: the score has the number of rounds.
             continue
         for event, *repeated in itertools.zip_longest(*[of_run[section] for of_run in sections]):
-            similar = [other for other in repeated if _texts(other) == _texts(event)]
+            similar = [repetition for repetition in repeated if _texts(repetition) == _texts(event)]
             if not similar:
                 rejected.append(f"{section}: no replay has these texts: {reprlib.repr(event)}")
                 continue
@@ -274,7 +274,7 @@ def _ranges(
     section: str, event: Event, repeated: Sequence[Event]
 ) -> Iterator[tuple[_Kind, _Number]]:
     """The numbers of an event, with their ranges in the same event of repetitions."""
-    of_repetitions = [_numbers(other) for other in repeated]
+    of_repetitions = [_numbers(repetition) for repetition in repeated]
     for path, entered in _numbers(event).items():
         values = [numbers[path] for numbers in of_repetitions]
         kind = _Kind(event["event"], path[0], is_count=isinstance(values[0], int))
