@@ -12,8 +12,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_global = threading.Lock()
-"""Held while a thread puts the global generator aside for a moment: then no other looks at it."""
+_global = threading.RLock()
+"""Held while a thread puts the global generator aside for a moment: then no other looks at it, or
+seeds it for another run of this process.
+"""
 
 
 def seed_for(run: int, round: int, stage: int, client: int, purpose: str) -> int:
@@ -50,9 +52,14 @@ def drawing_from(seed: int) -> Iterator[None]:
     """What draws from torch's global generators meanwhile draws from ``seed``; the CPU's is
     afterwards as before.
     """
-    with torch.random.fork_rng(devices=[]):
+    with _global:
+        found = torch.get_rng_state()
         seed_global(seed)
+    try:
         yield
+    finally:
+        with _global:
+            torch.set_rng_state(found)
 
 
 @contextmanager

@@ -41,6 +41,8 @@ def process_settings() -> Iterator[None]:
             thread.enter_context(_on_cpu_by_default())
             thread.enter_context(torch_threads(1))
             thread.enter_context(_small_numbers())
+            for setting in _as_without_blocks():
+                thread.enter_context(setting)
             numpy_errors = np.errstate(divide="warn", over="warn", under="ignore", invalid="warn")
             thread.enter_context(numpy_errors)
             yield
@@ -142,7 +144,8 @@ def _settings() -> list[_Setting]:
     """The settings of the process, in the order in which they are standardised."""
     settings = [
         _Setting(torch.get_default_dtype, torch.set_default_dtype, (torch.float32,)),
-        _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (0,)),
+        # A caller who asks for an error where torch has no deterministic kernel gets it.
+        _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
         _attribute(torch.backends, "mkldnn.enabled", True),
     ]
@@ -227,6 +230,18 @@ def _on_cpu_by_default() -> AbstractContextManager[object]:
     if torch.get_default_device().type == "cpu":
         return nullcontext()  # a device in force costs time in every call of torch
     return torch.device("cpu")
+
+
+def _as_without_blocks() -> list[AbstractContextManager[object]]:
+    """Gradients are computed, and in full precision, whatever blocks of torch the caller is in."""
+    blocks = [
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ]
+    if torch.cuda.is_available():
+        blocks.append(torch.autocast("cuda", enabled=False))
+    return blocks
 
 
 @contextmanager

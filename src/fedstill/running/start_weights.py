@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.data.form import About
-from fedstill.data.inputs import Inputs
+from fedstill.data.inputs import SHARD, Inputs
+from fedstill.engines.cores import side_by_side, workers
 from fedstill.engines.passes import ModelPasses
 from fedstill.models import contract
 from fedstill.models.model_file import FINAL, read_final
@@ -315,6 +318,7 @@ def _kept(
         seal(place),
         repr(passes.model),
         repr(passes.inputs),
+        "one thread",  # earlier versions used as many as the process had, with other last bits
     ]
     key = hashlib.sha256(json.dumps([*told, str(torch.__version__)]).encode()).hexdigest()[:24]
     path = cache_folder() / "features" / f"{key}.safetensors"
@@ -325,12 +329,26 @@ def _kept(
     except (OSError, SafetensorError, KeyError):
         pass  # not there yet, or damaged: it is made again
     log.info("features of %s examples are computed once", f"{len(examples):,}")
-    made = passes.features(params, examples).cpu().contiguous()
+    made = _computed(passes, params, examples).cpu().contiguous()
     try:
         _write(path, made)
     except OSError as error:
         log.warning("features cannot be kept in %s: %s", path.parent, error.strerror)
     return made
+
+
+def _computed(passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples) -> Tensor:
+    """Features (n, D) of examples. On the CPU each core passes a part of them; parts end where
+    shards do, so that the bits are those of one pass.
+    """
+    if examples.values.device.type != "cpu":
+        return passes.features(params, examples)
+    cores = workers()
+    shards_a_core = math.ceil(len(examples) / SHARD / cores)
+    size = SHARD * max(1, shards_a_core)
+    parts = map(Examples, examples.values.split(size), examples.labels.split(size))
+    jobs = [partial(passes.features, params, part) for part in parts]
+    return torch.cat(side_by_side(jobs, cores))
 
 
 def _write(path: Path, made: Tensor) -> None:

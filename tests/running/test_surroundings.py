@@ -1,0 +1,320 @@
+"""A run neither depends on the process that calls it nor changes it: the same bits in every
+surrounding, and the surrounding's own settings afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedstill
+import toys
+from fedstill.core.errors import Interrupted
+from fedstill.core.process_settings import process_settings, set_environment, when_settled
+from fedstill.data.dataset import Dataset
+from fedstill.engines.cores import side_by_side
+from fedstill.engines.precision import steady
+from fedstill.running.progress import Quiet
+from run_bits import assert_same_bits, bits
+
+pytestmark = pytest.mark.usefixtures("with_threads")
+
+Runs = dict[str, dict[str, Any]]
+"""The bits of some runs, by name."""
+
+EXPERIMENT = toys.toy("fedntd", model={"name": "tiny_cnn"}, rounds=2, measure=("local",))
+CHAIN = toys.toy("fedseq", rounds=2, topology={"kind": "sequential", "clients": 6, "sampled": 3})
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")  # whose tensors hold nothing: any use of them fails
+    yield
+
+
+@contextmanager
+def device_block() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+@contextmanager
+def three_threads() -> Iterator[None]:
+    torch.set_num_threads(3)
+    yield
+
+
+@contextmanager
+def rounded_products() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    yield
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    yield
+
+
+@contextmanager
+def small_numbers_flushed() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    yield
+
+
+@contextmanager
+def numpy_raises() -> Iterator[None]:
+    with np.errstate(all="raise"):
+        yield
+
+
+@contextmanager
+def warnings_raise() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextmanager
+def lower_precision() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "default dtype": default_dtype,
+    "default device": default_device,
+    "a device's block": device_block,
+    "three threads": three_threads,
+    "rounded products": rounded_products,
+    "without oneDNN": without_onednn,
+    "small numbers flushed": small_numbers_flushed,
+    "NumPy raises": numpy_raises,
+    "warnings raise": warnings_raise,
+    "autocast": lower_precision,
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+}
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+    torch.set_flush_denormal(False)
+
+
+def settings() -> dict[str, Any]:
+    """What a run must leave alone, as far as it can be read."""
+    small = torch.tensor(1e-40, dtype=torch.float32, device="cpu")
+    products = {}
+    if hasattr(torch.backends, "fp32_precision"):
+        products = {
+            name: getattr(torch.backends.mkldnn, name).fp32_precision
+            for name in ("matmul", "conv", "rnn")
+        }
+    return {
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "products": [torch.get_float32_matmul_precision(), products],
+        "onednn": torch.backends.mkldnn.enabled,
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "small numbers": bool((small * 1).item()),
+        "numpy errors": np.geterr(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "gradients": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
+        "warnings": list(warnings.filters),
+        "environment": dict(os.environ),
+        "threads alive": {thread.name for thread in threading.enumerate()},
+        "torch draws": torch.default_generator.get_state().tolist(),
+        "numpy draws": str(np.random.get_state()),
+        "python draws": random.getstate(),
+    }
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    found = settings()
+    yield
+    left = settings()
+    assert {key: left[key] for key in found if left[key] != found[key]} == {}
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    return toys.blobs()
+
+
+@pytest.fixture(scope="module")
+def plain(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs' bits in a process that has set nothing."""
+    folder = tmp_path_factory.mktemp("plain")
+    fedstill.run(EXPERIMENT, folder / "parallel", data)
+    fedstill.run(CHAIN, folder / "chain", data)
+    return {name: bits(folder / name) for name in ("parallel", "chain")}
+
+
+class StopsInRound2(Quiet):
+    """Stops a chain between two of its links."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        self.asked = (round, index) == (2, 1)
+
+    def stop(self) -> bool:
+        return self.asked
+
+
+def run_both(folder: Path, data: Dataset) -> Runs:
+    """The bits of a run, and of one that is stopped and resumed."""
+    fedstill.run(EXPERIMENT, folder / "parallel", data)
+    with pytest.raises(Interrupted):
+        fedstill.run(CHAIN, folder / "chain", data, StopsInRound2())
+    fedstill.resume(folder / "chain", data)
+    return {name: bits(folder / name) for name in ("parallel", "chain")}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_runs_have_the_same_bits_and_leave_the_process_as_it_was(
+    name: str, plain: Runs, data: Dataset, tmp_path: Path
+) -> None:
+    with SURROUNDINGS[name](), unchanged():
+        got = run_both(tmp_path, data)
+    for run, want in plain.items():
+        assert_same_bits(got[run], want)
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_data_and_models_are_the_same_in_every_surrounding(
+    name: str, data: Dataset, tmp_path: Path
+) -> None:
+    fedstill.run(EXPERIMENT, tmp_path / "run", data)
+    values = np.arange(60.0).reshape(20, 3)
+    labels = np.arange(20) % 2
+    images = np.zeros((5, 1, toys.SIDE, toys.SIDE), dtype=np.uint8)
+
+    def computed() -> list[torch.Tensor]:
+        rows = fedstill.from_tensors("rows", (values, labels), (values, labels))
+        clients = fedstill.from_clients("owned", [(values, labels)] * 2, (values, labels))
+        model = fedstill.load_model(tmp_path / "run")
+        with torch.autocast("cpu", enabled=False):
+            answers = model(images)
+        examples = [rows.train, rows.test, clients.train, fedstill.load_dataset("digits").test]
+        tensors = [tensor for e in examples for tensor in (e.values, e.labels)]
+        return [*tensors, answers.detach(), model.noise(3)]
+
+    want = computed()
+    with SURROUNDINGS[name](), unchanged():
+        got = computed()
+    assert [tensor.device for tensor in got] == [tensor.device for tensor in want]
+    assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
+    if name not in ("rounded products", "without oneDNN"):
+        # The model is the caller's network, and answers with the caller's arithmetic.
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_in_an_event_loop_and_in_threads_at_the_same_time(
+    plain: Runs, data: Dataset, tmp_path: Path
+) -> None:
+    async def both() -> list[Runs]:
+        first = asyncio.to_thread(run_both, tmp_path / "first", data)
+        second = asyncio.to_thread(run_both, tmp_path / "second", data)
+        return [run_both(tmp_path / "here", data), *await asyncio.gather(first, second)]
+
+    torch.set_default_dtype(torch.float64)
+    for got in asyncio.run(both()):
+        for run, want in plain.items():
+            assert_same_bits(got[run], want)
+    assert torch.get_default_dtype() == torch.float64
+
+
+def test_a_run_that_fails_leaves_the_process_as_it_was(data: Dataset, tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    diverges = replace(EXPERIMENT, plan={"epochs": 2, "batch": 20, "lr": 1e12})
+    with unchanged(), pytest.raises(fedstill.FedstillError):
+        fedstill.run(diverges, tmp_path / "run", data)
+
+
+def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
+    undone: list[str] = []
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(3)
+    with process_settings():
+        when_settled(lambda: undone.append("first"))
+        with process_settings():
+            when_settled(lambda: undone.append("second"))
+            assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float32, 1)
+        assert (torch.get_default_dtype(), undone) == (torch.float32, [])
+    assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 3)
+    assert undone == ["second", "first"]
+
+
+def test_variables_are_put_back_and_those_of_the_caller_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FEDSTILL_TEST_SET", "mine")
+    monkeypatch.delenv("FEDSTILL_TEST_UNSET", raising=False)
+    with process_settings():
+        set_environment({"FEDSTILL_TEST_SET": "fedstill's", "FEDSTILL_TEST_UNSET": "fedstill's"})
+        set_environment({"FEDSTILL_TEST_SET": "again"})
+        monkeypatch.setenv("FEDSTILL_TEST_CALLER", "set meanwhile")
+    assert os.environ["FEDSTILL_TEST_SET"] == "mine"
+    assert "FEDSTILL_TEST_UNSET" not in os.environ
+    assert os.environ["FEDSTILL_TEST_CALLER"] == "set meanwhile"
+
+
+def test_threads_that_test_shards_end_with_the_block() -> None:
+    def name() -> str:
+        return threading.current_thread().name
+
+    with process_settings():
+        used = set(side_by_side([name] * 4, 2))
+        assert used <= {thread.name for thread in threading.enumerate()}
+    assert not used & {thread.name for thread in threading.enumerate()}
+    with process_settings():
+        assert len(side_by_side([name] * 4, 2)) == 4
+
+
+def test_what_a_run_on_a_card_sets_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def switches() -> list[Any]:
+        backends = torch.backends
+        return [
+            backends.cudnn.deterministic,
+            backends.cudnn.benchmark,
+            backends.cudnn.allow_tf32,
+            backends.cuda.matmul.allow_tf32,
+            torch.get_deterministic_debug_mode(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        ]
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.use_deterministic_algorithms(False)
+    found = switches()
+    with process_settings():
+        steady("cuda")
+        assert switches() != found
+    assert switches() == found
