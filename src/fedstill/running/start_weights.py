@@ -346,7 +346,7 @@ def _computed(passes: ModelPasses, params: Mapping[str, Tensor], examples: Examp
     cores = workers()
     shards_a_core = math.ceil(len(examples) / SHARD / cores)
     size = SHARD * max(1, shards_a_core)
-    parts = map(Examples, examples.values.split(size), examples.labels.split(size))
+    parts = map(Examples, torch.split(examples.values, size), torch.split(examples.labels, size))
     jobs = [partial(passes.features, params, part) for part in parts]
     return torch.cat(side_by_side(jobs, cores))
 
