@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from run_bits import assert_same_bits, bits
 
 import fedstill
 from fedstill.benchmark.recipes import load_recipe
@@ -17,6 +16,7 @@ from fedstill.config.resolve import settle
 from fedstill.running.compare import carry_out_runs
 from fedstill.running.tuning import Tuning, parse_space
 from fedstill.running.variants import Variant, seeded, variants
+from run_bits import assert_same_bits, bits
 
 COMMON: dict[str, Any] = {
     "rounds": 1,
@@ -33,7 +33,7 @@ EXPERIMENTS: dict[str, Mapping[str, Any]] = {
     "server trains": {
         "method": "feddf",
         "topology": {"clients": 3, "server": "teach_server"},
-        "plan": {"train": COMMON["plan"], "teach_server": COMMON["plan"]},
+        "plan": {"train": COMMON["plan"], "teach_server": {**COMMON["plan"], "optimiser": "sgd"}},
     },
     "chain, two threads": {
         "method": "fedseq",

@@ -9,11 +9,11 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,9 +23,12 @@ import fedstill
 import toys
 from fedstill.core.errors import Interrupted
 from fedstill.core.process_settings import process_settings, set_environment, when_settled
+from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
+from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import steady
+from fedstill.methods.fedavg import FedAvg
 from fedstill.running.progress import Quiet
 from run_bits import assert_same_bits, bits
 
@@ -254,6 +257,67 @@ def test_a_run_that_fails_leaves_the_process_as_it_was(data: Dataset, tmp_path: 
     diverges = replace(EXPERIMENT, plan={"epochs": 2, "batch": 20, "lr": 1e12})
     with unchanged(), pytest.raises(fedstill.FedstillError):
         fedstill.run(diverges, tmp_path / "run", data)
+
+
+class NotesThreads(FedAvg):
+    """Averages, and notes with how many torch threads each of its parts computes."""
+
+    seen: ClassVar[set[tuple[str, int]]] = set()
+
+    def note(self, part: str) -> None:
+        self.seen.add((part, torch.get_num_threads()))
+
+    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        self.note("begin_round")
+        return super().begin_round(state, stages, world)
+
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        self.note("payload")
+        return super().payload_for_client(state, client, stage, world)
+
+    def work(self, stage: Stage) -> ClientWork:
+        note = self.note
+
+        class Notes(ClientWork):
+            def terms(self, step: Step, start: TrainingStart) -> Mapping[str, torch.Tensor]:
+                note("terms")
+                return super().terms(step, start)
+
+        return Notes()
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        self.note("aggregate")
+        return super().aggregate(state, replies, stage, world)
+
+    def predictors(self, state: State, world: World) -> Mapping[str, Any]:
+        self.note("predictors")
+        return super().predictors(state, world)
+
+
+SERVER_PARTS = {"begin_round", "payload", "aggregate", "predictors"}
+
+
+@pytest.mark.parametrize("engine", ["serial", "pooled"])
+def test_clients_beside_others_have_the_first_number_of_threads_and_the_server_the_second(
+    engine: str, data: Dataset, tmp_path: Path
+) -> None:
+    NotesThreads.seen.clear()
+    fedstill.run(toys.toy(NotesThreads, threads=(2, 3), engine=engine), tmp_path / "run", data)
+    assert NotesThreads.seen == {("terms", 2), *((part, 3) for part in SERVER_PARTS)}
+
+
+def test_a_run_that_is_resumed_within_a_round_has_its_own_number_of_threads(
+    data: Dataset, tmp_path: Path
+) -> None:
+    links = {"kind": "sequential", "clients": 6, "sampled": 3}
+    chain = toys.toy(NotesThreads, rounds=2, threads=(2, 3), topology=links)
+    with pytest.raises(Interrupted):
+        fedstill.run(chain, tmp_path / "run", data, StopsInRound2())
+    NotesThreads.seen.clear()
+    fedstill.resume(tmp_path / "run", data)
+    assert NotesThreads.seen == {(part, 3) for part in {"terms", *SERVER_PARTS} - {"begin_round"}}
 
 
 def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:

@@ -234,7 +234,7 @@ def _on_cpu_by_default() -> AbstractContextManager[object]:
 
 def _as_without_blocks() -> list[AbstractContextManager[object]]:
     """Gradients are computed, and in full precision, whatever blocks of torch the caller is in."""
-    blocks = [
+    blocks: list[AbstractContextManager[object]] = [
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
