@@ -55,12 +55,12 @@ def torch_threads(count: int) -> Iterator[None]:
     """Meanwhile this thread computes with so many torch threads, and afterwards with as many as
     before.
     """
-    before = torch.get_num_threads()
+    found = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(found)
 
 
 def when_settled(undo: Callable[[], object]) -> None:
@@ -154,8 +154,13 @@ def _settings() -> list[_Setting]:
             name = f"mkldnn.{products}.fp32_precision"
             settings.append(_attribute(torch.backends, name, "ieee", "none"))
     else:
-        read, write = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-        settings.append(_Setting(read, write, ("highest",)))
+        settings.append(
+            _Setting(
+                read=torch.get_float32_matmul_precision,
+                write=torch.set_float32_matmul_precision,
+                standard=("highest",),
+            )
+        )
     if torch.cuda.is_available():
         settings += _cuda_settings()
     return settings
