@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.config.experiment import Experiment
+from fedstill.core.capabilities import Need
 from fedstill.core.method import Method
 from fedstill.core.records import (
     NOTHING,
@@ -153,12 +154,12 @@ def suited(name: str) -> dict[str, object]:
     return {
         "rounds": 1 if peers else 3,
         "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
-        "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
+        "data": {"public": PUBLIC if Need.PUBLIC_DATA in built.requires() else 0},
         "query": {"draw": "single", "fewer_than": 5} if peers else {},
-        **({"model": on_simplex()} if "etf" in built.requires() else {}),
+        **({"model": on_simplex()} if Need.ETF in built.requires() else {}),
         # it protects layers below the head
         **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),
-        **({"model": two_networks()} if "pair" in built.requires() else {}),
+        **({"model": two_networks()} if Need.PAIR in built.requires() else {}),
     }
 
 
@@ -257,7 +258,7 @@ class Logits(Method):
 
     topology: ClassVar[str] = "public_logits"
     stages: ClassVar[frozenset[str]] = frozenset({"local", "teach_server", "distil"})
-    needs: ClassVar[frozenset[str]] = frozenset({"public_data", "label_counts"})
+    needs: ClassVar[Need] = Need.PUBLIC_DATA | Need.LABEL_COUNTS
     plans: ClassVar[dict[str, Plan]] = {"local": SHORT, "teach_server": SHORT, "distil": SHORT}
 
     def initial_state(self, world: World) -> State:
@@ -331,7 +332,7 @@ class Peers(Method):
 
     topology: ClassVar[str] = "peer_to_peer"
     stages: ClassVar[frozenset[str]] = frozenset({"fit", "transfer", "refine"})
-    needs: ClassVar[frozenset[str]] = frozenset({"head"})
+    needs: ClassVar[Need] = Need.HEAD
     plans: ClassVar[dict[str, Plan]] = {"fit": SHORT, "transfer": SHORT, "refine": SHORT}
 
     def payload_for_client(

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedstill.config.experiment import Experiment
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 
 NETWORK = {"name": "mlp", "hidden": (8,)}
 
@@ -18,11 +19,11 @@ def fitting_run(method: str, **changes: Any) -> Experiment:
     built = registry.lookup("method", method).build()
     needs = built.requires()
     network: Mapping[str, Any] = NETWORK
-    if "etf" in needs:
+    if Need.ETF in needs:
         network = {"name": "etf", "of": "mlp", "arguments": {"hidden": [8]}}
-    if "slim" in needs:
+    if Need.SLIM in needs:
         network = {"name": "resnet56"}
-    if "pair" in needs:
+    if Need.PAIR in needs:
         network = {
             "name": "pair",
             "own": "mlp",
@@ -32,7 +33,7 @@ def fitting_run(method: str, **changes: Any) -> Experiment:
         if "clients" in changes:
             others = [{**network, "own_arguments": {"hidden": [8] * depth}} for depth in (1, 2)]
             changes["clients"] = {"models": others}
-    public = "public_data" in needs or changes.get("topology", {}).get("kind") == "public_logits"
+    public = Need.PUBLIC_DATA in needs or changes.get("topology", {}).get("kind") == "public_logits"
     values: dict[str, Any] = {
         "method": method,
         "model": network,
@@ -41,7 +42,7 @@ def fitting_run(method: str, **changes: Any) -> Experiment:
         "partition": "iid",
         "data": {"public": 12 if public else 0},
         "topology": {"clients": 4},
-        "query": {"draw": "single", "fewer_than": 5} if "queries" in needs else {},
+        "query": {"draw": "single", "fewer_than": 5} if Need.QUERIES in needs else {},
     }
     merged = {**values, **changes}
     merged["topology"] = {**values["topology"], **changes.get("topology", {})}

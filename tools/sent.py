@@ -7,6 +7,7 @@ expects and does.
 from __future__ import annotations
 
 from fedstill.core import registry
+from fedstill.core.capabilities import Permit
 from tools.fitting_runs import own_methods
 from tools.what_is_sent import cells
 
@@ -15,7 +16,7 @@ def sent_table() -> str:
     """The table, in Markdown: methods that send the same share a row."""
     rows = dict[tuple[str, str, str], list[str]]()
     for method in own_methods():
-        summed = "linear_fold" in registry.lookup("method", method).build().permits
+        summed = Permit.LINEAR_AGGREGATE in registry.lookup("method", method).build().permits
         rows.setdefault((*cells(method), "yes" if summed else "no"), []).append(f"`{method}`")
     lines = [f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in rows.items()]
     head = "| method | beside models | of it, made from labels | models as a secure sum |"

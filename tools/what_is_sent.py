@@ -15,6 +15,7 @@ from torch import Tensor
 from fedstill import from_tensors
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.extensions import NoRecorder
 from fedstill.core.records import SERVER, Group, Payload
 from fedstill.core.results import StageResult
@@ -75,9 +76,9 @@ class Collected(NoRecorder):
 def collected(method: str, flip: bool) -> dict[str, Payload]:
     """What a client sends in each stage of a run in which nobody trains."""
     built = registry.lookup("method", method).build()
-    own: Mapping[str, object] = (
-        {} if built.requires() & {"etf", "slim", "pair"} else {"model": NETWORK}
-    )
+    own: Mapping[str, object] = {"model": NETWORK}
+    if built.requires() & (Need.ETF | Need.SLIM | Need.PAIR):
+        own = {}
     rounds = 1 if built.topology == "peer_to_peer" else 2
     plan = {"epochs": 0, "steps": 0}
     own = {**own, **({"stream": TWO_TASKS} if "task_end" in built.schedule else {})}

@@ -23,6 +23,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from fedstill.config.experiment import Experiment as Experiment
     from fedstill.config.experiment import load as load
+    from fedstill.core.capabilities import Addition as Addition
+    from fedstill.core.capabilities import Need as Need
+    from fedstill.core.capabilities import Permit as Permit
     from fedstill.core.errors import FedstillError as FedstillError
     from fedstill.core.method import Method as Method
     from fedstill.core.records import Payload as Payload
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from fedstill.running.trackers import Tracker as Tracker
 
 _HOMES = {
+    "Addition": "fedstill.core.capabilities",
     "TrainingStart": "fedstill.core.records",
     "ClientWork": "fedstill.core.work",
     "Comparison": "fedstill.report.comparison",
@@ -52,7 +56,9 @@ _HOMES = {
     "Experiment": "fedstill.config.experiment",
     "FedstillError": "fedstill.core.errors",
     "Method": "fedstill.core.method",
+    "Need": "fedstill.core.capabilities",
     "Payload": "fedstill.core.records",
+    "Permit": "fedstill.core.capabilities",
     "Plan": "fedstill.core.records",
     "Progress": "fedstill.running.progress",
     "Result": "fedstill.running.result",

@@ -88,7 +88,7 @@ def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFi
         "memory nothing.",
         "topology parallel",
         "needs same_shapes",
-        "permits robust_fold",
+        "permits robust_aggregate",
         'plan train epochs = 5, batch = 50, optimiser = "sgd", lr = 0.01, lr_decay = 0.99, '
         "momentum = 0.9",
         "code fedstill.methods.fedadkd.FedADKD",

@@ -10,27 +10,18 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.config.resolve import NAMES, settle
+from fedstill.config.resolve import settle
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError
+from fedstill.core.capabilities import OF_NETWORKS, Addition, Need, Permit
+from fedstill.core.errors import BadReturn, ConfigError
+from fedstill.core.method import Method
 from fedstill.measures.choice import NEEDS, measures
+from fedstill.models.parameters import ADDED
 from fedstill.running.compatibility import ASKED_OF_MODELS
 from fedstill.running.preparation import prepare
 from newcomer import mine
 
 MISSPELT = {
-    "needs": (
-        "needs = frozenset({'feetures'})",
-        "method mine.py, needs: unknown name 'feetures'; did you mean 'f",
-    ),
-    "permits": (
-        "permits = frozenset({'linear'})",
-        "method mine.py, permits: unknown name 'linear'; did you mean 'line",
-    ),
-    "adds": (
-        "adds = ('own_haed',)",
-        "method mine.py, adds: unknown name 'own_haed'; did you mean 'own_head'?",
-    ),
     "personal": (
         "personal = frozenset({'trian'})",
         "method mine.py, personal: unknown stage 'trian'; did you mean 't",
@@ -85,9 +76,9 @@ def test_a_stage_of_the_methods_own_schedule_must_be_among_its_stages(tmp_path: 
 
 def test_everything_that_is_declared_rightly_passes(tmp_path: Path) -> None:
     server = """
-    from fedstill import Plan
-    needs = {"same_shapes", "features", "head"}
-    adds = ("own_head",)
+    from fedstill import Addition, Need, Plan
+    needs = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
+    adds = Addition.OWN_HEAD
     personal = frozenset({"head", "fit"})
     schedule = {"before": "head", "task_end": ""}
     stages = frozenset({"head", "train"})
@@ -96,12 +87,60 @@ def test_everything_that_is_declared_rightly_passes(tmp_path: Path) -> None:
     settle(mine(tmp_path, server=server)[0])
 
 
-def test_the_names_are_those_of_the_library() -> None:
-    assert ASKED_OF_MODELS.keys() <= set(NAMES["needs"])
-    for name in registry.names("method"):
-        method = registry.lookup("method", name).build()
-        assert method.requires() <= set(NAMES["needs"])
-        assert method.permits <= set(NAMES["permits"])
+STRINGS = {
+    "a set": ("needs", frozenset({"features"}), "write Need.FEATURES"),
+    "several": ("needs", {"head", "same_shapes"}, "write Need.HEAD | Need.SAME_SHAPES"),
+    "a text": ("needs", "head", "write Need.HEAD"),
+    "a typo": ("needs", ("feetures",), "did you mean 'FEATURES'?"),
+    "no need": ("needs", frozenset(), "Need.NOTHING"),
+    "a former name": ("permits", frozenset({"linear_fold"}), "write Permit.LINEAR_AGGREGATE"),
+    "flags of another kind": ("permits", Need.HEAD, "Permit.NOTHING"),
+    "a tuple": ("adds", ("own_head",), "write Addition.OWN_HEAD"),
+    "a number": ("adds", 1, "Addition.NOTHING"),
+}
+
+
+@pytest.mark.parametrize("case", STRINGS)
+def test_flags_that_are_declared_as_anything_else_are_refused_with_the_class(case: str) -> None:
+    name, value, remedy = STRINGS[case]
+    with pytest.raises(ConfigError, match=rf"^Mine\.{name} = ") as caught:
+        type("Mine", (Method,), {name: value})
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_users_file_with_strings_for_flags_is_named(tmp_path: Path) -> None:
+    experiment, _ = mine(tmp_path, server="needs = frozenset({'features'})")
+    with pytest.raises(ConfigError, match=r"mine\.py: .*\.needs = .*Need\.FEATURES"):
+        settle(experiment)
+
+
+def test_requires_must_give_flags(tmp_path: Path) -> None:
+    server = """
+    def requires(self):
+        return {"head"}
+    """
+    with pytest.raises(BadReturn, match=r"requires gives a set, not flags"):
+        settle(mine(tmp_path, server=server)[0])
+
+
+def test_the_words_of_flags_are_those_of_the_command_line() -> None:
+    assert Need.NOTHING.words == []
+    assert (Need.PUBLIC_DATA | Need.HEAD).words == ["head", "public_data"]
+    assert (~Permit.PRIVATE_TRAINING).words == [
+        "central_noise",
+        "linear_aggregate",
+        "noisy_logits",
+        "robust_aggregate",
+    ]
+
+
+def test_every_need_of_a_network_has_a_remedy() -> None:
+    assert set(ASKED_OF_MODELS) == set(OF_NETWORKS)
+    assert set(ADDED) == set((~Addition.NOTHING).words)
+
+
+def test_the_needs_of_measures_are_known() -> None:
     for measure in measures(registry.names("measure")).values():
         assert measure.needs <= NEEDS
 

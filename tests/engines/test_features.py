@@ -15,6 +15,7 @@ from torch import nn
 
 import toys
 from fedstill.config.resolve import settle
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -54,7 +55,7 @@ class MeanFeatures(Method):
     images.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_features", "public_data"})
+    needs: ClassVar[Need] = Need.SAME_FEATURES | Need.PUBLIC_DATA
 
     def initial_state(self, world: World) -> State:
         return super().initial_state(world).next(mean=blank(world, SERVER))

@@ -17,6 +17,7 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.records import Reply, State
 from fedstill.core.screen import Refusal
 from fedstill.data.dataset import Dataset
@@ -40,10 +41,10 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
         "engine": engine,
         "clients": toys.TOLERANT,
     }
-    values |= {"model": plain.toy_slim.__name__} if "slim" in needs else {}
-    values |= {"model": toys.on_simplex()} if "etf" in needs else {}
-    values |= {"model": toys.two_networks()} if "pair" in needs else {}
-    values |= {"data": {"public": toys.PUBLIC if "public_data" in needs else 0}}
+    values |= {"model": plain.toy_slim.__name__} if Need.SLIM in needs else {}
+    values |= {"model": toys.on_simplex()} if Need.ETF in needs else {}
+    values |= {"model": toys.two_networks()} if Need.PAIR in needs else {}
+    values |= {"data": {"public": toys.PUBLIC if Need.PUBLIC_DATA in needs else 0}}
     topology = registry.lookup("method", name).build().topology
     if topology == "peer_to_peer":
         values |= {k: v for k, v in toys.suited(name).items() if k in ("rounds", "query")}

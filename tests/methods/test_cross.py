@@ -14,6 +14,7 @@ from plain import toy_slim
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
@@ -53,17 +54,19 @@ def experiment(method: object, topology: str) -> Experiment:
     name = method["name"] if isinstance(method, dict) else method
     needs = registry.lookup("method", str(name)).build().requires()
     slim = (
-        {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
+        {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}}
+        if Need.SLIM in needs
+        else {}
     )
-    slim |= {"model": toys.on_simplex()} if "etf" in needs else {}
-    slim |= {"model": toys.two_networks()} if "pair" in needs else {}
+    slim |= {"model": toys.on_simplex()} if Need.ETF in needs else {}
+    slim |= {"model": toys.two_networks()} if Need.PAIR in needs else {}
     size = {} if topology == "peer_to_peer" else {"sampled": 3}
     public = (
         {"data": {"public": toys.PUBLIC}}
-        if "public_data" in needs or topology == "public_logits"
+        if Need.PUBLIC_DATA in needs or topology == "public_logits"
         else {}
     )
-    asked = {"query": {"draw": "single", "fewer_than": 5}} if "queries" in needs else {}
+    asked = {"query": {"draw": "single", "fewer_than": 5}} if Need.QUERIES in needs else {}
     changes = {
         "rounds": 1 if topology == "peer_to_peer" else 2,
         "measure": (),

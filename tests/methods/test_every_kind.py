@@ -14,6 +14,7 @@ import toys
 from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.running.preparation import prepare
 from kinds import NETWORKS, SHAPES, small_data
@@ -36,16 +37,16 @@ def two_rounds(name: str, kind: str, engine: str, network: object = None) -> sta
     method = registry.lookup("method", name).build()
     plan: dict[str, object] = {**stacking.PLAN, "epochs": 1, "batch": 16}
     changes: dict[str, object] = {"model": network or NETWORKS[kind], "plan": plan}
-    if "etf" in method.requires():
+    if Need.ETF in method.requires():
         own = NETWORKS[kind]
         changes["model"] = toys.on_simplex(
             str(own["name"]), **{k: v for k, v in own.items() if k != "name"}
         )
     if method.topology == "peer_to_peer":
         changes["plan"] = {**plan, "validation": 0.0, "patience": 0, "keep": "last"}
-    if "public_data" in method.requires():
+    if Need.PUBLIC_DATA in method.requires():
         changes["data"] = {"public": 16}
-    if "pair" in method.requires():
+    if Need.PAIR in method.requires():
         own = {k: v for k, v in NETWORKS[kind].items() if k != "name"}
         two = {
             f"{who}{what}": v

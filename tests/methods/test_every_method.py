@@ -13,6 +13,7 @@ import pytest
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
@@ -30,7 +31,7 @@ def experiment(name: str) -> Experiment:
     # among peers there is one round to learn in
     epochs = 4 if method.topology == "peer_to_peer" else 2
     model: dict[str, object] = {"plan": {"epochs": epochs, "batch": 20, "lr": 0.2}}
-    if "slim" in needs:
+    if Need.SLIM in needs:
         model = {"model": plain.toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}}
     if name == "feddf":  # its server trains with the same plan
         model = {"plan": {"epochs": 2, "batch": 10, "lr": 0.1}}

@@ -13,13 +13,14 @@ from test_every_method import METHODS, experiment
 
 import toys
 from fedstill.config.resolve import settle
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.registry import lookup
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
 STREAM = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "head": "seen", "join": 0.7}
-ASKS = [name for name in METHODS if "queries" in lookup("method", name).build().requires()]
+ASKS = [name for name in METHODS if Need.QUERIES in lookup("method", name).build().requires()]
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ASKS])

@@ -13,6 +13,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.aggregation import ROBUST
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import ConfigError, Diverged, IncompatibleMethod
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply
@@ -32,7 +33,7 @@ def built(name: str) -> Method:
 
 
 NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]
-MEANS = [n for n in NAMES if "robust_fold" in built(n).permits]
+MEANS = [n for n in NAMES if Permit.ROBUST_AGGREGATE in built(n).permits]
 OTHERS = [n for n in NAMES if n not in MEANS and hasattr(built(n), "suspected")]
 
 
@@ -49,7 +50,7 @@ def ready(name: str, **method: object):
     asked = toys.toy(
         {"name": name, **method}, topology=topology, measure=(), **{"rounds": 2, **changes}
     )
-    if "slim" in built(name).requires():
+    if Need.SLIM in built(name).requires():
         asked = asked.with_values({"model": plain.toy_slim.__name__}, "test")
     return prepare(settle(asked), toys.blobs())
 

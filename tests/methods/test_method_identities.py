@@ -13,6 +13,7 @@ from torch import Tensor
 import toys
 from double import NEAR
 from fedstill.core import registry
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.records import Payload, Stage, TrainingStart
 from fedstill.methods.fedadkd import FedADKD
 from fedstill.methods.fedcurv import Curved, FedCurv
@@ -234,13 +235,17 @@ def _sent_later(ready) -> set[str]:
 @pytest.mark.parametrize("name", [n for n in registry.names("method") if not n.startswith("toy_")])
 def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(name: str) -> None:
     model = (
-        "toy_slim" if "slim" in registry.lookup("method", name).build().requires() else "logistic"
+        "toy_slim"
+        if Need.SLIM in registry.lookup("method", name).build().requires()
+        else "logistic"
     )
     ready = ready_for(name, **{"model": model, **toys.suited(name)})
     method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     sends = set(method.expected_reply(stage.clients[0], stage, ready.world))
-    assert not method.permits & {"linear_fold", "central_noise"} or sends == set(Payload(params={}))
-    assert "noisy_logits" not in method.permits or "logits" in sends | _sent_later(ready)
+    assert not method.permits & (Permit.LINEAR_AGGREGATE | Permit.CENTRAL_NOISE) or sends == set(
+        Payload(params={})
+    )
+    assert Permit.NOISY_LOGITS not in method.permits or "logits" in sends | _sent_later(ready)
 
 
 def test_a_lie_about_the_gini_index_cannot_leave_its_range() -> None:

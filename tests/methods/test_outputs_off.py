@@ -14,6 +14,7 @@ from test_every_method import METHODS, experiment
 from torch import Tensor
 
 import toys
+from fedstill.core.capabilities import Need
 from fedstill.core.registry import lookup
 from fedstill.engines.batches import Batch
 from fedstill.engines.loop import _Training
@@ -62,7 +63,7 @@ class FirstSteps:
         return watched
 
 
-NAMES = [n for n in METHODS if "queries" not in lookup("method", n).build().requires()]
+NAMES = [n for n in METHODS if Need.QUERIES not in lookup("method", n).build().requires()]
 FIELDS: list[tuple[str, dict[str, object]]] = [
     ("fedrs", {"alpha": 0.0}),
     ("fd", {"average_weights": True}),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from double import NEAR
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.methods.fedalign import steepness
 from fedstill.models import contract, resnet
@@ -99,7 +100,7 @@ def test_steepness_of_nothing_is_finite_with_a_finite_gradient() -> None:
 @pytest.mark.parametrize("norm", ["group", "batch_stats", "batch"])
 def test_a_residual_network_runs_its_last_stage_at_a_quarter(name: str, norm: str) -> None:
     spec = contract.spec_for(name, (3, 16, 16), 5, {"norm": norm})
-    assert "slim" in contract.capabilities(spec)
+    assert Need.SLIM in contract.capabilities(spec)
     m, params = contract.module(spec).train(), contract.initial(spec, 0)
     params = {k: v.double() if v.is_floating_point() else v for k, v in params.items()}
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
@@ -136,5 +137,5 @@ def test_a_model_that_cannot_be_slimmed_is_refused_by_name(model: str) -> None:
 def test_only_residual_networks_are_slimmable() -> None:
     for name in ("resnet10", "resnet56", "cnn", "alexnet", "lenet5", "mlp"):
         spec = contract.spec_for(name, (3, 32, 32), 5)
-        assert ("slim" in contract.capabilities(spec)) == name.startswith("resnet")
-        assert {"features", "head"} <= contract.capabilities(spec)
+        assert (Need.SLIM in contract.capabilities(spec)) == name.startswith("resnet")
+        assert (Need.FEATURES | Need.HEAD) in contract.capabilities(spec)

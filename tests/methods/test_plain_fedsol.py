@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import toys
 from fedstill.config.resolve import settle
+from fedstill.core.capabilities import Need
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Stage, TrainingStart
 from fedstill.core.trees import same_bits
@@ -168,5 +169,5 @@ def test_statistics_of_normalisation_stay_finite_and_are_averaged() -> None:
 
 
 def test_a_part_needs_a_model_that_has_it() -> None:
-    assert "head" not in FedSOL().requires()
-    assert "head" in FedSOL(part="head").requires()
+    assert Need.HEAD not in FedSOL().requires()
+    assert Need.HEAD in FedSOL(part="head").requires()

@@ -17,6 +17,7 @@ from torch import Tensor
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod, TooFewReplies
 from fedstill.core.records import SERVER, Examples, State
 from fedstill.core.registry import method
@@ -29,7 +30,7 @@ from fedstill.running.preparation import Prepared
 from fedstill.running.runner import run
 
 NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]
-PUBLIC = [n for n in NAMES if "public_data" in registry.lookup("method", n).build().requires()]
+PUBLIC = [n for n in NAMES if Need.PUBLIC_DATA in registry.lookup("method", n).build().requires()]
 READ = {"qkt_var_e", "fedgkd_vote"}
 """They read labels in a validation and in a vote, and say so."""
 HIPER = [n for n in NAMES if n.startswith("hiper_")]

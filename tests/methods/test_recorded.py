@@ -18,6 +18,7 @@ from torch import Tensor
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.records import Payload, Stage, Step, TrainingStart
 from fedstill.core.work import ClientWork
 from fedstill.engines import cuda_graphs
@@ -45,7 +46,7 @@ def changed(setting: str, name: str, **plan: Any) -> dict[str, Any]:
     """The changes of a setting for a method."""
     steps = {"epochs": 0, "steps": 18} if setting == SETTINGS[2] else {}
     public = (
-        toys.PUBLIC if "public_data" in registry.lookup("method", name).build().requires() else 0
+        toys.PUBLIC if Need.PUBLIC_DATA in registry.lookup("method", name).build().requires() else 0
     )
     data = {"public": public, "augment": ["flip"] if setting == "augmented" else []}
     topology = {"clients": 3}

@@ -18,6 +18,7 @@ import toys
 from fedstill.attribution.replay import taken_up
 from fedstill.config.resolve import settle
 from fedstill.core import registry, trees
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import (
     ClientFailed,
     ConfigError,
@@ -48,7 +49,7 @@ def built(name: str) -> Method:
     return registry.lookup("method", name).build()
 
 
-LINEAR = [n for n in NAMES if "linear_fold" in built(n).permits]
+LINEAR = [n for n in NAMES if Permit.LINEAR_AGGREGATE in built(n).permits]
 
 
 def secret(method: object = "fedavg", *, privacy: dict[str, object] = ON, **changes: object):
@@ -61,7 +62,7 @@ def of_method(name: str, **changes: object):
     asked = secret(name, **values)
     return (
         asked.with_values({"model": plain.toy_slim.__name__}, "test")
-        if "slim" in built(name).requires()
+        if Need.SLIM in built(name).requires()
         else asked
     )
 

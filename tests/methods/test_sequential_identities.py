@@ -12,6 +12,7 @@ from plain import Federation, check, drive, ready_for
 
 import toys
 from fedstill import losses
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.labels import discrepancy_weights, proportions
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, TrainingStart, many
@@ -266,7 +267,7 @@ def test_a_round_sends_as_much_as_the_method_says(name: str, k: int, down: int, 
 )
 def test_labels_are_asked_for_only_where_they_matter(method: dict[str, object], asks: bool) -> None:
     ready = ready_for(method)
-    assert ("label_counts" in ready.settings.method.requires()) == asks
+    assert (Need.LABEL_COUNTS in ready.settings.method.requires()) == asks
     assert len(drive(ready)[0]) == 3
 
 
@@ -284,9 +285,9 @@ def test_a_client_that_missed_the_census_does_not_teach() -> None:
 
 
 def test_camkd_asks_for_features_only_with_its_feature_term() -> None:
-    assert "features" not in ready_for("camkd").settings.method.requires()
+    assert Need.FEATURES not in ready_for("camkd").settings.method.requires()
     assert (
-        "features"
+        Need.FEATURES
         in ready_for({"name": "camkd", "feature_weight": 50.0}).settings.method.requires()
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedstill.core.capabilities import Need
 from fedstill.models import contract
 from fedstill.models.layer_chain import levels, run_from_level, run_to_levels
 
@@ -29,7 +30,7 @@ def test_levels_are_after_each_relu_or_block_and_before_the_head(
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     activations, h = run_to_levels(m, params, x)
     assert levels(m) == list(activations) == names
-    assert "levels" in contract.capabilities(spec)
+    assert Need.LEVELS in contract.capabilities(spec)
     assert torch.equal(h, contract.features(m, params, x))
     for level, z in activations.items():
         assert torch.equal(run_from_level(m, params, z, level), contract.forward(m, params, x))
@@ -38,7 +39,7 @@ def test_levels_are_after_each_relu_or_block_and_before_the_head(
 def test_a_body_that_is_no_chain_has_none() -> None:
     spec = contract.spec_for("toy_whole", (1, 4, 4), 5)
     assert levels(contract.module(spec)) == []
-    assert "levels" not in contract.capabilities(spec)
+    assert Need.LEVELS not in contract.capabilities(spec)
 
 
 @contract.registry.register("model", "toy_whole")

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.models import contract
 from fedstill.models.etf import simplex
@@ -34,8 +35,8 @@ def test_only_the_scale_is_an_entry_of_the_head() -> None:
     params = contract.initial(spec(), 0)
     assert sorted(params) == ["body.1.bias", "body.1.weight", "head.scale"]
     assert params["head.scale"] == 10
-    assert contract.capabilities(spec()) == {"features", "head", "etf", "levels"}
-    assert "etf" not in contract.capabilities(contract.spec_for("mlp", (6,), 4))
+    assert contract.capabilities(spec()) == Need.FEATURES | Need.HEAD | Need.ETF | Need.LEVELS
+    assert Need.ETF not in contract.capabilities(contract.spec_for("mlp", (6,), 4))
 
 
 def test_a_projection_stands_under_it() -> None:

@@ -22,6 +22,7 @@ from torch import nn
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Permit
 from fedstill.core.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage
@@ -347,7 +348,7 @@ PERMITTED = [
     n
     for n in registry.names("method")
     if not n.startswith("toy_")
-    and "private_training" in registry.lookup("method", n).build().permits
+    and Permit.PRIVATE_TRAINING in registry.lookup("method", n).build().permits
 ]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -52,7 +53,7 @@ from run_bits import assert_same_bits, bits, stopped
 class Apart(Method):
     """Each client keeps a model of its own; the server's is never trained."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[Need] = Need.NOTHING
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     pull: float = 0.0
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Permit
 from fedstill.core.errors import IncompatibleMethod, TooFewReplies
 from fedstill.privacy.compatibility import refuse_methods_without_sums
 from fedstill.privacy.masking import BITS, RANGE, FixedPoint
@@ -40,7 +41,7 @@ def secret_sums(trials: int) -> Trials:
         step = draw.choice(("shares", "vectors", "answers"))
         problems[f"sum {trial}, {share:.0%} gone before their {step}"] = _summed(trial, share, step)
     for name in registry.names("method"):
-        if "linear_fold" not in registry.lookup("method", name).build().permits:
+        if Permit.LINEAR_AGGREGATE not in registry.lookup("method", name).build().permits:
             problems[f"method {name}"] = _refused(name)
     return Trials.of(problems)
 

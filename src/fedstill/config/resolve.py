@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import fields, replace
 from datetime import date
 from pathlib import Path
@@ -29,6 +29,7 @@ from fedstill.config.unknown_keys import named_better
 from fedstill.config.unseen_data import NO_DATA, unseen_kind
 from fedstill.continual.task_test import TASK_TEST, TaskTests
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.census import CENSUS, CensusStages
 from fedstill.core.errors import (
     ConfigError,
@@ -51,13 +52,13 @@ from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.schedule import Schedule
 from fedstill.core.topology import Topology
+from fedstill.core.user_code import returned
 from fedstill.data.sources.likely import likely_kind
 from fedstill.data.time_cuts import cut_times
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, FITTING, FitStage
 from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
-from fedstill.models.parameters import ADDED
 
 # Paths and data sets' names: relative to the config's folder in a config, absolute in a run's
 # config.toml.
@@ -99,14 +100,6 @@ def resolved_data_name(name: str, base: Path | None, key: str) -> str:
 # there are.
 
 
-OF_NETWORKS = {"same_shapes", "same_features", "features", "head", "etf", "levels", "pair", "slim"}
-NAMES: Mapping[str, Collection[str]] = {
-    "needs": OF_NETWORKS | {"public_data", "label_counts", "queries"},
-    "permits": {"linear_fold", "central_noise", "robust_fold", "private_training", "noisy_logits"},
-    "adds": ADDED.keys(),
-}
-"""What a method may need, permit and add."""
-
 OF_STAGES = ("plans", "personal", "labelled", "reusable")
 """What a method says by stage."""
 
@@ -123,6 +116,7 @@ def read_method(experiment: Experiment) -> tuple[Named, Method]:
         )
     what = f"method {named.label}"
     _check_declared(what, built, experiment.base)
+    returned(built.requires(), Need, built.requires, "flags of fedstill.Need")
     return named, built
 
 
@@ -134,12 +128,12 @@ def _check_declared(what: str, method: Method, base: Path | None) -> None:
         if is_users_own(method, name) and not isinstance(value := getattr(method, name), kind):
             raise ConfigError(f"{what}: {name} = {shown(value)} must be {how}")
     stages = method.stages | SHARED_STAGES
-    for name, known in [*NAMES.items(), *((name, stages) for name in OF_STAGES)]:
-        for each in getattr(method, name) if is_users_own(method, name) else ():
-            if each not in known:
-                raise UnknownName(
-                    "stage" if name in OF_STAGES else "name", str(each), known, f"{what}, {name}"
-                )
+    for name in OF_STAGES:
+        if not is_users_own(method, name):
+            continue
+        for stage in getattr(method, name):
+            if stage not in stages:
+                raise UnknownName("stage", str(stage), stages, f"{what}, {name}")
     if is_users_own(method, "schedule"):
         _, options = fields_of("topology", method.topology, base)
         for key in sorted(method.schedule.keys() - options.keys() - {"task_end"}):
@@ -168,12 +162,9 @@ def is_users_own(method: Method, name: str) -> bool:
 _A_SET = (Set, "a frozenset of names, such as frozenset({'train'})")
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "stages": _A_SET,
-    "needs": (Set, "a frozenset of names, such as frozenset({'features'})"),
-    "permits": (Set, "a frozenset of names, such as frozenset({'linear_fold'})"),
     "personal": _A_SET,
     "labelled": _A_SET,
     "reusable": _A_SET,
-    "adds": (tuple, "a tuple of names, such as ('own_head',)"),
     "plans": (Mapping, "a dict of stages to plans, such as {'train': Plan(epochs=1)}"),
     "schedule": (Mapping, "a dict of options of the topology, such as {'before': 'head'}"),
 }
@@ -274,7 +265,7 @@ def schedule_of(method: Method, topology: Topology, stream_kind: str) -> Schedul
     providers: list[StageProvider] = [FitStage(), RidgeStage()]
     if stream_kind == SITES and not method.personal:
         providers.append(TaskTests())
-    if "label_counts" in method.requires():
+    if Need.LABEL_COUNTS in method.requires():
         providers.append(CensusStages())
     return Schedule(method, topology, tuple(providers))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.extensions import RoundHook, StageActor
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -116,10 +117,10 @@ class CensusChecks(RoundHook):
 
     max_examples: int
 
-    def check_reply(self, reply: Reply, stage: Stage, needs: frozenset[str], state: State) -> str:
+    def check_reply(self, reply: Reply, stage: Stage, needs: Need, state: State) -> str:
         if stage.name == CENSUS:
             return self._check_counts(reply)
-        if "label_counts" not in needs or LABELS not in state.extra or reply.client < 0:
+        if Need.LABEL_COUNTS not in needs or LABELS not in state.extra or reply.client < 0:
             return ""
         return self._check_claim(reply, state.extra.tensor(LABELS).sum(1))
 

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.records import Payload, Plan, Reply, Stage, State, Tensors, View, World
 from fedstill.core.results import RoundResult, StageResult
 from fedstill.core.work import ClientWork
@@ -60,8 +61,8 @@ Middleware = Callable[[Engine], Engine]
 class StageActor(Protocol):
     """Says what the server and the clients do in a stage. A ``Method`` is one."""
 
-    def requires(self) -> frozenset[str]:
-        """The capabilities that it needs."""
+    def requires(self) -> Need:
+        """What it cannot do without."""
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
@@ -103,9 +104,9 @@ class RoundHook:
         return world
 
     def extend_payload(
-        self, payload: Payload, client: int, stage: Stage, needs: frozenset[str], world: World
+        self, payload: Payload, client: int, stage: Stage, needs: Need, world: World
     ) -> Payload:
-        """The payload for a client; ``needs``: the capabilities that the stage's actor requires."""
+        """The payload for a client; ``needs``: of the stage's actor."""
         return payload
 
     def extend_expected(
@@ -114,7 +115,7 @@ class RoundHook:
         """The form of a valid reply."""
         return expected
 
-    def check_reply(self, reply: Reply, stage: Stage, needs: frozenset[str], state: State) -> str:
+    def check_reply(self, reply: Reply, stage: Stage, needs: Need, state: State) -> str:
         """Why a reply cannot be true; empty if it can."""
         return ""
 

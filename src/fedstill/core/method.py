@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedstill.core.aggregation import weighted_mean
+from fedstill.core.capabilities import Addition, Need, Permit, check_declarations
 from fedstill.core.fields import check_ranges
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, World
 from fedstill.core.trees import zeros_like
@@ -24,13 +25,10 @@ class Method:
 
     ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages
     it knows.
-    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes",
-    "same_features" of networks that may differ, "label_counts", "queries").
-    ``adds``: what it adds to every network, zeros at first: "own_head", a second last layer, or
-    "shift", a vector added to the features (``models.parameters``).
-    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise",
-    "robust_fold" for means that hostile clients cannot move far). ``labelled``: the stages that
-    read the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's
+    ``needs``: what it cannot do without, such as ``Need.SAME_SHAPES | Need.HEAD``. ``adds``: what
+    it adds to every network, zeros at first. ``permits``: what may be done to its replies. The
+    flags of these three are in ``fedstill.core.capabilities``. ``labelled``: the stages that read
+    the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's
     training settings by stage. ``personal``: the stages after which a client's own model is its
     answer; of several, the last in which it acted. Without one its answer is the predictor
     ``client N``, or the first. ``reusable``: the stages that leave no memory, and whose replies
@@ -94,23 +92,26 @@ class Method:
     topology: ClassVar[str] = "parallel"
     schedule: ClassVar[Mapping[str, Any]] = {}
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
-    adds: ClassVar[tuple[str, ...]] = ()
-    permits: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[Need] = Need.SAME_SHAPES
+    adds: ClassVar[Addition] = Addition.NOTHING
+    permits: ClassVar[Permit] = Permit.NOTHING
     labelled: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
     personal: ClassVar[frozenset[str]] = frozenset()
     reusable: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ConfigError for a name that resembles a hook's or a declaration's."""
+        """Raises ConfigError for a name that resembles a hook's or a declaration's, and for needs,
+        permits or additions that are no flags.
+        """
         super().__init_subclass__(**arguments)
         reject_misspelt_hooks(cls)
+        check_declarations(cls)
 
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def requires(self) -> frozenset[str]:
+    def requires(self) -> Need:
         """What it cannot do without as it is set: ``needs``, unless a field changes that."""
         return self.needs
 

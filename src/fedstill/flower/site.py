@@ -11,6 +11,7 @@ from filelock import FileLock
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
+from fedstill.core.capabilities import Need
 from fedstill.core.census import CENSUS, Census, census_stage
 from fedstill.core.errors import FedstillError, Refused, cut_reason, on_one_line
 from fedstill.core.files import digest, make_folder
@@ -177,7 +178,7 @@ class Clerk:
         method = settings.method
         if request.client not in stage.clients:
             raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
-        if stage.name == CENSUS and "label_counts" not in method.requires():
+        if stage.name == CENSUS and Need.LABEL_COUNTS not in method.requires():
             raise Refused(
                 f"method {settings.named.method.label} needs no label counts, so they stay here"
             )

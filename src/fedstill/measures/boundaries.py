@@ -10,6 +10,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.records import Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
@@ -53,7 +54,7 @@ class Boundaries(Measure):
             return None
         client = min(room.world.queries)
         params, spec = seen.local_models.get(client), room.world.model(client)
-        if params is None or "features" not in contract.capabilities(spec):
+        if params is None or Need.FEATURES not in contract.capabilities(spec):
             return None
         query, counts = room.world.queries[client], room.sites.view(client, seen.stage).counts
         own = [c for c, n in enumerate(counts.tolist()) if n and c not in query]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.core.records import SERVER, Stage, World
 from fedstill.core.schedule import Schedule
@@ -124,7 +125,7 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
             return "models must be one architecture to be compared; leave clients.models out"
     if need == "uploads":
         return _no_uploads(setting)
-    if need == "features" and "features" not in contract.capabilities(spec):
+    if need == "features" and Need.FEATURES not in contract.capabilities(spec):
         return f"model {spec.label} has no features; give it submodules body and head"
     if need == "plane" and (width := contract.width(spec)) != 2:
         return f"model {spec.label} has {width} features and not 2; set model.name = 'sphere_cnn'"

@@ -32,6 +32,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -63,7 +64,7 @@ class AFL(Method):
     split.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
     plans: ClassVar[Mapping[str, Plan]] = {"train": NO_TRAINING}
 
     ridge: NonNegative = 1.0
@@ -71,8 +72,10 @@ class AFL(Method):
     balanced: bool = False
     """Whether every class weighs alike, whatever its number of examples."""
 
-    def requires(self) -> frozenset[str]:
-        return self.needs | {"label_counts"} if self.balanced else self.needs
+    def requires(self) -> Need:
+        if self.balanced:
+            return self.needs | Need.LABEL_COUNTS
+        return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         stream = world.stream

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import (
@@ -81,8 +82,8 @@ class Analytic(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": SUM_UP}
     stages: ClassVar[frozenset[str]] = frozenset({"train", SUM_UP})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # sums of features are sent, too
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
+    permits: ClassVar[Permit] = Permit.NOTHING  # sums of features are sent, too
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, SUM_UP: NO_TRAINING}
 
     ridge: NonNegative = 10.0

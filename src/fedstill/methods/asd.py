@@ -20,6 +20,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -43,7 +44,7 @@ class ASD(FedAvg):
     """
 
     # its objective has label shares
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     classes: Literal["all", "not_true"] = "not_true"
     """Which classes are distilled: all, or the not-true ones."""

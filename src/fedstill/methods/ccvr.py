@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import CountOrZero
 from fedstill.core.keys import generator, seed_for
@@ -67,8 +68,8 @@ class CCVR(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": STATISTICS, "closing": CALIBRATE}
     stages: ClassVar[frozenset[str]] = frozenset({"train", STATISTICS, CALIBRATE})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # moments of features are sent, too
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
+    permits: ClassVar[Permit] = Permit.NOTHING  # moments of features are sent, too
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": FEDNTD_PLAN,
         STATISTICS: NO_TRAINING,

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import Count, CountOrZero, PositiveShare
 from fedstill.core.records import (
     NOTHING,
@@ -68,7 +69,7 @@ class CLUE(LocalOnly):
 
     schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "queries"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.QUERIES
     personal: ClassVar[frozenset[str]] = frozenset()
 
     share: PositiveShare = 0.1

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     KEEP,
@@ -59,7 +60,7 @@ class Ditto(FedAvg):
     schedule: ClassVar[Mapping[str, Any]] = {"before": PERSONAL}
     stages: ClassVar[frozenset[str]] = frozenset({PERSONAL, "train"})
     # in one of its stages nothing is sent
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
     plans: ClassVar[Mapping[str, Plan]] = {PERSONAL: FEDNTD_PLAN, "train": FEDNTD_PLAN}
     personal: ClassVar[frozenset[str]] = frozenset({PERSONAL})
 

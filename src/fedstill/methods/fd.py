@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.aggregation import weighted_mean
+from fedstill.core.capabilities import Need
 from fedstill.core.records import (
     SERVER,
     ModelSpec,
@@ -56,8 +57,10 @@ class FD(ClassValues):
     average_weights: bool = False
     """Whether models are sent and averaged, too (FedDistill+); all networks must then be one."""
 
-    def requires(self) -> frozenset[str]:
-        return frozenset({"same_shapes"}) if self.average_weights else frozenset()
+    def requires(self) -> Need:
+        if self.average_weights:
+            return Need.SAME_SHAPES
+        return Need.NOTHING
 
     def width(self, spec: ModelSpec) -> int:
         return spec.classes

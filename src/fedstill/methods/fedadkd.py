@@ -36,6 +36,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.labels import adaptive_weights, gini_index, proportions
 from fedstill.core.records import (
@@ -61,7 +62,7 @@ class FedADKD(FedDKD):
     """FedDKD whose true-class weight follows each client's label heterogeneity."""
 
     # the server keeps each client's Gini index
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
 
     alpha: NonNegative = 3.0
     tckd: Literal["target", "binary"] = "target"
@@ -74,8 +75,10 @@ class FedADKD(FedDKD):
     phi_source: Literal["f", "G"] = "f"
     """What phi is in proportion to: the map f(G), or the Gini index G itself."""
 
-    def requires(self) -> frozenset[str]:
-        return self.needs | ({"label_counts"} if self.phi_timing == "exact" else set())
+    def requires(self) -> Need:
+        if self.phi_timing == "exact":
+            return self.needs | Need.LABEL_COUNTS
+        return self.needs
 
     def initial_state(self, world: World) -> State:
         return (

@@ -26,6 +26,7 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Count, NonNegative
 from fedstill.core.records import Plan, Stage, Step, TrainingStart
 from fedstill.core.registry import method
@@ -43,8 +44,8 @@ class FedAlign(FedAvg):
     """
 
     # its penalty is of a whole batch
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "slim"})
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.SLIM
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": Plan(epochs=20, batch=64, lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=10.0)
     }

@@ -21,6 +21,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from fedstill.core.aggregation import Aggregation, weighted_mean
+from fedstill.core.capabilities import Permit
 from fedstill.core.method import Method
 from fedstill.core.records import Plan, Reply, Stage, State, Tensors, World
 from fedstill.core.registry import method
@@ -40,8 +41,11 @@ class FedAvg(Method):
     """Average the models that clients trained on their own data."""
 
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
-    permits: ClassVar[frozenset[str]] = frozenset(
-        {"linear_fold", "central_noise", "robust_fold", "private_training"}
+    permits: ClassVar[Permit] = (
+        Permit.LINEAR_AGGREGATE
+        | Permit.CENTRAL_NOISE
+        | Permit.ROBUST_AGGREGATE
+        | Permit.PRIVATE_TRAINING
     )
 
     aggregation: Aggregation = "examples"

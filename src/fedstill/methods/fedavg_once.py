@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fedstill.core.aggregation import Aggregation, weighted_mean
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, World
 from fedstill.core.registry import method
 from fedstill.methods.fedavg import Suspected
@@ -28,8 +29,10 @@ from fedstill.methods.local_only import LocalOnly
 class FedAvgOnce(LocalOnly):
     """The mean, once, of models that clients trained alone."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
-    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise", "robust_fold"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES
+    permits: ClassVar[Permit] = (
+        Permit.LINEAR_AGGREGATE | Permit.CENTRAL_NOISE | Permit.ROBUST_AGGREGATE
+    )
     personal: ClassVar[frozenset[str]] = frozenset()
 
     aggregation: Aggregation = "examples"

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -47,7 +48,7 @@ class FedBABU(PartlyShared):
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "head"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.HEAD
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, LAST: FEDNTD_PLAN}
     personal: ClassVar[frozenset[str]] = frozenset({LAST})
     silent: ClassVar[frozenset[str]] = frozenset({LAST})

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Count, NonNegative
 from fedstill.core.keys import seed_for
 from fedstill.core.records import (
@@ -58,7 +59,7 @@ class FedCurv(FedAvg):
     """
 
     # Fisher information would need a noise of its own
-    permits: ClassVar[frozenset[str]] = frozenset()
+    permits: ClassVar[Permit] = Permit.NOTHING
 
     weight: NonNegative = 1.0
     """Weight of the pull towards the other clients' models (lambda)."""

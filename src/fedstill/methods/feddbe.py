@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.aggregation import Aggregation
+from fedstill.core.capabilities import Addition, Need
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     NOTHING,
@@ -63,8 +64,8 @@ class FedDBE(PartlyShared):
 
     schedule: ClassVar[Mapping[str, Any]] = {"first": MEANS}
     stages: ClassVar[frozenset[str]] = frozenset({MEANS, "train"})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
-    adds: ClassVar[tuple[str, ...]] = ("shift",)
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
+    adds: ClassVar[Addition] = Addition.SHIFT
     plans: ClassVar[Mapping[str, Plan]] = {MEANS: FEDNTD_PLAN, "train": FEDNTD_PLAN}
 
     aggregation: Aggregation = "examples"

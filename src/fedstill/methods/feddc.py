@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fedstill.core import trees
 from fedstill.core.aggregation import ROBUST, Aggregation, alike
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     SERVER,
@@ -62,9 +63,9 @@ class FedDC(FedAvg):
     mean drift.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "label_counts"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.LABEL_COUNTS
     # changes of gradients are sent, too
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": replace(
             FEDNTD_PLAN, lr=0.1, lr_decay=0.998, momentum=0.0, weight_decay=1e-3, clip_norm=10.0

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Positive
 from fedstill.core.records import (
     Payload,
@@ -59,8 +60,8 @@ class FedDF(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": TEACH_SERVER}
     stages: ClassVar[frozenset[str]] = frozenset({"train", TEACH_SERVER})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "public_data"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # the server runs each client's model
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.PUBLIC_DATA
+    permits: ClassVar[Permit] = Permit.NOTHING  # the server runs each client's model
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": FEDNTD_PLAN,
         TEACH_SERVER: Plan(epochs=25, batch=128, optimiser="adam", lr=0.001),

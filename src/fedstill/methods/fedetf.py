@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
@@ -36,9 +37,9 @@ class FedETF(FedAvg):
     """FedAvg of networks whose last layer is a fixed simplex, with balanced softmax."""
 
     # its objective has label counts
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "etf"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.ETF
 
     def work(self, stage: Stage) -> ClientWork:
         return BalancedSoftmax()

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.aggregation import weighted_mean
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Count, NonNegative, Share
 from fedstill.core.records import (
     KEEP,
@@ -70,7 +71,7 @@ class FedEWC(FedAvg):
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": IMPORTANCE}
     stages: ClassVar[frozenset[str]] = frozenset({"train", IMPORTANCE})
     # Fisher information would need a noise of its own
-    permits: ClassVar[frozenset[str]] = frozenset()
+    permits: ClassVar[Permit] = Permit.NOTHING
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, IMPORTANCE: NO_TRAINING}
 
     weight: NonNegative = 1.0

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Count, NonNegative, PositiveShare
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import (
@@ -80,8 +81,8 @@ class FedGen(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": GENERATE}
     stages: ClassVar[frozenset[str]] = frozenset({"train", GENERATE})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head", "label_counts"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # the server learns from each client's head
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD | Need.LABEL_COUNTS
+    permits: ClassVar[Permit] = Permit.NOTHING  # the server learns from each client's head
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": FEDNTD_PLAN,
         GENERATE: Plan(

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core import trees
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import Count, NonNegative, Positive
 from fedstill.core.records import (
@@ -112,7 +113,7 @@ class FedGKDVote(FedGKD):
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": WEIGH}
     stages: ClassVar[frozenset[str]] = frozenset({"train", WEIGH})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "public_data"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.PUBLIC_DATA
     labelled: ClassVar[frozenset[str]] = frozenset({WEIGH})
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, WEIGH: Plan(epochs=0)}
 

@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -41,7 +42,7 @@ class FedLC(FedAvg):
     """FedAvg with logits lowered by a margin for classes that a client has few examples of."""
 
     # its objective has label counts
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     margin: NonNegative = 1.0
     """Scale of the margins (tau): a class of n examples has tau n^(-1/4)."""

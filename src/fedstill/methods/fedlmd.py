@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -36,7 +37,7 @@ class FedLMD(FedAvg):
     """FedAvg with distillation of the minority classes from the round's global model."""
 
     # its objective has label counts
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     beta: NonNegative = 1.0
     """Weight of the distillation."""

@@ -25,6 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.records import Stage, Step, TrainingStart
 from fedstill.core.registry import method
@@ -42,7 +43,7 @@ class FedMLB(FedAvg):
     the local answers.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "levels"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.LEVELS
 
     own: NonNegative = 1.0
     """Weight of the local model's cross-entropy (l1)."""

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fedstill.core.aggregation import effective_steps, normalised_mean
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -54,15 +55,17 @@ class FedNova(FedAvg):
     """FedAvg with changes normalised by effective steps."""
 
     # each client's change is divided by its own steps
-    permits: ClassVar[frozenset[str]] = frozenset()
+    permits: ClassVar[Permit] = Permit.NOTHING
 
     ccvr: Literal["off", "repo", "full"] = "off"
     """The FedNTD repository's control variate: none, as it runs there, or with its global term
     updated as well.
     """
 
-    def requires(self) -> frozenset[str]:
-        return self.needs | ({"label_counts"} if self.ccvr == "full" else set())
+    def requires(self) -> Need:
+        if self.ccvr == "full":
+            return self.needs | Need.LABEL_COUNTS
+        return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return (

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.aggregation import Weighting, mean_by_class
+from fedstill.core.capabilities import Need
 from fedstill.core.records import (
     ModelSpec,
     Plan,
@@ -53,7 +54,7 @@ class WithPrototypes(ClassValues):
     prototypes.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_features"})
+    needs: ClassVar[Need] = Need.SAME_FEATURES
     plans: ClassVar[Mapping[str, Plan]] = {"train": replace(FEDNTD_PLAN, epochs=1)}
 
     def width(self, spec: ModelSpec) -> int:

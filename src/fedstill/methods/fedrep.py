@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fedstill.core.aggregation import Aggregation
+from fedstill.core.capabilities import Need
 from fedstill.core.records import Plan, Stage, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
@@ -40,7 +41,7 @@ class FedRep(PartlyShared):
 
     schedule: ClassVar[Mapping[str, Any]] = {"before": HEAD, "last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({HEAD, "train", LAST})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "head"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.HEAD
     plans: ClassVar[Mapping[str, Plan]] = {
         HEAD: HEAD_PLAN,
         "train": replace(FEDNTD_PLAN, epochs=1),

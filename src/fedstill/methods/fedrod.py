@@ -27,6 +27,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedstill.core.aggregation import Aggregation
+from fedstill.core.capabilities import Addition, Need
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     SERVER,
@@ -57,8 +58,8 @@ class FedROD(PartlyShared):
     client's classes.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
-    adds: ClassVar[tuple[str, ...]] = ("own_head",)
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
+    adds: ClassVar[Addition] = Addition.OWN_HEAD
 
     aggregation: Aggregation = "examples"
     gamma: NonNegative = 1.0

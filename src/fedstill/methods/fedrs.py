@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Share
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -39,7 +40,7 @@ class FedRS(FedAvg):
     """
 
     # its objective has label counts
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     alpha: Share = 0.5
     """What the logits of missing classes are multiplied by (alpha); 1 is plain training."""

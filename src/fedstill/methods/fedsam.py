@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative
 from fedstill.core.records import Stage, Step, Tensors, TrainingStart
 from fedstill.core.registry import method
@@ -32,7 +33,7 @@ class FedSAM(FedAvg):
     """FedAvg with gradients taken a distance rho further up the client's own loss."""
 
     # its first pass has no noise
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     rho: NonNegative = 0.5
     """How far from the parameters the gradient is taken; 0: at them."""

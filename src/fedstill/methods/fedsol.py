@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.records import Payload, Stage, Step, Tensors, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -43,7 +44,7 @@ class FedSOL(FedAvg):
     """FedAvg with gradients taken a step further away from what the global model says."""
 
     # its first pass has no noise
-    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}
+    permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     rho: NonNegative = 1.0
     """How far from the parameters the gradient is taken, at most; 0: at them."""
@@ -56,8 +57,10 @@ class FedSOL(FedAvg):
     part: Literal["all", "head", "body"] = "all"
     """What is moved: the whole network, its last layer, or all but that."""
 
-    def requires(self) -> frozenset[str]:
-        return self.needs if self.part == "all" else self.needs | {"head"}
+    def requires(self) -> Need:
+        if self.part == "all":
+            return self.needs
+        return self.needs | Need.HEAD
 
     def work(self, stage: Stage) -> ClientWork:
         return Orthogonal(self)

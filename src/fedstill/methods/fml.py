@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import Share
 from fedstill.core.records import (
     ModelSpec,
@@ -49,7 +50,7 @@ class FML(PartlyShared):
     every client.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"pair"})
+    needs: ClassVar[Need] = Need.PAIR
 
     alpha: Share = 0.5
     """Share of the labels in what the client's own network learns; the rest is what the shared one

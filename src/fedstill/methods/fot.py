@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative, Share
 from fedstill.core.records import (
     KEEP,
@@ -73,8 +74,8 @@ class FOT(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": INPUTS}
     stages: ClassVar[frozenset[str]] = frozenset({"train", INPUTS})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # products of inputs are sent, too
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
+    permits: ClassVar[Permit] = Permit.NOTHING  # products of inputs are sent, too
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, INPUTS: NO_TRAINING}
 
     keeps: Share = 0.98

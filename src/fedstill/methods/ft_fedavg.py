@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.records import Plan, Reply, Stage, State, World
 from fedstill.core.registry import method
 from fedstill.methods.fedavg import FedAvg
@@ -33,7 +34,7 @@ class FTFedAvg(FedAvg):
     schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
     # the fine-tuned models are each client's own
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
     plans: ClassVar[Mapping[str, Plan]] = {"train": PARALLEL, LAST: replace(PARALLEL, epochs=4)}
     personal: ClassVar[frozenset[str]] = frozenset({LAST})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})

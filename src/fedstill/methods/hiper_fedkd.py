@@ -38,6 +38,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import NonNegative, Positive, PositiveShare
 from fedstill.core.labels import client_temperature, heterogeneity_score, proportions
@@ -110,8 +111,10 @@ class HiPerFedKD(LogitExchange):
                 "between these"
             )
 
-    def requires(self) -> frozenset[str]:
-        return self.needs if self.temperatures == "off" else self.needs | {"label_counts"}
+    def requires(self) -> Need:
+        if self.temperatures == "off":
+            return self.needs
+        return self.needs | Need.LABEL_COUNTS
 
     def temperature_of(self, state: State, client: int) -> float:
         if self.temperatures == "off":

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedstill.core.capabilities import Need
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Plan, Reply, Stage, State, Tensors, World, many
 from fedstill.core.registry import method
@@ -28,7 +29,7 @@ class LocalOnly(Method):
     topology: ClassVar[str] = "peer_to_peer"
     schedule: ClassVar[Mapping[str, Any]] = {"transfer": False, "refine": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT})
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[Need] = Need.NOTHING
     plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING}
     personal: ClassVar[frozenset[str]] = frozenset({FIT})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})

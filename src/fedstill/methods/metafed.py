@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -67,7 +68,7 @@ class MetaFed(Method):
     topology: ClassVar[str] = "sequential"
     schedule: ClassVar[Mapping[str, Any]] = {"order": "fixed", "first": WARM_UP, "last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({WARM_UP, "train", LAST})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES
     plans: ClassVar[Mapping[str, Plan]] = {
         WARM_UP: Plan(epochs=30, batch=32, lr=0.01, validation=0.2),
         "train": METAFED_PLAN,

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.records import (
     Payload,
@@ -42,7 +43,7 @@ from fedstill.methods.fedavg import FedAvg
 class Moon(FedAvg):
     """FedAvg with a contrast between the global and the client's previous model, on features."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features"})
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES
 
     mu: NonNegative = 1.0
     """Weight of the contrast."""

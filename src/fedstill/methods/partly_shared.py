@@ -15,6 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedstill.core.aggregation import Aggregation
+from fedstill.core.capabilities import Permit
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -38,7 +39,7 @@ from fedstill.models.contract import trainable_names
 class PartlyShared(FedAvg):
     """The server's half that all share; each method says which entries travel."""
 
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # what is sent is no whole model
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE  # what is sent is no whole model
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     silent: ClassVar[frozenset[str]] = frozenset()
     """The stages in which a client trains what is its own, and sends nothing."""

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Candidates, Count, CountOrZero
 from fedstill.core.keys import seed_for
 from fedstill.core.records import (
@@ -64,8 +65,8 @@ class PFNM(FedAvgOnce):
 
     schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
-    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "label_counts"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # the server needs each client's model
+    needs: ClassVar[Need] = Need.SAME_SHAPES | Need.LABEL_COUNTS
+    permits: ClassVar[Permit] = Permit.NOTHING  # the server needs each client's model
 
     gamma: Candidates = (1.0, 0.001, 50.0)
     """How readily a unit becomes a new global one: the values to try."""

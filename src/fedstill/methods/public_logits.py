@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import CountOrZero
 from fedstill.core.keys import generator, seed_for
@@ -53,8 +54,8 @@ class LogitExchange(Method):
 
     topology: ClassVar[str] = "public_logits"
     stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL})
-    needs: ClassVar[frozenset[str]] = frozenset({"public_data"})
-    permits: ClassVar[frozenset[str]] = frozenset({"noisy_logits"})
+    needs: ClassVar[Need] = Need.PUBLIC_DATA
+    permits: ClassVar[Permit] = Permit.NOISY_LOGITS
     personal: ClassVar[frozenset[str]] = frozenset({DISTIL})
 
     subset: CountOrZero = 0

@@ -47,6 +47,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import Count, Positive, Share
 from fedstill.core.records import (
     Examples,
@@ -85,7 +86,7 @@ class QKT(NaiveKD):
 
     schedule: ClassVar[Mapping[str, Any]] = {}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
-    needs: ClassVar[frozenset[str]] = frozenset({"head", "queries"})
+    needs: ClassVar[Need] = Need.HEAD | Need.QUERIES
     plans: ClassVar[Mapping[str, Plan]] = {
         FIT: FITTING,
         TRANSFER: TRANSFERRING,

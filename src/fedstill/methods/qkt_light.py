@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import (
     Payload,
@@ -81,8 +82,10 @@ class QKTLight(QKT):
     ``over_teachers``.
     """
 
-    def requires(self) -> frozenset[str]:
-        return self.needs | ({"same_shapes"} if self.phase1 == "volunteer" else set())
+    def requires(self) -> Need:
+        if self.phase1 == "volunteer":
+            return self.needs | Need.SAME_SHAPES
+        return self.needs
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
@@ -128,7 +131,7 @@ class QKTLightServer(QKTLight):
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": TRANSFER_SERVER, "transfer": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER_SERVER, REFINE})
-    needs: ClassVar[frozenset[str]] = QKT.needs | {"public_data", "same_shapes"}
+    needs: ClassVar[Need] = QKT.needs | Need.PUBLIC_DATA | Need.SAME_SHAPES
     plans: ClassVar[Mapping[str, Plan]] = {
         FIT: FITTING,
         TRANSFER_SERVER: TRANSFERRING,

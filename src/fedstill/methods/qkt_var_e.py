@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fedstill.core.capabilities import Need
 from fedstill.core.records import Plan
 from fedstill.core.registry import method
 from fedstill.methods.fit import FIT, FITTING
@@ -29,7 +30,7 @@ from fedstill.methods.qkt import QKT, REFINE
 class QKTVarE(QKT):
     """QKT in which a validation set tells each client when to end each phase."""
 
-    needs: ClassVar[frozenset[str]] = QKT.needs | {"public_data"}
+    needs: ClassVar[Need] = QKT.needs | Need.PUBLIC_DATA
     labelled: ClassVar[frozenset[str]] = frozenset({TRANSFER, REFINE})
     plans: ClassVar[Mapping[str, Plan]] = {
         FIT: FITTING,

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedstill.core.aggregation import mean_by_class
+from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.labels import means_by_class
@@ -176,7 +177,7 @@ class Replay(FedAvg):
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": REMEMBER}
     stages: ClassVar[frozenset[str]] = frozenset({"train", REMEMBER})
     # kept examples act in rounds that no noise was counted for
-    permits: ClassVar[frozenset[str]] = frozenset()
+    permits: ClassVar[Permit] = Permit.NOTHING
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, REMEMBER: NO_TRAINING}
 
     size: CountOrZero = 50
@@ -212,15 +213,12 @@ class Replay(FedAvg):
         """Whether clients need the model to remember."""
         return self.by_means or (self.size > 0 and (self.alpha > 0 or self.choose == "herding"))
 
-    def requires(self) -> frozenset[str]:
-        more = (
-            {"head", "features"}
-            if self.by_means
-            else {"features"}
-            if self.choose == "herding"
-            else set()
-        )
-        return self.needs | more
+    def requires(self) -> Need:
+        if self.by_means:
+            return self.needs | Need.HEAD | Need.FEATURES
+        if self.choose == "herding":
+            return self.needs | Need.FEATURES
+        return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         shares = [world.plans[name].validation for name in ("train", REMEMBER)]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fedstill.core.aggregation import alike
+from fedstill.core.capabilities import Permit
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -43,7 +44,7 @@ from fedstill.models.contract import trainable_names
 class Scaffold(FedAvg):
     """FedAvg with control variates on the server and on every client."""
 
-    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # two sums, weighted differently
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE  # two sums, weighted differently
 
     divide_by: Literal["effective_steps", "steps"] = "effective_steps"
     """What a client's change is divided by: effective steps, in which momentum counts, or steps."""

@@ -36,6 +36,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import CountOrZero, NonNegative, Positive
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.labels import SMOOTHING, Metric, discrepancy_weights, proportions
@@ -82,8 +83,10 @@ class TaughtByLastRound(FedSeq):
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return ""
 
-    def requires(self) -> frozenset[str]:
-        return self.needs | ({"label_counts"} if self.teacher_choice == "greedy" else set())
+    def requires(self) -> Need:
+        if self.teacher_choice == "greedy":
+            return self.needs | Need.LABEL_COUNTS
+        return self.needs
 
     def initial_state(self, world: World) -> State:
         return super().initial_state(world).next(trained=torch.zeros(0, dtype=torch.int64))
@@ -139,9 +142,9 @@ class TaughtByLastRound(FedSeq):
         """Whether this client's labels are known, if they matter: one that missed the census cannot
         be weighed.
         """
-        return "label_counts" not in self.requires() or bool(
-            state.extra.tensor("labels")[client].sum() > 0
-        )
+        if Need.LABEL_COUNTS not in self.requires():
+            return True
+        return bool(state.extra.tensor("labels")[client].sum() > 0)
 
 
 @method("sfedkd")
@@ -166,8 +169,10 @@ class SFedKD(TaughtByLastRound):
     smoothing: Annotated[float, Interval(gt=0, le=1)] = SMOOTHING
     """What both sides of a KL distance are smoothed by."""
 
-    def requires(self) -> frozenset[str]:
-        return super().requires() | ({"label_counts"} if self.g or self.h else set())
+    def requires(self) -> Need:
+        if self.g or self.h:
+            return super().requires() | Need.LABEL_COUNTS
+        return super().requires()
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         opened = super().begin_round(state, stages, world)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -84,8 +85,10 @@ class CAMKD(Averaged):
     feature_weight: NonNegative = 0.0
     """Weight of the squared error of features (b); 0 leaves it out."""
 
-    def requires(self) -> frozenset[str]:
-        return super().requires() | ({"features"} if self.feature_weight > 0 else set())
+    def requires(self) -> Need:
+        if self.feature_weight > 0:
+            return super().requires() | Need.FEATURES
+        return super().requires()
 
     def work(self, stage: Stage) -> ClientWork:
         return SeveralWithFeatures(self) if self.feature_weight > 0 else Several(self)

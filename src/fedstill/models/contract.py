@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import (
     ConfigError,
     CorruptFile,
@@ -275,22 +276,27 @@ def trainable_names(spec: ModelSpec) -> set[str]:
     )
 
 
-def capabilities(spec: ModelSpec) -> set[str]:
-    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of
-    a slimmable one.
-
-    "etf": its head is a fixed simplex; "levels": its body is a chain of layers; "pair": it is two
-    networks, ``own`` and ``shared``.
-    """
+def capabilities(spec: ModelSpec) -> Need:
+    """The needs of a method that a network meets by its structure (``OF_NETWORKS``)."""
     m = module(spec)
-    split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(
-        getattr(m, "head", None), nn.Module
-    )
-    known = {"features": split, "head": split, "slim": split and bool(slim_stage(m))}
-    known["etf"] = split and getattr(m.head, "simplex", False) is True
-    known["levels"] = split and bool(levels(m))
-    known["pair"] = all(isinstance(getattr(m, name, None), nn.Module) for name in ("own", "shared"))
-    return {name for name, there in known.items() if there}
+    offered = Need.NOTHING
+    if _has_parts(m, "own", "shared"):
+        offered |= Need.PAIR
+    if not _has_parts(m, "body", "head"):
+        return offered
+    offered |= Need.FEATURES | Need.HEAD
+    if getattr(m.head, "simplex", False) is True:
+        offered |= Need.ETF
+    if levels(m):
+        offered |= Need.LEVELS
+    if slim_stage(m):
+        offered |= Need.SLIM
+    return offered
+
+
+def _has_parts(m: nn.Module, *names: str) -> bool:
+    """Whether a module has submodules of these names."""
+    return all(isinstance(getattr(m, name, None), nn.Module) for name in names)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from fedstill.config.settings import Settings
 from fedstill.core import trees
 from fedstill.core.aggregation import ROBUST
+from fedstill.core.capabilities import Permit
 from fedstill.core.census import CENSUS
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
 from fedstill.core.extensions import Engine
@@ -39,7 +40,7 @@ def refuse_unprivate(settings: Settings, world: World) -> None:
         return
     require_opacus()
     name = settings.named.method.label
-    if "private_training" not in method.permits:
+    if Permit.PRIVATE_TRAINING not in method.permits:
         raise IncompatibleMethod(
             f"privacy.gradient_clip with method {name}: its clients read more of their data than "
             "single examples' "
@@ -118,11 +119,11 @@ def refuse_methods_without_sums(settings: Settings) -> None:
     models.
     """
     name, method = settings.named.method.label, settings.method
-    if "linear_fold" not in method.permits:
+    if Permit.LINEAR_AGGREGATE not in method.permits:
         raise IncompatibleMethod(
             f"privacy.secure_sum with method {name}: its server does more with replies than a mean "
             "of models; choose "
-            "fedavg, fedprox, fedntd or another that permits linear_fold"
+            "fedavg, fedprox, fedntd or another that permits linear_aggregate"
         )
     if (how := getattr(method, "aggregation", "")) in ROBUST:
         raise IncompatibleMethod(
@@ -194,13 +195,12 @@ def _demand_linear(settings: Settings, stage: Stage, world: World) -> None:
         )
     except Exception as error:
         raise IncompatibleMethod(
-            f"privacy.secure_sum with method {name}: its fold of stage {stage.name!r} needs more "
-            "than models' mean: "
-            f"{on_one_line(error)}"
+            f"privacy.secure_sum with method {name}: its aggregate of stage {stage.name!r} needs "
+            f"more than models' mean: {on_one_line(error)}"
         ) from error
     if not near:
         raise IncompatibleMethod(
-            f"privacy.secure_sum with method {name}: as it is set, its fold of stage "
+            f"privacy.secure_sum with method {name}: as it is set, its aggregate of stage "
             f"{stage.name!r} gives another "
             "result for single models than for their mean; with method.aggregation = 'uniform' it "
             "may, or choose fedavg"

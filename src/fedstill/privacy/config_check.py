@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedstill.config.settings import Settings
+from fedstill.core.capabilities import Permit
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.privacy.noise import Privacy
 
@@ -18,7 +19,7 @@ def check_config(settings: Settings) -> None:
             "is measured by what "
             "sites report; leave one of them out"
         )
-    if privacy.protects_logits and "noisy_logits" not in settings.method.permits:
+    if privacy.protects_logits and Permit.NOISY_LOGITS not in settings.method.permits:
         raise IncompatibleMethod(
             f"[privacy] protects logits that clients upload, and method "
             f"{settings.named.method.label} uploads none; "

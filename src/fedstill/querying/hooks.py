@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import BadPayload
 from fedstill.core.extensions import ClientHook, Fields, RoundHook
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors, View, World
@@ -56,9 +57,9 @@ class QueriesAtServer(RoundHook):
         return with_queries_of(state, world)
 
     def extend_payload(
-        self, payload: Payload, client: int, stage: Stage, needs: frozenset[str], world: World
+        self, payload: Payload, client: int, stage: Stage, needs: Need, world: World
     ) -> Payload:
-        if client == SERVER or stage.name == FIT or "queries" not in needs:
+        if client == SERVER or stage.name == FIT or Need.QUERIES not in needs:
             return payload
         query = torch.zeros(world.classes, dtype=torch.int8)
         query[list(world.queries.get(client, ()))] = 1

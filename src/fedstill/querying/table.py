@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from fedstill.config.resolve import PEERS
 from fedstill.config.settings import Settings
 from fedstill.config.tables import NO_STREAM
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import (
     Count,
@@ -171,7 +172,7 @@ def check_config(settings: Settings) -> None:
         raise ConfigError(
             "query.again: in rounds = 1 clients ask once; set rounds to how often they ask"
         )
-    if "label_counts" in settings.method.requires():
+    if Need.LABEL_COUNTS in settings.method.requires():
         raise ConfigError(
             f"query.again: method {method} counts labels once, before round 1, and data grow; "
             "leave it out, or choose another method"

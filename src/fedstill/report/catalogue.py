@@ -131,8 +131,8 @@ def _of_method(method: type[Method], entry: Entry) -> Iterator[tuple[str, str]]:
     needs = entry.build().requires() if whole else method.needs
     options = [f"{key} = {value(what)}" for key, what in method.schedule.items()]
     yield "topology", ", ".join([method.topology, *options])
-    yield "needs", ", ".join(sorted(needs)) or "nothing"
-    yield "permits", ", ".join(sorted(method.permits)) or "nothing"
+    yield "needs", ", ".join(needs.words) or "nothing"
+    yield "permits", ", ".join(method.permits.words) or "nothing"
     for stage, plan in method.plans.items():
         yield f"plan {stage}", _plan(plan)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedstill.config.named_tables import Named
 from fedstill.config.resolve import SHARED_STAGES
 from fedstill.config.settings import Settings
+from fedstill.core.capabilities import OF_NETWORKS, Need
 from fedstill.core.errors import (
     ConfigError,
     DataError,
@@ -46,7 +47,7 @@ from fedstill.running.world import RunWorld
 # is only said.
 
 
-PARTS = frozenset({"features", "head", "slim", "levels"})
+PARTS = Need.FEATURES | Need.HEAD | Need.SLIM | Need.LEVELS
 """What is asked of a network that is then run by its parts: its body, and its head on that."""
 
 HUGE = 100_000_000
@@ -79,7 +80,7 @@ def refuse_huge(spec: ModelSpec) -> None:
         )
 
 
-def refuse_odd(spec: ModelSpec, x: Tensor, world: World, needs: Collection[str]) -> None:
+def refuse_odd(spec: ModelSpec, x: Tensor, world: World, needs: Need) -> None:
     """Raise for a network that cannot be trained or looked at as it is: ConfigError or
     IncompatibleMethod.
 
@@ -97,7 +98,7 @@ def refuse_odd(spec: ModelSpec, x: Tensor, world: World, needs: Collection[str])
             "are alike; "
             "let it draw only where self.training is true"
         )
-    if PARTS & set(needs) and "features" in contract.capabilities(spec):
+    if PARTS & needs and Need.FEATURES in contract.capabilities(spec):
         _refuse_other_parts(spec, x)
 
 
@@ -148,15 +149,18 @@ def said_of_network(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
 
 
 ASKED_OF_MODELS = {
-    "features": ("features", "give it submodules body and head"),
-    "head": ("head", "give it submodules body and head"),
-    "etf": ("a simplex as its head", "set model.name = 'etf', and model.of to the network's name"),
-    "levels": ("a body that is a chain of layers", "choose mlp, cnn or a ResNet"),
-    "pair": (
+    Need.FEATURES: ("features", "give it submodules body and head"),
+    Need.HEAD: ("head", "give it submodules body and head"),
+    Need.ETF: (
+        "a simplex as its head",
+        "set model.name = 'etf', and model.of to the network's name",
+    ),
+    Need.LEVELS: ("a body that is a chain of layers", "choose mlp, cnn or a ResNet"),
+    Need.PAIR: (
         "a network of the client's own beside",
         "set model.name = 'pair', and model.own and model.shared",
     ),
-    "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
+    Need.SLIM: ("a slimmable stage", "set model.name = 'resnet56'"),
 }
 """What a method may need of a model: in words, and what would give it."""
 
@@ -220,37 +224,34 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     why = method.incompatibility(settings.schedule(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
-    needs_of_measures = {
-        need for measure in measures(settings.measure).values() for need in measure.needs
-    }
+    looks_at_features = any("features" in m.needs for m in measures(settings.measure).values())
+    needs_of_measures = Need.FEATURES if looks_at_features else Need.NOTHING
     models = dict.fromkeys(
         world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))
     )
     for spec in models:
         _check_runs(spec, sites, world, _asked_of_models(method) | needs_of_measures)
-        missing = sorted(
-            _asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec)
-        )
+        missing = _asked_of_models(method) & OF_NETWORKS & ~contract.capabilities(spec)
         if missing:
-            what, remedy = ASKED_OF_MODELS[missing[0]]
+            what, remedy = ASKED_OF_MODELS[min(missing, key=lambda need: str(need.name))]
             raise IncompatibleMethod(
                 f"method {name} needs a model with {what}, and {spec.label} has none: {remedy}"
             )
-    if "same_shapes" in method.requires() and len(models) > 1:
+    if Need.SAME_SHAPES in method.requires() and len(models) > 1:
         raise IncompatibleMethod(
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
             "or choose a method whose clients exchange logits"
         )
-    if "same_features" in method.requires():
+    if Need.SAME_FEATURES in method.requires():
         _check_widths(name, models)
     _check_ridge(name, method, world, schedule)
     refuse_unraised(settings, world, sites, schedule)
-    if "queries" in method.requires() and not world.queries and world.asking is None:
+    if Need.QUERIES in method.requires() and not world.queries and world.asking is None:
         raise IncompatibleMethod(
             f"method {name} needs queries: set query.draw = 'single', 'multi' or 'all', or write "
             "[query.classes]"
         )
-    if "public_data" in method.requires() and sites.public is None:
+    if Need.PUBLIC_DATA in method.requires() and sites.public is None:
         raise IncompatibleMethod(
             f"method {name} needs public data: set data.public to a number of examples"
         )
@@ -411,9 +412,11 @@ def _check_stages(
         )
 
 
-def _asked_of_models(method: Method) -> frozenset[str]:
-    own = method.requires()
-    return own | {"features"} if "same_features" in own else own
+def _asked_of_models(method: Method) -> Need:
+    needs = method.requires()
+    if Need.SAME_FEATURES in needs:
+        return needs | Need.FEATURES
+    return needs
 
 
 def _check_widths(name: str, models: Collection[ModelSpec]) -> None:
@@ -431,12 +434,12 @@ def _check_ridge(name: str, method: Method, world: RunWorld, schedule: Sequence[
     """
     if RIDGE not in {s.name for s in schedule} - method.stages:
         return
-    if "same_shapes" not in method.requires() or method.personal:
+    if Need.SAME_SHAPES not in method.requires() or method.personal:
         why = (
             "its clients have models of their own; leave it out, or choose a method with a global "
             "model"
         )
-    elif "head" not in contract.capabilities(world.model(SERVER)):
+    elif Need.HEAD not in contract.capabilities(world.model(SERVER)):
         why = (
             f"it needs a model with a head, and {world.model(SERVER).label} has none: give it body "
             "and head"
@@ -480,7 +483,7 @@ def _refuse_shared(spec: ModelSpec) -> None:
             )
 
 
-def _check_runs(spec: ModelSpec, sites: SiteViews, world: RunWorld, needs: Collection[str]) -> None:
+def _check_runs(spec: ModelSpec, sites: SiteViews, world: RunWorld, needs: Need) -> None:
     """Build a model and give it two examples, so that an error is one clear line now and not a
     failed client later.
     """

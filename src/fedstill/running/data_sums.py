@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedstill import manifest
 from fedstill.config.settings import Settings
+from fedstill.core.capabilities import Need
 from fedstill.core.checks import check_quorum
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import RoundHook, StageActor
@@ -247,9 +248,9 @@ class SumsStage(RoundHook):
         """The stages as they are: the stage of sums belongs to no round."""
         return stages
 
-    def requires(self) -> frozenset[str]:
+    def requires(self) -> Need:
         """Nothing."""
-        return frozenset()
+        return Need.NOTHING
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
@@ -265,7 +266,7 @@ class SumsStage(RoundHook):
         """The form of the sums."""
         return self.sums.expected
 
-    def check_reply(self, reply: Reply, stage: Stage, needs: frozenset[str], state: State) -> str:
+    def check_reply(self, reply: Reply, stage: Stage, needs: Need, state: State) -> str:
         return self.sums.refuses(reply)
 
     def aggregate(

@@ -311,7 +311,7 @@ def models(prepared: Prepared) -> list[tuple[str, int, str]]:
         (
             s.label,
             sum(v.numel() for v in contract.initial(s, 0).values()),
-            ", ".join(sorted(contract.capabilities(s))),
+            ", ".join(contract.capabilities(s).words),
         )
         for s in specs
     ]

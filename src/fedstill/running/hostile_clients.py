@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedstill.config.settings import Settings
 from fedstill.core.aggregation import ROBUST
+from fedstill.core.capabilities import Permit
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.extensions import Engine, Middleware
 from fedstill.core.keys import generator, seed_for
@@ -113,11 +114,11 @@ def refuse_hostile(settings: Settings, world: World) -> None:
     if how not in ROBUST:
         return
     name = settings.named.method.label
-    if "robust_fold" not in settings.method.permits:
+    if Permit.ROBUST_AGGREGATE not in settings.method.permits:
         raise IncompatibleMethod(
             f"method {name} cannot take aggregation = {how!r}: the server does more with replies "
             "than average them; "
-            "choose 'examples' or 'uniform', or a method whose fold is a mean (fedavg, fedntd)"
+            "choose 'examples' or 'uniform', or a method whose aggregate is a mean (fedavg, fedntd)"
         )
     side_by_side = max(len(stage.clients) for stage in settings.schedule(1, world))
     if side_by_side < FEWEST:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
 from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.records import State
@@ -115,7 +116,7 @@ def run_observers(
         OwnAnswers(personal, label_counts, tests_by_class(sites, world.classes)),
         OwnTests(sites, personal),
         TaskEnds(prepared, evaluation),
-        Traffic(world, "same_shapes" in settings.method.requires()),
+        Traffic(world, Need.SAME_SHAPES in settings.method.requires()),
         Measures(prepared, extensions, folder, memory),
     )
 

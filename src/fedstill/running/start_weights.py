@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedstill.config.settings import Settings
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
 from fedstill.core.files import digest
 from fedstill.core.records import Examples, ModelSpec, Tensors
@@ -297,7 +298,7 @@ def _network(
 
 def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
     """The weights of a file, whose head may be of other classes."""
-    if "features" not in contract.capabilities(spec):
+    if Need.FEATURES not in contract.capabilities(spec):
         raise IncompatibleMethod(
             f"data.features_of: {spec.label} has no body, whose output features are"
         )

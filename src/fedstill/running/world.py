@@ -85,9 +85,8 @@ def world_of(
     model = settings.named.model
 
     def spec_of(name: str, fields: Mapping[str, Any]) -> ModelSpec:
-        return replace(
-            contract.spec_for(name, shape, classes, fields, vocabulary), adds=settings.method.adds
-        )
+        plain = contract.spec_for(name, shape, classes, fields, vocabulary)
+        return replace(plain, adds=tuple(settings.method.adds.words))
 
     server = spec_of(model.name, dict(model.values))
     networks = assigned(settings.of_clients.models, settings.clients)

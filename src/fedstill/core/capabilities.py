@@ -1,0 +1,141 @@
+"""What a method needs, permits and adds, as typed flags.
+
+A method declares them in its class, for example ``needs = Need.SAME_SHAPES | Need.HEAD``. Before
+round 1, ``running/compatibility.py`` checks them against the run's settings, data and networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from enum import Flag, auto
+
+from fedstill.core.errors import ConfigError, suggestion
+from fedstill.core.fields import shown
+
+
+class Declared(Flag):
+    """Flags that a class declares."""
+
+    @property
+    def words(self) -> list[str]:
+        """The names of the flags as ``fedstill list`` prints them, sorted.
+
+        >>> (Need.SAME_SHAPES | Need.HEAD).words
+        ['head', 'same_shapes']
+        """
+        return sorted(str(flag.name).lower() for flag in self)
+
+
+class Need(Declared):
+    """What a method cannot do without; for a network, which of it the network offers."""
+
+    NOTHING = 0
+
+    SAME_SHAPES = auto()
+    """All clients train the same architecture, because the server averages weights."""
+
+    SAME_FEATURES = auto()
+    """Networks may differ, but their bodies give the same number of features."""
+
+    FEATURES = auto()
+    """The network is a head on a body, and its features are the output of the body."""
+
+    HEAD = auto()
+    """The network has a last layer of its own, ``head``."""
+
+    ETF = auto()
+    """The head is a fixed simplex."""
+
+    LEVELS = auto()
+    """The body is a chain of layers that can be entered at every level."""
+
+    PAIR = auto()
+    """A client has a network of its own beside the shared one."""
+
+    SLIM = auto()
+    """A stage of the body can run at a share of its width."""
+
+    PUBLIC_DATA = auto()
+    """There are public examples."""
+
+    LABEL_COUNTS = auto()
+    """The server knows every client's label counts: a census before round 1."""
+
+    QUERIES = auto()
+    """Clients ask their peers for classes."""
+
+
+OF_NETWORKS = Need.FEATURES | Need.HEAD | Need.ETF | Need.LEVELS | Need.PAIR | Need.SLIM
+"""The needs that a network meets by its structure (``models.contract.capabilities``)."""
+
+
+class Permit(Declared):
+    """What may be done to the replies of a method's clients, or to their training."""
+
+    NOTHING = 0
+
+    LINEAR_AGGREGATE = auto()
+    """Secure sums: the aggregate of single models is the aggregate of their mean."""
+
+    CENTRAL_NOISE = auto()
+    """Noise on the mean at the server."""
+
+    ROBUST_AGGREGATE = auto()
+    """Means that hostile clients cannot move far, such as a median."""
+
+    PRIVATE_TRAINING = auto()
+    """DP-SGD at clients: they read their data by single examples' gradients alone."""
+
+    NOISY_LOGITS = auto()
+    """Noise on the logits that clients send."""
+
+
+class Addition(Declared):
+    """What a method adds to every network, zeros at first (``models.parameters``)."""
+
+    NOTHING = 0
+
+    OWN_HEAD = auto()
+    """A second last layer beside the head."""
+
+    SHIFT = auto()
+    """A vector that is added to the features."""
+
+
+DECLARATIONS: Mapping[str, type[Declared]] = {"needs": Need, "permits": Permit, "adds": Addition}
+"""The class variables of a method that hold flags."""
+
+FORMER_NAMES = {
+    "linear_fold": "LINEAR_AGGREGATE",
+    "robust_fold": "ROBUST_AGGREGATE",
+}
+"""Names that flags had when they were strings and the hook ``aggregate`` was called ``fold``."""
+
+
+def check_declarations(cls: type) -> None:
+    """Raise ConfigError if a class declares anything but flags, such as a set of strings.
+
+    No flag is in a set of strings, so such a method would seem to need nothing.
+    """
+    for name, kind in DECLARATIONS.items():
+        value = vars(cls).get(name, kind(0))
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{cls.__name__}.{name} = {shown(value)} must be fedstill.{kind.__name__} flags: "
+                f"{_remedy(value, kind)}"
+            )
+
+
+def _remedy(value: object, kind: type[Declared]) -> str:
+    """What to write instead of a value: the flags that its strings name, or the nearest flag."""
+    values = value if isinstance(value, (Set, tuple, list)) else [value]
+    strings = sorted(v for v in values if isinstance(v, str))
+    flags = []
+    for string in strings:
+        name = FORMER_NAMES.get(string, string.upper())
+        if name not in kind.__members__:
+            return f"there is no flag {string!r}; {suggestion(name, kind.__members__)}"
+        flags.append(f"{kind.__name__}.{name}")
+    if not flags:
+        return f"{kind.__name__}.NOTHING stands for none"
+    return f"write {' | '.join(flags)}"
