@@ -51,6 +51,8 @@ class OuterPackage:
     ``after`` is the table that it follows there.
     ``config_checks``: ``(settings)``, which raise ConfigError or IncompatibleMethod for what cannot
     be meant together, before any data are read.
+    ``compatibility_rules``: sequences of ``running.compatibility.Rule``, what the package asks of a
+    run that is ready to start.
     ``measures``: subclasses of ``measures.base.Measure``.
     ``explanations``: ``(console, prepared)``, which print the last part of ``fedstill explain``;
     ``split_explanations``: what it prints above the split of the data, if that is drawn.
@@ -73,6 +75,7 @@ class OuterPackage:
     commands: tuple[Part, ...] = ()
     config_tables: tuple[PlacedPart, ...] = ()
     config_checks: tuple[Part, ...] = ()
+    compatibility_rules: tuple[Part, ...] = ()
     measures: tuple[Part, ...] = ()
     explanations: tuple[Part, ...] = ()
     split_explanations: tuple[Part, ...] = ()
@@ -187,6 +190,13 @@ PACKAGES = (
                 "fedstill.privacy.config_check:check_config",
             ),
         ),
+        compatibility_rules=(
+            Part(
+                "privacy",
+                "What private training and secure sums ask of a run.",
+                "fedstill.privacy.compatibility:RULES",
+            ),
+        ),
         measures=(
             Part(
                 "leakage",
@@ -239,6 +249,13 @@ PACKAGES = (
                 "query",
                 "Refuses rounds, topologies and methods with which clients cannot ask again.",
                 "fedstill.querying.table:check_config",
+            ),
+        ),
+        compatibility_rules=(
+            Part(
+                "queries",
+                "What queries ask of a run.",
+                "fedstill.querying.rules:RULES",
             ),
         ),
         split_explanations=(
@@ -314,6 +331,11 @@ def config_tables() -> list[PlacedPart]:
 def config_checks() -> list[Part]:
     """The checks of a config of all packages."""
     return list(chain.from_iterable(package.config_checks for package in installed()))
+
+
+def compatibility_rules() -> list[Part]:
+    """What all packages ask of a run that is ready to start."""
+    return list(chain.from_iterable(package.compatibility_rules for package in installed()))
 
 
 def measures() -> list[Part]:

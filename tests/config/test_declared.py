@@ -17,7 +17,7 @@ from fedstill.core.errors import BadReturn, ConfigError
 from fedstill.core.method import Method
 from fedstill.measures.choice import NEEDS, measures
 from fedstill.models.parameters import ADDED
-from fedstill.running.compatibility import ASKED_OF_MODELS
+from fedstill.running.network_checks import STRUCTURES
 from fedstill.running.preparation import prepare
 from newcomer import mine
 
@@ -136,7 +136,7 @@ def test_the_words_of_flags_are_those_of_the_command_line() -> None:
 
 
 def test_every_need_of_a_network_has_a_remedy() -> None:
-    assert set(ASKED_OF_MODELS) == set(OF_NETWORKS)
+    assert set(STRUCTURES) == set(OF_NETWORKS)
     assert set(ADDED) == set((~Addition.NOTHING).words)
 
 

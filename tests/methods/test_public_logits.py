@@ -25,8 +25,9 @@ from fedstill.core.work import ClientWork
 from fedstill.data.client_split import ClientSplit
 from fedstill.methods.hiper_fedkd import HiPerFedKD
 from fedstill.methods.public_logits import Distil, TrainThenPredict
+from fedstill.running.compatibility import check_run
 from fedstill.running.explain import arithmetic
-from fedstill.running.preparation import Prepared
+from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 
 NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]
@@ -129,13 +130,13 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
 
 
 def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
-    from fedstill.running.compatibility import _check_public_labels
-
-    ready = federation("fedmd")
+    values = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}}
+    ready = prepare(settle(toys.toy("fedmd", **values)), toys.blobs())
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
-    with pytest.raises(IncompatibleMethod, match=r"'pretrain' of method fedmd .*topology\.first"):
-        _check_public_labels(blind.settings, blind.sites, {"pretrain"})
-    _check_public_labels(blind.settings, blind.sites, {"local"})
+    with pytest.raises(IncompatibleMethod, match=r"'pretrain' of method fedmd .* topology.first"):
+        check_run(blind.settings, blind.world, blind.sites)
+    values["topology"] = {"clients": 4, "first": ""}
+    check_run(settle(toys.toy("fedmd", **values)), blind.world, blind.sites)
 
 
 def test_temperatures_lie_between_low_and_high() -> None:

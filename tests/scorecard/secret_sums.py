@@ -16,10 +16,12 @@ from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.capabilities import Permit
 from fedstill.core.errors import IncompatibleMethod, TooFewReplies
-from fedstill.privacy.compatibility import refuse_methods_without_sums
+from fedstill.privacy.compatibility import RULES
 from fedstill.privacy.masking import BITS, RANGE, FixedPoint
 from fedstill.privacy.primitives import Masks
 from fedstill.privacy.protocol import Sum, Summand, unmasked
+from fedstill.running.compatibility import PlannedRun
+from fedstill.running.preparation import Prepared, prepare
 from scorecard.trials import Trials, small_run
 
 GONE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6)
@@ -40,9 +42,10 @@ def secret_sums(trials: int) -> Trials:
         share = GONE[trial % len(GONE)]
         step = draw.choice(("shares", "vectors", "answers"))
         problems[f"sum {trial}, {share:.0%} gone before their {step}"] = _summed(trial, share, step)
+    ready = prepare(settle(small_run("fedavg", rounds=1)))
     for name in registry.names("method"):
         if Permit.LINEAR_AGGREGATE not in registry.lookup("method", name).build().permits:
-            problems[f"method {name}"] = _refused(name)
+            problems[f"method {name}"] = _refused(name, ready)
     return Trials.of(problems)
 
 
@@ -101,10 +104,13 @@ def least_p_value(numbers: Masks) -> float:
     return min(float(chisquare(np.bincount(places[:, i], minlength=256)).pvalue) for i in range(8))
 
 
-def _refused(name: str) -> str:
+def _refused(name: str, ready: Prepared) -> str:
+    """What was wrong with the refusal of a method; ``ready``: a run that is like it otherwise."""
     settings = settle(small_run(name, rounds=1, privacy={"secure_sum": True}))
+    planned = PlannedRun(settings, ready.world, ready.sites)
     try:
-        refuse_methods_without_sums(settings)
+        for rule in RULES:
+            rule.check(planned)
     except IncompatibleMethod as error:
         return "" if "\n" not in str(error) else "more than one line"
     return "it was not refused"

@@ -25,8 +25,8 @@ from fedstill.data.time_cuts import tasks_of_times
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
-from fedstill.privacy.compatibility import refuse_unmaskable, refuse_unprivate
 from fedstill.running.client_data import ClientData
+from fedstill.running.compatibility import check_at_site
 from fedstill.running.data_sums import moments
 from fedstill.running.preparation import Prepared, site_views
 from fedstill.running.public_data import NOISE, Wanted, copied, form_like
@@ -423,6 +423,7 @@ def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
     )
     world = _world(settings, facts, own.public)
     sites = site_views(settings, world, facts.inputs(settings), data)
+    check_at_site(settings, world, sites)
     return Ready(settings, Prepared(settings, own.read, world, sites, scaler=own.scaler))
 
 
@@ -447,6 +448,7 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
     )
     world = replace(_world(settings, facts, own.public), stream=stream)
     sites = site_views(settings, world, facts.inputs(settings), data)
+    check_at_site(settings, world, sites)
     return Ready(settings, Prepared(settings, own.read, world, sites, scaler=own.scaler), own)
 
 
@@ -457,7 +459,4 @@ def _had(train: Mapping[int, Examples], now: int, kept: bool) -> dict[int, Examp
 def _world(settings: Settings, facts: Facts, public: Examples | None) -> RunWorld:
     classes = len(facts.classes)
     world = world_of(settings, facts.shape, classes, len(public) if public else 0, facts.vocabulary)
-    world = extended(settings, world, lambda: torch.zeros(0, classes))
-    refuse_unprivate(settings, world)  # a server that is hostile would not
-    refuse_unmaskable(settings, world)
-    return world
+    return extended(settings, world, lambda: torch.zeros(0, classes))

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
-from fedstill.core.errors import ConfigError, IncompatibleMethod, UnknownName
+from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.records import SERVER, Stage, World
 from fedstill.core.schedule import Schedule
 from fedstill.measures.base import LOGITS, Measure, SaysLogits
@@ -84,15 +84,24 @@ class MeasuredRun:
     labelled: bool = True
 
 
-def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
-    """Raises IncompatibleMethod, by name, for a measure that needs what the method, model or
-    setting lacks.
+def misfit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> str:
+    """Names the first measure that needs what the method, model or setting lacks, and says what to
+    do; empty if all fit.
     """
     for name, measure in chosen.items():
-        why = next((w for need in sorted(measure.needs) if (w := _lacks(need, setting))), "")
-        why = why or _never_looks(measure, setting)
-        if why:
-            raise IncompatibleMethod(f"measure {name}: {why}, or leave it out of measure")
+        problem = _unmet_need(measure, setting) or _never_looks(measure, setting)
+        if problem:
+            return f"measure {name}: {problem}, or leave it out of measure"
+    return ""
+
+
+def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
+    """What the first need that is not met lacks; later needs may presuppose it."""
+    for need in sorted(measure.needs):
+        problem = _lacks(need, setting)
+        if problem:
+            return problem
+    return ""
 
 
 def _lacks(need: str, setting: MeasuredRun) -> str:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError, IncompatibleMethod
-from fedstill.core.records import SERVER, Stage
+from fedstill.core.capabilities import Need
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import SERVER
 from fedstill.data.arrival import Arrival
-from fedstill.data.views import SiteViews
 from fedstill.methods.fit import FIT, Fit
 from fedstill.querying.queries import (
     Asking,
@@ -26,6 +26,7 @@ from fedstill.querying.queries import (
     offers,
     reasons,
 )
+from fedstill.running.compatibility import PlannedRun, Rule, needs
 from fedstill.running.world import RunWorld
 
 
@@ -94,57 +95,6 @@ def arrival_of(settings: Settings) -> Arrival | None:
     return Arrival(table.again, at_first, rounds, settings.seed)
 
 
-def refuse_unraised(
-    settings: Settings, world: RunWorld, sites: SiteViews, schedule: Sequence[Stage]
-) -> None:
-    """Raises IncompatibleMethod or ConfigError where clients could not raise their queries in the
-    stages of a run.
-    """
-    if world.asking is None:
-        return
-    plans, what = settings.plans, f"query.by = {list(world.asking.by)}"
-    if not any(stage.name == FIT and stage.view == "private" for stage in schedule):
-        raise IncompatibleMethod(
-            f"{what}: clients ask after they have trained alone, and there is no stage 'fit'; set "
-            "topology.first = "
-            "'fit', or choose a method on peer_to_peer (qkt, naive_kd, local_only)"
-        )
-    fit = next(stage for stage in schedule if stage.name == FIT)
-    if not isinstance(settings.schedule.actor(fit).work(fit), Fit):
-        raise IncompatibleMethod(
-            f"{what}: clients of method {settings.named.method.name} do not ask in its stage "
-            "'fit'; its work must be "
-            "fedstill.methods.fit.Fit, or derive from it"
-        )
-    if "accuracy" not in world.asking.by:
-        return
-    held = plans[FIT].validation
-    if not held:
-        raise ConfigError(
-            f"{what}: clients hold out no data to measure on; set plan.fit.validation, e.g. 0.1"
-        )
-    lone = sites.smaller_than(2)
-    if lone is not None and not settings.on_sites:
-        raise ConfigError(
-            f"{what}: client {lone} has one example and cannot hold it out; split the data so that "
-            "each has two"
-        )
-    later = sorted(
-        {
-            s.name
-            for s in schedule
-            if s.view == "private" and SERVER not in s.clients and s.name in plans
-        }
-    )
-    other = next((n for n in later if plans[n].validation != held), "")
-    if settings.query.again and other:
-        raise ConfigError(
-            f"{what} with query.again: stage {other!r} trains on what the stage 'fit' holds out, "
-            "on which the model is "
-            f"measured again later; set plan.{other}.validation = {held}"
-        )
-
-
 def _in_the_run(settings: Settings) -> bool:
     """Whether clients must raise their queries themselves: no one knows before what raises them."""
     return (
@@ -161,3 +111,109 @@ def _written(lists: Mapping[str, Sequence[int]], counts: Tensor, fewer_than: int
         if len(counts)
         else check_unseen(written, counts.shape[1])
     )
+
+
+# ---- what queries ask of a run, for the table in ``running/compatibility.py`` -------------------
+
+
+def asks_in_the_run(run: PlannedRun) -> bool:
+    """Whether clients raise their queries themselves, after they have trained alone."""
+    return run.world.asking is not None
+
+
+def asks_by_accuracy(run: PlannedRun) -> bool:
+    """Whether a low accuracy on held-out data raises a query."""
+    return run.world.asking is not None and "accuracy" in run.world.asking.by
+
+
+def asks_again_by_accuracy(run: PlannedRun) -> bool:
+    """Whether accuracy is measured again after later stages."""
+    return asks_by_accuracy(run) and run.settings.exchange_each_round
+
+
+def missing_fit(run: PlannedRun) -> str:
+    """No stage after which clients could ask."""
+    if any(stage.name == FIT and stage.view == "private" for stage in run.stages):
+        return ""
+    return (
+        f"{_trigger(run)}: clients ask after they have trained alone, and there is no stage 'fit'; "
+        "set topology.first = 'fit', or choose a method on peer_to_peer (qkt, naive_kd, local_only)"
+    )
+
+
+def silent_fit(run: PlannedRun) -> str:
+    """A method whose own stage ``fit`` does not ask."""
+    fit = next(stage for stage in run.stages if stage.name == FIT)
+    if isinstance(run.settings.schedule.actor(fit).work(fit), Fit):
+        return ""
+    return (
+        f"{_trigger(run)}: clients of method {run.settings.named.method.name} do not ask in its "
+        "stage 'fit'; its work must be fedstill.methods.fit.Fit, or derive from it"
+    )
+
+
+def no_held_out_data(run: PlannedRun) -> str:
+    """No held-out data to measure the accuracy on."""
+    if run.settings.plans[FIT].validation:
+        return ""
+    return (
+        f"{_trigger(run)}: clients hold out no data to measure on; set plan.fit.validation, "
+        "e.g. 0.1"
+    )
+
+
+def single_example(run: PlannedRun) -> str:
+    """A client whose only example cannot be held out."""
+    client = run.sites.smaller_than(2)
+    if client is None or run.settings.on_sites:
+        return ""
+    return (
+        f"{_trigger(run)}: client {client} has one example and cannot hold it out; split the data "
+        "so that each has two"
+    )
+
+
+def other_held_out_data(run: PlannedRun) -> str:
+    """A later stage that trains on what the stage ``fit`` holds out."""
+    plans = run.settings.plans
+    share = plans[FIT].validation
+    trained = {
+        stage.name
+        for stage in run.stages
+        if stage.view == "private" and SERVER not in stage.clients and stage.name in plans
+    }
+    for name in sorted(trained):
+        if plans[name].validation != share:
+            return (
+                f"{_trigger(run)} with query.again: stage {name!r} trains on what the stage 'fit' "
+                "holds out, on which the model is measured again later; set "
+                f"plan.{name}.validation = {share}"
+            )
+    return ""
+
+
+def missing_queries(run: PlannedRun) -> str:
+    """No client that asks."""
+    if run.world.queries or run.world.asking is not None:
+        return ""
+    return (
+        f"method {run.method_name} needs queries: set query.draw = 'single', 'multi' or 'all', or "
+        "write [query.classes]"
+    )
+
+
+def _trigger(run: PlannedRun) -> str:
+    """The key that says what raises a query, for messages."""
+    assert run.world.asking is not None  # asks_in_the_run
+    return f"query.by = {list(run.world.asking.by)}"
+
+
+RULES: tuple[Rule[PlannedRun], ...] = (
+    Rule(asks_in_the_run, missing_fit),
+    Rule(asks_in_the_run, silent_fit),
+    Rule(asks_by_accuracy, no_held_out_data, ConfigError),
+    Rule(asks_by_accuracy, single_example, ConfigError),
+    Rule(asks_again_by_accuracy, other_held_out_data, ConfigError),
+    Rule(needs(Need.QUERIES), missing_queries),
+)
+"""What queries ask of a run."""

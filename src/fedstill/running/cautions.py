@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fedstill.running.compatibility import said_of_network
+from fedstill.running.network_checks import notes_on_network
 from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.run")
@@ -34,7 +34,7 @@ def cautions(prepared: Prepared) -> Iterator[str]:
         yield f"method {prepared.settings.named.method.label}: {caution}"
     sites, names, world = prepared.sites, prepared.dataset.classes, prepared.world
     for spec in dict.fromkeys((world.server_model, *world.client_models)):
-        yield from said_of_network(spec, sites)
+        yield from notes_on_network(spec, sites)
     for stage, plan in world.plans.items():
         if plan.patience and not plan.validation:
             how = f"set plan.{stage}.validation, 0.1 say"

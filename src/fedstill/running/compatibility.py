@@ -1,510 +1,598 @@
-"""Checks before round 1: methods, models, data and measures that cannot run together."""
+"""The table of what a run must have before round 1.
+
+Methods, measures and settings ask for networks, data and stages. Each row of the table (``Rule``)
+says when it applies, what a run then lacks and how to supply it, and which error that is.
+``check_data`` and ``check_run`` go through their rows in order and stop at the first that fails.
+
+A mistake can break several rows. The most basic one comes first: the data, the size of networks,
+the stages of the topology, what the method says of itself, whether networks can be run at all, what
+the method and the measures need, and then single settings. The rows of outer packages follow in the
+order of ``fedstill.manifest``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from fedstill.config.named_tables import Named
+from fedstill import manifest
 from fedstill.config.resolve import SHARED_STAGES
 from fedstill.config.settings import Settings
-from fedstill.core.capabilities import OF_NETWORKS, Need
+from fedstill.core.aggregation import ROBUST
+from fedstill.core.capabilities import OF_NETWORKS, Need, Permit
 from fedstill.core.errors import (
     ConfigError,
     DataError,
     FedstillError,
     IncompatibleMethod,
     UnknownName,
-    on_one_line,
 )
 from fedstill.core.method import Method
-from fedstill.core.records import SERVER, ModelSpec, Plan, Stage, World
-from fedstill.core.schedule import Schedule
+from fedstill.core.records import SERVER, ModelSpec, Stage
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
-from fedstill.measures.choice import MeasuredRun, check_fit, measures
+from fedstill.engines.vectorised import why_not
+from fedstill.measures.base import Measure
+from fedstill.measures.choice import MeasuredRun, measures, misfit
 from fedstill.methods.fit import FIT
 from fedstill.methods.ridge import RIDGE, no_linear_head
 from fedstill.models import contract
-from fedstill.models.contract import (
-    built_size,
-    draws_random_numbers,
-    is_of_library,
-    needs_two_examples,
+from fedstill.running import engine_choice
+from fedstill.running.network_checks import (
+    batch_of_one,
+    different_forward,
+    huge_network,
+    missing_structure,
+    trains,
+    useless_network,
 )
-from fedstill.models.parameters import moving
-from fedstill.querying.rules import refuse_unraised
 from fedstill.running.world import RunWorld
 
-# What two examples tell of a run's networks before anything is trained: what is refused, and what
-# is only said.
+Subject = TypeVar("Subject")
 
 
-PARTS = Need.FEATURES | Need.HEAD | Need.SLIM | Need.LEVELS
-"""What is asked of a network that is then run by its parts: its body, and its head on that."""
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """One row of the table.
 
-HUGE = 100_000_000
-"""Parameters of a network for images: one of the library's that has more was not meant for images
-of that size.
-"""
-
-
-def two_examples(sites: SiteViews) -> Tensor:
-    """The first two examples as inputs; without content where this side has none."""
-    some = sites.train.values[:2]
-    return sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
-
-
-def refuse_huge(spec: ModelSpec) -> None:
-    """Raise ConfigError for a network of the library that grows with images, on large ones; it is
-    not built.
+    applies: whether the settings or the method ask for what the row is about. problem: what is
+    missing then, and what to do about it, in one sentence; empty if nothing is. It may also raise
+    an error itself, where that has a cause or a type of its own. error: the error with that
+    sentence. at_sites: whether a site checks the row for itself, too, because a hostile server
+    would leave it out.
     """
-    if (
-        len(spec.input_shape) != 3
-        or {"of", "own"} & dict(spec.fields).keys()
-        or not is_of_library(spec)
-    ):
-        return
-    if (count := built_size(spec)) > HUGE:
-        height, width = spec.input_shape[1:]
-        raise ConfigError(
-            f"model {spec.label} has {count:,} parameters on images of {height} x {width}: "
-            "set data.size = 64, or another size, or choose a model that grows less, resnet10 say"
-        )
+
+    applies: Callable[[Subject], bool]
+    problem: Callable[[Subject], str]
+    error: type[FedstillError] = IncompatibleMethod
+    at_sites: bool = False
+
+    def check(self, subject: Subject) -> None:
+        """Raise the error of this row if it applies and is not met."""
+        if not self.applies(subject):
+            return
+        problem = self.problem(subject)
+        if problem:
+            raise self.error(problem)
 
 
-def refuse_odd(spec: ModelSpec, x: Tensor, world: World, needs: Need) -> None:
-    """Raise for a network that cannot be trained or looked at as it is: ConfigError or
-    IncompatibleMethod.
+@dataclass(frozen=True)
+class ReadData:
+    """A data set that was read, and the settings of the run that is to use it."""
 
-    needs: what the method and the measures ask of it.
-    """
-    trains = any(plan.epochs or plan.steps for plan in world.plans.values())
-    if trains and not contract.trainable_names(spec):
-        raise ConfigError(
-            f"no parameter of model {spec.label} is to be trained: all have requires_grad = False; "
-            "leave it on for some"
-        )
-    if draws_random_numbers(spec, training=False):
-        raise ConfigError(
-            f"model {spec.label} draws random numbers in evaluation mode, so no two looks at it "
-            "are alike; "
-            "let it draw only where self.training is true"
-        )
-    if PARTS & needs and Need.FEATURES in contract.capabilities(spec):
-        _refuse_other_parts(spec, x)
+    settings: Settings
+    dataset: Dataset
 
 
-def _refuse_other_parts(spec: ModelSpec, x: Tensor) -> None:
-    """Raise IncompatibleMethod where a network is not its head on its body, as what needs features
-    takes it to be.
-    """
-    m = contract.module(spec, "frozen").eval()
-    params = contract.entries(spec, m)
-    with torch.no_grad():
-        whole = contract.forward(m, params, x)
-        z = contract.features(m, params, x)
-        parts = contract.head(m, params, z)
-    if parts.shape != whole.shape or not torch.allclose(parts, whole, rtol=1e-3, atol=1e-5):
-        raise IncompatibleMethod(
-            f"model {spec.label}: forward(x) is not head(body(x)), which runs in its place where "
-            "features are needed; "
-            "put into body all that comes before head, or give the two other names"
-        )
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run before round 1: its settings, its world and its data."""
+
+    settings: Settings
+    world: RunWorld
+    sites: SiteViews
+
+    @property
+    def method(self) -> Method:
+        """The method of the run."""
+        return self.settings.method
+
+    @property
+    def method_name(self) -> str:
+        """The name of the method, for messages."""
+        return self.settings.named.method.label
+
+    @property
+    def topology_name(self) -> str:
+        """The name of the topology, for messages."""
+        return self.settings.named.topology.label
+
+    @property
+    def aggregation(self) -> str:
+        """How the method averages, if that is one of its fields; else empty."""
+        return str(getattr(self.method, "aggregation", ""))
+
+    @cached_property
+    def needs(self) -> Need:
+        """What the method needs."""
+        return self.method.requires()
+
+    @cached_property
+    def network_needs(self) -> Need:
+        """What the method needs of the structure of networks."""
+        needs = self.needs
+        if Need.SAME_FEATURES in needs:
+            needs |= Need.FEATURES
+        return needs & OF_NETWORKS
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained in the run."""
+        return any(trains(plan) for plan in self.world.plans.values())
+
+    @cached_property
+    def networks(self) -> list[ModelSpec]:
+        """The architectures of the run, the server's first."""
+        clients = range(min(self.world.clients, len(self.world.client_models)))
+        specs = [self.world.model(SERVER), *map(self.world.model, clients)]
+        return list(dict.fromkeys(specs))
+
+    @cached_property
+    def measures(self) -> Mapping[str, Measure]:
+        """The measures of the run, by name."""
+        return measures(self.settings.measure)
+
+    @cached_property
+    def first_round(self) -> list[Stage]:
+        """The stages of round 1."""
+        return list(self.settings.schedule(1, self.world))
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages of the first round and of the last: all kinds of stages are among them."""
+        return [*self.first_round, *self.settings.schedule(self.settings.rounds, self.world)]
+
+    @cached_property
+    def stage_names(self) -> frozenset[str]:
+        """The names of the stages of the run."""
+        return frozenset(stage.name for stage in self.stages)
 
 
-def said_of_network(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
-    """What is odd about a network and may be meant, a sentence each."""
-    m, trained = contract.module(spec, "frozen"), contract.trainable_names(spec)
-    own, every = contract.entries(spec, m), [name for name, _ in m.named_parameters()]
-    if still := [name for name in every if name in own and name not in trained]:
-        yield (
-            f"model {spec.label}: {len(still)} of {len(every)} parameters have requires_grad = "
-            f"False ({still[0]}, …), "
-            "and are not trained; they are sent, and change by the rounding of means; with "
-            "train_only they are neither"
-        )
-    logits = contract.predictor(spec, own)(two_examples(sites).cpu())
-    sums = logits.float().sum(1)
-    if (
-        spec.classes > 1
-        and bool((logits >= 0).all())
-        and torch.allclose(sums, torch.ones_like(sums), atol=1e-4)
-    ):
-        yield (
-            f"model {spec.label} gives probabilities, it seems (each row is positive and sums to "
-            "1), and losses take "
-            "logits: leave softmax out of its forward()"
-        )
+def always(run: PlannedRun) -> bool:
+    """The condition of rows that concern every run."""
+    return True
 
 
-# Refuses, by name and before round 1, methods, models, data and measures that cannot run together.
+def needs(need: Need) -> Callable[[PlannedRun], bool]:
+    """The condition of rows on a need of the method."""
+    return lambda run: need in run.needs
 
 
-ASKED_OF_MODELS = {
-    Need.FEATURES: ("features", "give it submodules body and head"),
-    Need.HEAD: ("head", "give it submodules body and head"),
-    Need.ETF: (
-        "a simplex as its head",
-        "set model.name = 'etf', and model.of to the network's name",
-    ),
-    Need.LEVELS: ("a body that is a chain of layers", "choose mlp, cnn or a ResNet"),
-    Need.PAIR: (
-        "a network of the client's own beside",
-        "set model.name = 'pair', and model.own and model.shared",
-    ),
-    Need.SLIM: ("a slimmable stage", "set model.name = 'resnet56'"),
-}
-"""What a method may need of a model: in words, and what would give it."""
+# ---- data ---------------------------------------------------------------------------------------
 
 
-def refuse_other_kinds(settings: Settings, dataset: Dataset) -> None:
-    """Raise ConfigError for what is done to images alone, where examples are no images; DataError
-    for one class.
-    """
-    data, pixels = settings.data, dataset.train.values.dtype == torch.uint8
-    if len(dataset.classes) == 1 and not settings.on_sites:
-        only = f"{dataset.name} holds one class, {dataset.classes[0]!r}"
-        raise DataError(
-            f"{only}: any model is right about it; give examples of two classes and more"
-        )
-    if data.augment and not pixels:
-        what = dataset.many if dataset.about.kind != "image" else "images that are numbers already"
-        raise ConfigError(
-            f"data.augment = {list(data.augment)} is for images as pixels; {dataset.name} holds "
-            f"{what}"
-        )
-    if dataset.about.kind == "text" and (data.mean is not None or data.std is not None):
-        raise ConfigError(
-            f"data.mean and data.std are for numbers; {dataset.name} holds {dataset.many}"
-        )
-    if data.public_resize and dataset.about.kind != "image":
-        raise ConfigError(f"data.public_resize is for images; {dataset.name} holds {dataset.many}")
-
-
-def refuse_untrained_domain(settings: Settings, dataset: Dataset) -> None:
-    """Raise ConfigError for a value of ``stream.column`` that only test examples have: it could be
-    no task.
-    """
-    column, owners = settings.named.stream.values.get("column"), dataset.train.owners
-    if (
-        not column
-        or owners is None
-        or settings.on_sites
-        or settings.named.partition.values.get("pool")
-    ):
-        return
-    counts = torch.bincount(owners, minlength=len(dataset.about.owners))
-    for value in (counts == 0).nonzero().flatten().tolist()[:1]:
-        raise ConfigError(
-            f"stream.column = {column!r}: {dataset.about.owners[value]!r} has test examples and no "
-            "training examples, "
-            "so it can be no task; leave these rows out of the test split"
-        )
-
-
-def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
-    """Raises IncompatibleMethod, or ConfigError for a model that does not take the examples, with
-    what would help.
-    """
-    method = settings.method
-    name, kind = settings.named.method.label, settings.named.topology.label
-    for spec in {world.server_model, *world.client_models}:
-        refuse_huge(spec)
-    schedule = [*settings.schedule(1, world), *settings.schedule(settings.rounds, world)]
-    _check_stages(method, name, settings.named.topology, {s.name for s in schedule}, world.plans)
-    _check_kept_epochs(method, schedule, world.plans)
-    why = method.incompatibility(settings.schedule(1, world), world)
-    if why:
-        raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
-    looks_at_features = any("features" in m.needs for m in measures(settings.measure).values())
-    needs_of_measures = Need.FEATURES if looks_at_features else Need.NOTHING
-    models = dict.fromkeys(
-        world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))
+def single_class(data: ReadData) -> str:
+    """A data set of one class."""
+    dataset = data.dataset
+    if len(dataset.classes) != 1:
+        return ""
+    return (
+        f"{dataset.name} holds one class, {dataset.classes[0]!r}: any model is right about it; "
+        "give examples of two classes and more"
     )
-    for spec in models:
-        _check_runs(spec, sites, world, _asked_of_models(method) | needs_of_measures)
-        missing = _asked_of_models(method) & OF_NETWORKS & ~contract.capabilities(spec)
-        if missing:
-            what, remedy = ASKED_OF_MODELS[min(missing, key=lambda need: str(need.name))]
-            raise IncompatibleMethod(
-                f"method {name} needs a model with {what}, and {spec.label} has none: {remedy}"
+
+
+def augmented_numbers(data: ReadData) -> str:
+    """Augmentation of examples that are not pixels."""
+    dataset = data.dataset
+    if dataset.train.values.dtype == torch.uint8:
+        return ""
+    contents = dataset.many
+    if dataset.about.kind == "image":
+        contents = "images that are numbers already"
+    steps = list(data.settings.data.augment)
+    return f"data.augment = {steps} is for images as pixels; {dataset.name} holds {contents}"
+
+
+def scaled_texts(data: ReadData) -> str:
+    """A mean or a spread of token ids."""
+    dataset = data.dataset
+    if dataset.about.kind != "text":
+        return ""
+    return f"data.mean and data.std are for numbers; {dataset.name} holds {dataset.many}"
+
+
+def resized_numbers(data: ReadData) -> str:
+    """Another size of examples that are not images."""
+    dataset = data.dataset
+    if dataset.about.kind == "image":
+        return ""
+    return f"data.public_resize is for images; {dataset.name} holds {dataset.many}"
+
+
+def cuts_tasks_by_column(data: ReadData) -> bool:
+    """Whether each value of a column becomes a task of the data set's training examples."""
+    named = data.settings.named
+    return bool(
+        named.stream.values.get("column")
+        and data.dataset.train.owners is not None
+        and not data.settings.on_sites
+        and not named.partition.values.get("pool")
+    )
+
+
+def untrained_domain(data: ReadData) -> str:
+    """A value of ``stream.column`` that only test examples have."""
+    owners = data.dataset.train.owners
+    assert owners is not None  # cuts_tasks_by_column
+    names = data.dataset.about.owners
+    counts = torch.bincount(owners, minlength=len(names)).tolist()
+    for name, count in zip(names, counts, strict=True):
+        if count == 0:
+            column = data.settings.named.stream.values["column"]
+            return (
+                f"stream.column = {column!r}: {name!r} has test examples and no training examples, "
+                "so it can be no task; leave these rows out of the test split"
             )
-    if Need.SAME_SHAPES in method.requires() and len(models) > 1:
-        raise IncompatibleMethod(
-            f"method {name} averages weights, so all models must be one: leave clients.models out, "
-            "or choose a method whose clients exchange logits"
-        )
-    if Need.SAME_FEATURES in method.requires():
-        _check_widths(name, models)
-    _check_ridge(name, method, world, schedule)
-    refuse_unraised(settings, world, sites, schedule)
-    if Need.QUERIES in method.requires() and not world.queries and world.asking is None:
-        raise IncompatibleMethod(
-            f"method {name} needs queries: set query.draw = 'single', 'multi' or 'all', or write "
-            "[query.classes]"
-        )
-    if Need.PUBLIC_DATA in method.requires() and sites.public is None:
-        raise IncompatibleMethod(
-            f"method {name} needs public data: set data.public to a number of examples"
-        )
-    tested, here = sites.common_test is not None, settings.engine != "flower"
-    labelled = sites.public is not None and bool((sites.public.labels >= 0).all())
-    setting = MeasuredRun(
-        settings.schedule, name, schedule, world, not settings.on_sites, tested, here, labelled
+    return ""
+
+
+DATA_RULES: tuple[Rule[ReadData], ...] = (
+    Rule(lambda data: not data.settings.on_sites, single_class, DataError),
+    Rule(lambda data: bool(data.settings.data.augment), augmented_numbers, ConfigError),
+    Rule(
+        lambda data: data.settings.data.mean is not None or data.settings.data.std is not None,
+        scaled_texts,
+        ConfigError,
+    ),
+    Rule(lambda data: data.settings.data.public_resize, resized_numbers, ConfigError),
+    Rule(cuts_tasks_by_column, untrained_domain, ConfigError),
+)
+"""What settings ask of the data set, checked before it is split."""
+
+
+# ---- networks -----------------------------------------------------------------------------------
+
+
+def runs_parts_of_networks(run: PlannedRun) -> bool:
+    """Whether networks are run by their parts: the body, and the head on what it gives."""
+    parts = Need.FEATURES | Need.HEAD | Need.SLIM | Need.LEVELS
+    measured = any("features" in measure.needs for measure in run.measures.values())
+    return measured or bool(run.network_needs & parts)
+
+
+def several_architectures(run: PlannedRun) -> str:
+    """Networks that differ, for a method that averages weights."""
+    if len(run.networks) == 1:
+        return ""
+    return (
+        f"method {run.method_name} averages weights, so all models must be one: leave "
+        "clients.models out, or choose a method whose clients exchange logits"
     )
-    check_fit(measures(settings.measure), setting)
-    _check_public_labels(settings, sites, {s.name for s in schedule})
-    _refuse_single_examples(settings, world, sites)
 
 
-def _check_kept_epochs(
-    method: Method, schedule: Sequence[Stage], plans: Mapping[str, Plan]
-) -> None:
-    """Raise ConfigError for a plan that keeps the best epoch of a work which scores on held-out
-    data, without any.
-    """
-    # a chain has one of each client
-    for stage in {stage.name: stage for stage in schedule}.values():
-        plan = plans.get(stage.name)
-        if (
-            plan is None
-            or plan.keep != "best"
-            or plan.validation
-            or not (plan.epochs or plan.steps)
-        ):
+def several_widths(run: PlannedRun) -> str:
+    """Networks whose features cannot be compared."""
+    widths = {contract.width(spec): str(spec) for spec in sorted(run.networks, key=str)}
+    if len(widths) == 1:
+        return ""
+    shown = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
+    return (
+        f"method {run.method_name} needs models with the same number of features, and they have: "
+        f"{shown}"
+    )
+
+
+# ---- stages -------------------------------------------------------------------------------------
+
+
+def misspelt_stage(run: PlannedRun) -> str:
+    """A stage that a key of ``[topology]`` adds, and that neither the method nor anybody knows."""
+    known = run.method.stages | SHARED_STAGES
+    unknown = run.stage_names - known - set(run.method.schedule.values())
+    for key, value in run.settings.named.topology.values.items():
+        if isinstance(value, str) and value in unknown:
+            place = f"topology.{key}, with method {run.method_name}"
+            raise UnknownName("stage", value, known, where=place)
+    return ""
+
+
+def unknown_stage(run: PlannedRun) -> str:
+    """A stage in which the method does not know what to do."""
+    unknown = sorted(run.stage_names - run.method.stages - SHARED_STAGES)
+    if not unknown:
+        return ""
+    if unknown[0] in run.method.schedule.values():
+        return (
+            f"method {run.method_name} does not know stage {unknown[0]!r} of its own schedule; "
+            "write it into stages, and into plans"
+        )
+    return (
+        f"method {run.method_name} does not know stage {unknown[0]!r} of topology "
+        f"{run.topology_name}; leave topology.kind out to get its own, {run.method.topology}"
+    )
+
+
+def late_fit(run: PlannedRun) -> str:
+    """The stage ``fit`` without a plan: only before round 1 it gets one."""
+    if FIT not in run.stage_names - run.method.stages or FIT in run.world.plans:
+        return ""
+    return (
+        f"method {run.method_name} would train nothing in stage {FIT!r} of topology "
+        f"{run.topology_name}: models are trained alone only before round 1; set "
+        f"topology.first = {FIT!r}"
+    )
+
+
+def missing_task_end(run: PlannedRun) -> str:
+    """A topology without the stage that the method has at the end of each task."""
+    ending = run.method.schedule.get("task_end")
+    if not ending or ending in run.stage_names:
+        return ""
+    return (
+        f"method {run.method_name} needs the stage {ending!r} at each task's end, and topology "
+        f"{run.topology_name} has none: set topology.task_end = {ending!r}, or leave "
+        f"topology.kind out to get its own, {run.method.topology}"
+    )
+
+
+def unscored_epochs(run: PlannedRun) -> str:
+    """A plan that keeps the best epoch by held-out data, and holds none out."""
+    by_name = {stage.name: stage for stage in run.stages}  # a chain has one for each client
+    for stage in by_name.values():
+        plan = run.world.plans.get(stage.name)
+        if plan is None or plan.keep != "best" or plan.validation or not trains(plan):
             continue
-        work = None
-        with contextlib.suppress(Exception):  # the run says what it is, with its line
-            work = method.work(stage)
-        if (
+        if _scores_by_held_out_data(run.method, stage):
+            return (
+                f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there "
+                f"are none: set plan.{stage.name}.validation, 0.1 say"
+            )
+    return ""
+
+
+def _scores_by_held_out_data(method: Method, stage: Stage) -> bool:
+    """Whether the work of a stage has the usual score. Errors of the method are not for now: the
+    run reports them with their line.
+    """
+    with contextlib.suppress(Exception):
+        work = method.work(stage)
+        return (
             isinstance(work, ClientWork)
             and type(work).validation_score is ClientWork.validation_score
-        ):
-            raise ConfigError(
-                f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there "
-                "are none: "
-                f"set plan.{stage.name}.validation, 0.1 say"
-            )
-
-
-def _refuse_single_examples(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
-    """Raise ConfigError where a client that is drawn has to train on one example, and its network
-    needs two at once.
-
-    Otherwise the run would stop in the round in which that client is drawn. Only what is certain
-    is rejected: data that stay the same, clients that may not fail, and training on a client's own
-    data alone.
-    """
-    is_certain = sites.split is not None and sites.arrival is None and sites.tasks is None
-    if not is_certain or settings.of_clients.failures != "stop":
-        return
-
-    unable = {
-        name: _unable_to_train(name, plan, world, sites) for name, plan in world.plans.items()
-    }
-    if not any(unable.values()):
-        return
-    for number in range(1, settings.rounds + 1):
-        for stage in settings.schedule(number, world):
-            drawn = unable.get(stage.name, frozenset()).intersection(stage.clients)
-            if drawn and stage.view == "private" and _begins_on_own_data(settings.schedule, stage):
-                raise ConfigError(_single_example(stage, min(drawn), world))
-
-
-def _unable_to_train(stage: str, plan: Plan, world: RunWorld, sites: SiteViews) -> frozenset[int]:
-    """The clients whose batches in a stage have one example, if their networks need two."""
-    if not (plan.epochs or plan.steps):
-        return frozenset()
-    assert sites.split is not None  # otherwise nothing is certain
-    if plan.validation == 0:
-        sizes = sites.split.sizes
-    else:
-        numbers = range(len(sites.split))
-        sizes = np.array([sites.trains_on(client, stage) for client in numbers], dtype=np.int64)
-    single = sizes > 0 if plan.batch == 1 else sizes == 1
-    clients = np.flatnonzero(single).tolist()
-    return frozenset(
-        client for client in clients if needs_two_examples(world.model(client), plan.norm)
-    )
-
-
-def _begins_on_own_data(schedule: Schedule, stage: Stage) -> bool:
-    """Whether a client trains on its own data alone: a user's ``begin`` may give it further
-    examples.
-    """
-    work = schedule.actor(stage).work(stage)
-    author = next(kind for kind in type(work).__mro__ if "begin" in vars(kind))
-    return author.__module__.partition(".")[0] == "fedstill"
-
-
-def _single_example(stage: Stage, client: int, world: RunWorld) -> str:
-    """What is wrong with a client's batches of one example, and what to do."""
-    plan, spec = world.plans[stage.name], world.model(client)
-    table = f"plan.{stage.name}" if len(world.plans) > 1 else "plan"
-    remedies = ["choose another model"]
-    if not needs_two_examples(spec, "frozen"):
-        remedies.insert(0, f'set {table}.norm = "frozen"')
-    if plan.batch == 1:
-        reason = f"{table}.batch = 1"
-        remedies.insert(0, f"set {table}.batch to 2 or more")
-    else:
-        reason = f"client {client} has one example to train on"
-        remedies.insert(0, "choose a partition that gives it two")
-    return (
-        f"round {stage.round}, stage {stage.name!r}: {reason}, and model {spec.label} in training "
-        "mode "
-        f"cannot take a single one: {', or '.join(remedies)}"
-    )
-
-
-def _check_named_stages(
-    method: Method, name: str, said: Mapping[str, Any], stages: set[str]
-) -> None:
-    """Raise UnknownName for a stage that a key of ``[topology]`` adds, and that this method does
-    not have.
-    """
-    known = method.stages | SHARED_STAGES
-    unknown = stages - known - set(method.schedule.values())
-    for key, stage in said.items():
-        if isinstance(stage, str) and stage in unknown:
-            raise UnknownName("stage", stage, known, where=f"topology.{key}, with method {name}")
-
-
-def _check_stages(
-    method: Method, name: str, topology: Named, stages: set[str], plans: Collection[str]
-) -> None:
-    """Raise for a stage that a method does not know or that would train nothing, and for a task's
-    end that it lacks.
-    """
-    kind = topology.label
-    _check_named_stages(method, name, topology.values, stages)
-    if unknown := sorted(stages - method.stages - SHARED_STAGES):
-        if unknown[0] in method.schedule.values():
-            todo = "write it into stages, and into plans"
-            raise IncompatibleMethod(
-                f"method {name} does not know stage {unknown[0]!r} of its own schedule; {todo}"
-            )
-        raise IncompatibleMethod(
-            f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
-            f"leave topology.kind out to get its own, {method.topology}"
         )
-    if FIT in stages - method.stages and FIT not in plans:
-        raise IncompatibleMethod(
-            f"method {name} would train nothing in stage {FIT!r} of topology {kind}: models are "
-            "trained alone only "
-            f"before round 1; set topology.first = {FIT!r}"
-        )
-    ending = method.schedule.get("task_end")
-    if ending and ending not in stages:
-        raise IncompatibleMethod(
-            f"method {name} needs the stage {ending!r} at each task's end, and topology {kind} has "
-            "none: "
-            f"set topology.task_end = {ending!r}, or leave topology.kind out to get its own, "
-            f"{method.topology}"
-        )
+    return False
 
 
-def _asked_of_models(method: Method) -> Need:
-    needs = method.requires()
-    if Need.SAME_FEATURES in needs:
-        return needs | Need.FEATURES
-    return needs
+def stated_incompatibility(run: PlannedRun) -> str:
+    """What the method says itself about this schedule."""
+    problem = run.method.incompatibility(run.first_round, run.world)
+    if not problem:
+        return ""
+    return f"method {run.method_name} on topology {run.topology_name}: {problem}"
 
 
-def _check_widths(name: str, models: Collection[ModelSpec]) -> None:
-    widths = {contract.width(spec): str(spec) for spec in sorted(models, key=str)}
-    if len(widths) > 1:
-        each = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
-        raise IncompatibleMethod(
-            f"method {name} needs models with the same number of features, and they have: {each}"
-        )
+def ends_with_ridge(run: PlannedRun) -> bool:
+    """Whether the stage ``ridge`` follows a method that does not have it."""
+    return RIDGE in run.stage_names - run.method.stages
 
 
-def _check_ridge(name: str, method: Method, world: RunWorld, schedule: Sequence[Stage]) -> None:
-    """Where the stage ``ridge`` follows a method: whether its global model can get a last layer
-    so.
-    """
-    if RIDGE not in {s.name for s in schedule} - method.stages:
-        return
-    if Need.SAME_SHAPES not in method.requires() or method.personal:
-        why = (
+def unsolvable_last_layer(run: PlannedRun) -> str:
+    """A method or a network whose last layer the stage ``ridge`` cannot solve."""
+    spec = run.world.model(SERVER)
+    if Need.SAME_SHAPES not in run.needs or run.method.personal:
+        problem = (
             "its clients have models of their own; leave it out, or choose a method with a global "
             "model"
         )
-    elif Need.HEAD not in contract.capabilities(world.model(SERVER)):
-        why = (
-            f"it needs a model with a head, and {world.model(SERVER).label} has none: give it body "
-            "and head"
-        )
+    elif Need.HEAD not in contract.capabilities(spec):
+        problem = f"it needs a model with a head, and {spec.label} has none: give it body and head"
     else:
-        why = no_linear_head(world)
-    if why:
-        raise IncompatibleMethod(f"topology.last = {RIDGE!r} with method {name}: {why}")
+        problem = no_linear_head(run.world)
+    if not problem:
+        return ""
+    return f"topology.last = {RIDGE!r} with method {run.method_name}: {problem}"
 
 
-def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
-    public, reading = sites.public, sorted(stages & settings.method.labelled)
-    if public is not None and reading and bool((public.labels < 0).any()):
-        optional = reading[0] == settings.named.topology.values.get("first", "")
-        todo = (
-            'leave it out with topology.first = ""'
-            if optional
-            else "set [data] public to examples with labels"
-        )
-        raise IncompatibleMethod(
-            f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of "
-            "public examples, "
-            f"and these have none; {todo}"
-        )
+# ---- public data and measures -------------------------------------------------------------------
 
 
-def _refuse_shared(spec: ModelSpec) -> None:
-    """Entries that move are run from outside, each by its one name: two places of a network cannot
-    share one.
-    """
-    m, first = contract.module(spec), dict[int, str]()
-    every = dict(
-        (*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False))
+def missing_public_data(run: PlannedRun) -> str:
+    """No public examples."""
+    if run.sites.public is not None:
+        return ""
+    return f"method {run.method_name} needs public data: set data.public to a number of examples"
+
+
+def has_labelled_public_data(run: PlannedRun) -> bool:
+    """Whether there are public examples, and all have labels."""
+    public = run.sites.public
+    return public is not None and bool((public.labels >= 0).all())
+
+
+def missing_public_labels(run: PlannedRun) -> str:
+    """A stage that reads labels of public examples which have none."""
+    reading = sorted(run.stage_names & run.method.labelled)
+    if run.sites.public is None or not reading or has_labelled_public_data(run):
+        return ""
+    remedy = "set [data] public to examples with labels"
+    if reading[0] == run.settings.named.topology.values.get("first", ""):
+        remedy = 'leave it out with topology.first = ""'
+    return (
+        f"stage {reading[0]!r} of method {run.method_name} reads the labels of public examples, "
+        f"and these have none; {remedy}"
     )
-    for entry in moving(spec, every):
-        if (other := first.setdefault(id(every[entry]), entry)) != entry:
-            raise ConfigError(
-                f"model {spec.label}: {other} and {entry} are one tensor; give it one name, and "
-                "use it twice in "
-                "forward()"
-            )
 
 
-def _check_runs(spec: ModelSpec, sites: SiteViews, world: RunWorld, needs: Need) -> None:
-    """Build a model and give it two examples, so that an error is one clear line now and not a
-    failed client later.
+def unfit_measure(run: PlannedRun) -> str:
+    """A measure that needs what the method, the networks or the data lack."""
+    setting = MeasuredRun(
+        schedule=run.settings.schedule,
+        name=run.method_name,
+        stages=run.stages,
+        world=run.world,
+        simulated=not run.settings.on_sites,
+        tested=run.sites.common_test is not None,
+        remembered=run.settings.engine != "flower",
+        labelled=has_labelled_public_data(run),
+    )
+    return misfit(run.measures, setting)
+
+
+# ---- hostile clients and robust means -----------------------------------------------------------
+
+
+FEWEST_COMPARED = 3
+"""With fewer clients side by side nobody can say which one is unlike the others."""
+
+
+def plants_attackers(run: PlannedRun) -> bool:
+    """Whether hostile clients are planted."""
+    return run.settings.of_clients.attack is not None
+
+
+def missing_attack(run: PlannedRun) -> str:
+    """Hostile clients that do nothing."""
+    if plants_attackers(run):
+        return ""
+    return "clients.attackers needs clients.attack, what they do: sign_flip, scaled or label_flip"
+
+
+def attack_on_federation(run: PlannedRun) -> str:
+    """Hostile clients outside of a simulation."""
+    if not (run.settings.deployed or run.settings.on_sites):
+        return ""
+    return "clients.attack plants hostile clients in a simulation; leave it out in a federation"
+
+
+def flipped_task_labels(run: PlannedRun) -> str:
+    """Flipped labels, where tasks have classes of their own."""
+    if run.settings.of_clients.attack != "label_flip" or run.settings.stream.tasks == 1:
+        return ""
+    return "clients.attack = 'label_flip' names classes of other tasks; choose sign_flip or scaled"
+
+
+def averages_robustly(run: PlannedRun) -> bool:
+    """Whether a mean is asked for that hostile clients cannot move far."""
+    return run.aggregation in ROBUST
+
+
+def forbidden_robust_mean(run: PlannedRun) -> str:
+    """A method whose aggregate is more than a mean."""
+    if Permit.ROBUST_AGGREGATE in run.method.permits:
+        return ""
+    return (
+        f"method {run.method_name} cannot take aggregation = {run.aggregation!r}: the server does "
+        "more with replies than average them; choose 'examples' or 'uniform', or a method whose "
+        "aggregate is a mean (fedavg, fedntd)"
+    )
+
+
+def too_few_compared(run: PlannedRun) -> str:
+    """Too few clients side by side for a robust mean."""
+    side_by_side = max(len(stage.clients) for stage in run.first_round)
+    if side_by_side >= FEWEST_COMPARED:
+        return ""
+    return (
+        f"aggregation = {run.aggregation!r} of method {run.method_name} needs at least "
+        f"{FEWEST_COMPARED} clients side by side, and a stage has {side_by_side}; set "
+        "topology.kind = 'parallel' and topology.sampled, or aggregation = 'examples'"
+    )
+
+
+# ---- engine -------------------------------------------------------------------------------------
+
+
+def unstackable_clients(run: PlannedRun) -> str:
+    """Clients that the vectorised engine cannot train as one stack."""
+    stages = engine_choice.stages(run.settings, run.world, len(run.sites.train))
+    stacked = [stage for stage in stages if stage.clients > 1]
+    if not stacked:
+        return (
+            f"engine = 'vectorised' stacks the clients of a stage, and topology "
+            f"{run.topology_name} has one at a time: set 'pooled'"
+        )
+    for stage in stacked:
+        for spec in stage.specs:
+            reason = why_not(spec, stage.plan)
+            if reason:
+                return (
+                    f"engine = 'vectorised' cannot stack these clients: {reason}; set engine = "
+                    "'pooled'"
+                )
+    return ""
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+RULES: tuple[Rule[PlannedRun], ...] = (
+    Rule(always, lambda run: huge_network(run.networks), ConfigError),
+    Rule(always, misspelt_stage),
+    Rule(always, unknown_stage),
+    Rule(always, late_fit),
+    Rule(always, missing_task_end),
+    Rule(always, unscored_epochs, ConfigError),
+    Rule(always, stated_incompatibility),
+    Rule(always, lambda run: useless_network(run.networks, run.sites, run.trains), ConfigError),
+    Rule(runs_parts_of_networks, lambda run: different_forward(run.networks, run.sites)),
+    Rule(
+        lambda run: bool(run.network_needs),
+        lambda run: missing_structure(run.networks, run.network_needs, run.method_name),
+    ),
+    Rule(needs(Need.SAME_SHAPES), several_architectures),
+    Rule(needs(Need.SAME_FEATURES), several_widths),
+    Rule(ends_with_ridge, unsolvable_last_layer),
+    Rule(needs(Need.PUBLIC_DATA), missing_public_data),
+    Rule(always, unfit_measure),
+    Rule(always, missing_public_labels),
+    Rule(
+        lambda run: run.settings.of_clients.failures == "stop",
+        lambda run: batch_of_one(run.settings, run.world, run.sites),
+        ConfigError,
+    ),
+    Rule(lambda run: run.settings.of_clients.attackers is not None, missing_attack, ConfigError),
+    Rule(plants_attackers, attack_on_federation, ConfigError),
+    Rule(plants_attackers, flipped_task_labels, ConfigError),
+    Rule(averages_robustly, forbidden_robust_mean),
+    Rule(averages_robustly, too_few_compared),
+    Rule(lambda run: run.settings.engine == "vectorised", unstackable_clients, ConfigError),
+)
+"""What methods, measures and settings ask of a run."""
+
+
+def all_rules() -> Iterator[Rule[PlannedRun]]:
+    """The rules of this module, and then those of outer packages in the order of the manifest."""
+    yield from RULES
+    for part in manifest.compatibility_rules():
+        yield from part.load()
+
+
+def check_data(settings: Settings, dataset: Dataset) -> None:
+    """Raise ConfigError or DataError where settings do not go with the data set."""
+    data = ReadData(settings, dataset)
+    for rule in DATA_RULES:
+        rule.check(data)
+
+
+def check_run(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
+    """Raise the error of the first row that the run does not meet: IncompatibleMethod, ConfigError
+    or UnknownName.
     """
-    _refuse_shared(spec)
-    if not (initial := contract.initial(spec, 0)):
-        todo = "a tensor of yours that is to be trained must be an nn.Parameter"
-        raise ConfigError(
-            f"model {spec.label} has no parameters, so there is nothing to train: {todo}"
-        )
-    x = two_examples(sites)
-    try:
-        out = contract.predictor(spec, initial)(x)
-    except FedstillError:
-        raise
-    except Exception as error:
-        what = f"{MANY[sites.inputs.about.kind]} of shape {tuple(x.shape[1:])}"
-        raise ConfigError(f"model {spec.label} cannot take {what}: {on_one_line(error)}") from error
-    if not isinstance(out, torch.Tensor):
-        raise ConfigError(f"model {spec.label} gives a {type(out).__name__}, not logits")
-    if out.shape != (len(x), spec.classes):
-        raise ConfigError(
-            f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(x), spec.classes)}"
-        )
-    refuse_odd(spec, x.cpu(), world, needs)
+    run = PlannedRun(settings, world, sites)
+    for rule in all_rules():
+        rule.check(run)
+
+
+def check_at_site(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
+    """The same at a site, for the rows that protect it from a hostile server."""
+    run = PlannedRun(settings, world, sites)
+    for rule in all_rules():
+        if rule.at_sites:
+            rule.check(run)

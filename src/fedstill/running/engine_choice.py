@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError
 from fedstill.core.records import SERVER, ModelSpec, Plan
 from fedstill.engines.footprint import step_flops
 from fedstill.engines.pooled import PooledEngine
@@ -91,13 +90,9 @@ def resolved(settings: Settings, world: RunWorld, examples: int) -> Settings:
     """The settings with ``auto`` replaced by the chosen engine, so that config.toml names it and a
     resume keeps it.
 
-    examples: in the training set. Raises ConfigError where the vectorised engine cannot do what is
-    asked.
+    examples: in the training set.
     """
-    name = settings.engine
-    if name == "vectorised":
-        _check_stackable(stages(settings, world, examples), settings)
-    if name != "auto":
+    if settings.engine != "auto":
         return settings
     return replace(settings, engine=chosen(settings, world, examples)[0])
 
@@ -126,19 +121,3 @@ def stages(settings: Settings, world: RunWorld, examples: int) -> list[Work]:
         for s in stages.values()
         if s.name in world.plans
     ]
-
-
-def _check_stackable(work: list[Work], settings: Settings) -> None:
-    if not any(w.clients > 1 for w in work):
-        kind = settings.named.topology.label
-        raise ConfigError(
-            f"engine = 'vectorised' stacks the clients of a stage, and topology {kind} has one at "
-            "a time: set 'pooled'"
-        )
-    for one in work:
-        for spec in one.specs:
-            if one.clients > 1 and (reason := why_not(spec, one.plan)):
-                raise ConfigError(
-                    f"engine = 'vectorised' cannot stack these clients: {reason}; set engine = "
-                    "'pooled'"
-                )

@@ -1,6 +1,4 @@
-"""Hostile clients, planted in a simulation, and folds that bear them: who is hostile, what they do,
-what is refused.
-"""
+"""Hostile clients, planted in a simulation: which clients are hostile, and what they send."""
 
 from __future__ import annotations
 
@@ -11,18 +9,13 @@ import torch
 from torch import Tensor
 
 from fedstill.config.settings import Settings
-from fedstill.core.aggregation import ROBUST
-from fedstill.core.capabilities import Permit
-from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.extensions import Engine, Middleware
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
+from fedstill.core.records import SERVER, Group, Payload, Reply, Stage
 from fedstill.core.work import ClientWork
 
 FACTORS = {"sign_flip": -1.0, "scaled": 10.0}
 """What an attack multiplies a client's change by."""
-FEWEST = 3
-"""With fewer clients side by side nobody can say which one is unlike the others."""
 
 
 def hostile_clients(settings: Settings) -> frozenset[int]:
@@ -91,40 +84,3 @@ def hostile_middleware(settings: Settings) -> tuple[Middleware, ...]:
         return ()
     clients = hostile_clients(settings)
     return (lambda engine: Hostile(engine, clients, factor),)
-
-
-def refuse_hostile(settings: Settings, world: World) -> None:
-    """Raise IncompatibleMethod for a robust mean that is none of the method's; ConfigError for
-    attacks beyond a simulation.
-    """
-    clients = settings.of_clients
-    if clients.attackers is not None and clients.attack is None:
-        raise ConfigError(
-            "clients.attackers needs clients.attack, what they do: sign_flip, scaled or label_flip"
-        )
-    if clients.attack is not None and (settings.deployed or settings.on_sites):
-        raise ConfigError(
-            "clients.attack plants hostile clients in a simulation; leave it out in a federation"
-        )
-    if clients.attack == "label_flip" and settings.stream.tasks > 1:
-        raise ConfigError(
-            "clients.attack = 'label_flip' names classes of other tasks; choose sign_flip or scaled"
-        )
-    how = getattr(settings.method, "aggregation", "")
-    if how not in ROBUST:
-        return
-    name = settings.named.method.label
-    if Permit.ROBUST_AGGREGATE not in settings.method.permits:
-        raise IncompatibleMethod(
-            f"method {name} cannot take aggregation = {how!r}: the server does more with replies "
-            "than average them; "
-            "choose 'examples' or 'uniform', or a method whose aggregate is a mean (fedavg, fedntd)"
-        )
-    side_by_side = max(len(stage.clients) for stage in settings.schedule(1, world))
-    if side_by_side < FEWEST:
-        raise IncompatibleMethod(
-            f"aggregation = {how!r} of method {name} needs at least {FEWEST} clients side by side, "
-            "and a stage has "
-            f"{side_by_side}; set topology.kind = 'parallel' and topology.sampled, or aggregation "
-            "= 'examples'"
-        )

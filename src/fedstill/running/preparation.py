@@ -33,18 +33,13 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT
-from fedstill.privacy.compatibility import refuse_unmaskable, refuse_unprivate
 from fedstill.querying.rules import arrival_of
 from fedstill.running.client_data import ClientData, scale_data, split_data
-from fedstill.running.compatibility import (
-    refuse_misfits,
-    refuse_other_kinds,
-    refuse_untrained_domain,
-)
+from fedstill.running.compatibility import check_data, check_run
 from fedstill.running.data_sums import Moments
 from fedstill.running.engine_choice import ENGINES, resolved
 from fedstill.running.extensions import client_extensions
-from fedstill.running.hostile_clients import hostile_clients, refuse_hostile
+from fedstill.running.hostile_clients import hostile_clients
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.splitting import stream_of, task_data
 from fedstill.running.standardisation import UNSCALED, Scaler
@@ -157,18 +152,14 @@ def prepare(
     """
     _check_machine(settings)
     dataset = _read(settings, dataset)
-    refuse_other_kinds(settings, dataset)
-    refuse_untrained_domain(settings, dataset)
+    check_data(settings, dataset)
 
     data = split_data(settings, dataset, stored)
     data = scale_data(settings, dataset, data, sent)
     world = _make_world(settings, dataset, data)
     sites = site_views(settings, world, _inputs(settings, dataset, data.scaler), data)
 
-    refuse_misfits(settings, world, sites)
-    refuse_hostile(settings, world)
-    refuse_unprivate(settings, world)
-    refuse_unmaskable(settings, world)
+    check_run(settings, world, sites)
 
     return Prepared(
         settings=resolved(settings, world, len(data.train)),
