@@ -108,7 +108,7 @@ def test_in_tasks_of_two_classes_the_head_decides(head: str, past: str, said: bo
 
 
 def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cautions.say_once.cache_clear()
+    cautions.log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "fedstill.run"):
         for seed in (1, 2):
             run(toys.toy("fedntd", rounds=1, seed=seed), tmp_path / str(seed), data=two_classes())

@@ -1,58 +1,134 @@
-"""What a run will not do, or not measure, though nothing is wrong with its settings: said when one
-begins.
+"""Warnings before a run: what it will not do or not measure, although its settings are valid.
+
+They are logged when a run begins and printed by ``fedstill explain``. What a run refuses is in
+``running/compatibility.py``.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from fedstill.core.method import Method
+from fedstill.core.records import Plan
+from fedstill.data.dataset import Dataset
 from fedstill.running.network_checks import notes_on_network
 from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.run")
 
 TOO_FAST = 10
-"""How many times a stage's own learning rate makes one doubtful where the optimiser is not SGD, as
-Adam is: ``[plan]`` reaches every stage.
+"""A learning rate is doubtful at this multiple of the method's own, if the optimiser is not SGD:
+``[plan]`` reaches every stage, one that has Adam too.
 """
 
-NAMED = 5
+MOST_NAMED = 5
 """The most classes that are named in one sentence."""
 
 
 def cautions(prepared: Prepared) -> Iterator[str]:
-    """What of a run's method does nothing there (``Method.setting_warnings``), and which classes
-    cannot be learned or tested.
+    """Settings without effect, odd networks, doubtful plans, and classes that cannot be learned or
+    tested.
 
-    Of real sites' data nothing is known. What reading the data left out is in ``Prepared.notes``.
+    Nothing is known of the data of real sites. ``Prepared.notes`` says what reading the data left
+    out.
     """
-    if caution := prepared.settings.method.setting_warnings(prepared.world):
-        yield f"method {prepared.settings.named.method.label}: {caution}"
-    sites, names, world = prepared.sites, prepared.dataset.classes, prepared.world
+    settings = prepared.settings
+    world = prepared.world
+    warning = settings.method.setting_warnings(world)
+    if warning:
+        yield f"method {settings.named.method.label}: {warning}"
     for spec in dict.fromkeys((world.server_model, *world.client_models)):
-        yield from notes_on_network(spec, sites)
+        yield from notes_on_network(spec, prepared.sites)
     for stage, plan in world.plans.items():
-        if plan.patience and not plan.validation:
-            how = f"set plan.{stage}.validation, 0.1 say"
-            yield (
-                f"plan.{stage}.patience = {plan.patience} does nothing without held-out data to "
-                f"score by; {how}"
-            )
-        own = prepared.settings.method.plans.get(stage, plan)
-        if plan.optimiser == own.optimiser != "sgd" and plan.lr >= TOO_FAST * own.lr:
-            how = f"set plan.{stage}.lr, or plan.{stage}.optimiser = 'sgd'"
-            yield (
-                f"plan.{stage}.lr = {plan.lr} is for {plan.optimiser} here, which has {own.lr} by "
-                f"default; {how}"
-            )
-    if prepared.settings.on_sites:
+        yield from _of_plan(stage, plan, settings.method)
+    if settings.on_sites:
         return
+    yield from _of_classes(prepared.dataset)
     yield from _of_names(prepared)
-    trained, test = _counts(sites.train.labels, len(names)), sites.common_test
+    yield from _of_tests(prepared)
+
+
+def log_cautions(prepared: Prepared) -> None:
+    """Log them when a run begins, after what reading the data left out."""
+    for caution in prepared.dataset.about.cautions:
+        log_once(f"data: {caution}")
+    for caution in cautions(prepared):
+        log_once(caution)
+
+
+@functools.cache
+def log_once(caution: str) -> None:
+    """Log a warning once in a process: the runs of a comparison have the same."""
+    log.warning("%s", caution)
+
+
+def _of_plan(stage: str, plan: Plan, method: Method) -> Iterator[str]:
+    """Patience without held-out data, and SGD's learning rate for another optimiser."""
+    if plan.patience and not plan.validation:
+        yield (
+            f"plan.{stage}.patience = {plan.patience} does nothing without held-out data to score "
+            f"by; set plan.{stage}.validation, 0.1 say"
+        )
+    default = method.plans.get(stage, plan)
+    has_default_optimiser = plan.optimiser == default.optimiser
+    if has_default_optimiser and plan.optimiser != "sgd" and plan.lr >= TOO_FAST * default.lr:
+        yield (
+            f"plan.{stage}.lr = {plan.lr} is for {plan.optimiser} here, which has {default.lr} by "
+            f"default; set plan.{stage}.lr, or plan.{stage}.optimiser = 'sgd'"
+        )
+
+
+def _of_classes(data: Dataset) -> Iterator[str]:
+    """Classes without an example."""
+    splits = [data.train, data.test]
+    if data.validation is not None:
+        splits.append(data.validation)
+    present = _present(torch.cat([split.labels for split in splits]))
+    absent = [name for label, name in enumerate(data.classes) if label not in present]
+    if not absent:
+        return
+    sentence = f"data: no example is of {_classes(absent)}"
+
+    # Classes that are called like their numbers come from labels, which may be meant to begin at 1.
+    number = len(data.classes)
+    is_numbered = data.classes == tuple(map(str, range(number)))
+    if is_numbered and present:
+        reason = f"labels from 0 to {number - 1} are {number} classes"
+        if 0 not in present:
+            reason = f"labels count from 0, and yours begin at {min(present)}"
+        sentence = f"{sentence}; {reason}"
+    yield sentence
+
+
+def _of_names(prepared: Prepared) -> Iterator[str]:
+    """Names of classes, clients or values that are equal but for blanks and capitals."""
+    yield from _equal_names("classes", prepared.dataset.classes)
+    yield from _equal_names("clients", prepared.client_names)
+    for column, values in prepared.dataset.about.categories:
+        yield from _equal_names(f"values of {column!r}", values)
+
+
+def _equal_names(kind: str, names: Iterable[str]) -> Iterator[str]:
+    """Pairs of names of one kind that a reader would take for the same."""
+    first_names: dict[str, str] = {}
+    for name in names:
+        plain_name = " ".join(name.split()).lower()
+        first_name = first_names.setdefault(plain_name, name)
+        if first_name != name:
+            yield (
+                f"data: {kind} {first_name!r} and {name!r} differ only in blanks or capitals, and "
+                "count as two"
+            )
+
+
+def _of_tests(prepared: Prepared) -> Iterator[str]:
+    """No tests, or classes that are only trained or only tested."""
+    sites = prepared.sites
+    test = sites.common_test
     if test is None or not len(test):
         if not sites.own_tests:
             yield (
@@ -60,63 +136,31 @@ def cautions(prepared: Prepared) -> Iterator[str]:
                 "split 'test'"
             )
         return
-    tested = _counts(test.labels, len(names))
-    if unseen := [name for name, n, t in zip(names, trained, tested, strict=True) if t and not n]:
-        yield f"data: no training example is of {_named(unseen)}, so no model can learn it"
-    if untested := [name for name, n, t in zip(names, trained, tested, strict=True) if n and not t]:
+
+    names = prepared.dataset.classes
+    trained = _present(sites.train.labels)
+    tested = _present(test.labels)
+    unseen = [names[label] for label in sorted(tested - trained)]
+    if unseen:
+        yield f"data: no training example is of {_classes(unseen)}, so no model can learn it"
+    untested = [names[label] for label in sorted(trained - tested)]
+    if untested:
         yield (
-            f"data: no test example is of {_named(untested)}, so whether it is forgotten is not "
+            f"data: no test example is of {_classes(untested)}, so whether it is forgotten is not "
             "measured"
         )
 
 
-def _of_names(prepared: Prepared) -> Iterator[str]:
-    """Classes that no example is of; names of classes, clients or values alike but for blanks and
-    capitals.
-    """
-    data = prepared.dataset
-    splits = [own for own in (data.train, data.test, data.validation) if own is not None]
-    counts = _counts(torch.cat([own.labels for own in splits]), len(data.classes))
-    if absent := [name for name, n in zip(data.classes, counts, strict=True) if not n]:
-        begins = next((name for name, n in zip(data.classes, counts, strict=True) if n), "")
-        numbered = data.classes == tuple(map(str, range(len(counts)))) and begins
-        why = f"labels from 0 to {len(counts) - 1} are {len(counts)} classes" if counts[0] else ""
-        why = why or f"labels count from 0, and yours begin at {begins}"
-        yield f"data: no example is of {_named(absent)}{f'; {why}' if numbered else ''}"
-    each = {"classes": data.classes, "clients": prepared.client_names}
-    each |= {f"values of {column!r}": values for column, values in data.about.categories}
-    for what, own in each.items():
-        plain: dict[str, str] = {}
-        for name in own:
-            if (other := plain.setdefault(" ".join(name.split()).lower(), name)) != name:
-                yield (
-                    f"data: {what} {other!r} and {name!r} differ only in blanks or capitals, and "
-                    "count as two"
-                )
+def _present(labels: torch.Tensor) -> set[int]:
+    """The labels that occur."""
+    return set(torch.bincount(labels.cpu()).nonzero().flatten().tolist())
 
 
-def say_cautions(prepared: Prepared) -> None:
-    """Say them when a run begins, and what reading the data left out."""
-    for caution in (
-        *(f"data: {said}" for said in prepared.dataset.about.cautions),
-        *cautions(prepared),
-    ):
-        say_once(caution)
-
-
-def _counts(labels: torch.Tensor, classes: int) -> list[int]:
-    counts: list[int] = torch.bincount(labels.cpu(), minlength=classes).tolist()
-    return counts
-
-
-def _named(classes: Sequence[str]) -> str:
-    """``class 'cat'``, or several, the first few by name."""
-    some = ", ".join(map(repr, classes[:NAMED]))
-    more = f" and {len(classes) - NAMED} more" if len(classes) > NAMED else ""
-    return f"class{'es' * (len(classes) > 1)} {some}{more}"
-
-
-@functools.cache
-def say_once(caution: str) -> None:
-    """Once a process: the runs of a comparison are alike."""
-    log.warning("%s", caution)
+def _classes(names: Sequence[str]) -> str:
+    """``class 'cat'``, or several classes, the first few by name."""
+    shown = ", ".join(map(repr, names[:MOST_NAMED]))
+    if len(names) == 1:
+        return f"class {shown}"
+    if len(names) > MOST_NAMED:
+        shown = f"{shown} and {len(names) - MOST_NAMED} more"
+    return f"classes {shown}"

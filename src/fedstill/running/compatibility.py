@@ -533,6 +533,7 @@ def unstackable_clients(run: PlannedRun) -> str:
 
 
 RULES: tuple[Rule[PlannedRun], ...] = (
+    # Stages and networks: nothing else can be checked without them.
     Rule(always, lambda run: huge_network(run.networks), ConfigError),
     Rule(always, misspelt_stage),
     Rule(always, unknown_stage),
@@ -542,6 +543,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(always, stated_incompatibility),
     Rule(always, lambda run: useless_network(run.networks, run.sites, run.trains), ConfigError),
     Rule(runs_parts_of_networks, lambda run: different_forward(run.networks, run.sites)),
+    # What the method needs.
     Rule(
         lambda run: bool(run.network_needs),
         lambda run: missing_structure(run.networks, run.network_needs, run.method_name),
@@ -550,8 +552,10 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(needs(Need.SAME_FEATURES), several_widths),
     Rule(ends_with_ridge, unsolvable_last_layer),
     Rule(needs(Need.PUBLIC_DATA), missing_public_data),
+    # What measures and stages read.
     Rule(always, unfit_measure),
     Rule(always, missing_public_labels),
+    # Single settings.
     Rule(
         lambda run: run.settings.of_clients.failures == "stop",
         lambda run: batch_of_one(run.settings, run.world, run.sites),

@@ -17,7 +17,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import SERVER
 from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import Dataset
-from fedstill.running.cautions import say_cautions
+from fedstill.running.cautions import log_cautions
 from fedstill.running.data_sums import Moments
 from fedstill.running.directory import (
     HOLDER,
@@ -142,7 +142,7 @@ def run(
         check_calls(on_round, track)
     trackers = wanted(track)
     prepared = prepare(settings, data)
-    say_cautions(prepared)
+    log_cautions(prepared)
     folder = new_directory(settings, named_path(out) if out else None, overwrite)
     if remote is not None and place == "ray":
         again = partial(
