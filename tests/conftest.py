@@ -99,7 +99,7 @@ def with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pooled engine's threads, however small the networks of the tests are: they take half as
     long again.
     """
-    monkeypatch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
+    monkeypatch.setattr("fedstill.engines.pooled.LIGHT_FLOPS", 0.0)
 
 
 @pytest.fixture(autouse=True)

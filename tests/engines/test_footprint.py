@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedstill.core.records import ModelSpec, Plan
 from fedstill.core.registry import register
 from fedstill.engines import footprint
-from fedstill.engines.pooled import _work
+from fedstill.engines.pooled import step_cost
 from fedstill.engines.vectorised import why_not
 from fedstill.models import contract
 
@@ -52,7 +52,7 @@ def test_a_network_that_looks_at_numbers_is_counted_on_zeros() -> None:
 def test_images_keep_their_numbers(name: str) -> None:
     """How many clients fit into a stack, and so the last bit of old runs, depends on them."""
     spec = contract.spec_for(name, (1, 8, 8), 10, {})
-    assert _work(spec, 50) == 6 * 50 * (contract.size(spec) + 10 * 64)
+    assert step_cost(spec, 50) == 6 * 50 * (contract.size(spec) + 10 * 64)
 
 
 def test_more_tokens_a_larger_vocabulary_and_a_larger_batch_are_more_work() -> None:
@@ -60,10 +60,10 @@ def test_more_tokens_a_larger_vocabulary_and_a_larger_batch_are_more_work() -> N
         return contract.spec_for("bag", (length,), 4, {}, vocabulary)
 
     assert (
-        _work(bag(12, 30), 10)
-        < _work(bag(24, 30), 10)
-        < _work(bag(24, 30), 20)
-        < _work(bag(24, 9000), 20)
+        step_cost(bag(12, 30), 10)
+        < step_cost(bag(24, 30), 10)
+        < step_cost(bag(24, 30), 20)
+        < step_cost(bag(24, 9000), 20)
     )
 
 

@@ -22,7 +22,7 @@ from fedstill.core.records import Payload, Stage, TrainingStart, View, World
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.cores import workers
-from fedstill.engines.pooled import LIGHT, PooledEngine
+from fedstill.engines.pooled import LIGHT_FLOPS, PooledEngine
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 
@@ -108,7 +108,7 @@ def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(
     stage = Stage(1, 0, "train", (3,), sequential=True) if why == "one client" else STAGE
     work = Named([])
     engine = pooled(ready, 3)
-    engine.light = LIGHT if why == "small" else 0.0
+    engine.light_flops = LIGHT_FLOPS if why == "small" else 0.0
     assert not any(r.failure for r in engine.run(work, stage, sent(ready, stage), 7))
     assert set(work.seen) == {threading.current_thread().name}
 

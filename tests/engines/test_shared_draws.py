@@ -52,9 +52,9 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 @pytest.fixture(autouse=True)
 def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the networks, and whatever the machine, two clients at once."""
-    monkeypatch.setattr(pooled, "LIGHT", 0.0)
+    monkeypatch.setattr(pooled, "LIGHT_FLOPS", 0.0)
     monkeypatch.setenv("FEDSTILL_WORKERS", "2")
-    shared_draws.say_drawn.cache_clear()
+    shared_draws.warn_of_draws.cache_clear()
 
 
 @register("model", "toy_functional_dropout")

@@ -68,7 +68,7 @@ def whole(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDSTILL_WORKERS", "3")
         # with threads, however small the networks
-        patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
+        patch.setattr("fedstill.engines.pooled.LIGHT_FLOPS", 0.0)
         run(replace(shorter(request.param), engine="pooled"), folder, data=toys.blobs())
     return request.param, folder
 

@@ -131,7 +131,7 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     ready = in_double(stacking.ready("fedntd", "vectorised"))
     engine = ready.engine()
     assert isinstance(engine, VectorisedEngine)
-    engine.most, engine.stack_bytes = most, room
+    engine.max_clients, engine.stack_bytes = most, room
     stage = ready.settings.schedule(1, ready.world)[0]
     downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
     work = ready.settings.method.work(stage)
@@ -150,7 +150,7 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
 def test_the_bits_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstill.engines.vectorised.MOST", 2)
+    monkeypatch.setattr("fedstill.engines.vectorised.MAX_STACK", 2)
     for workers in ("1", "3"):
         monkeypatch.setenv("FEDSTILL_WORKERS", workers)
         run(stacking.experiment("fedntd", "vectorised"), tmp_path / workers, data=toys.blobs())

@@ -1,5 +1,5 @@
-"""The pooled engine: clients of a stage side by side on the cores, one torch thread each; the
-serial engine's bits.
+"""The pooled engine: clients of a stage side by side in threads. Its bits are those of the serial
+engine.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 
@@ -25,41 +24,35 @@ from fedstill.engines.serial import Begun, SerialEngine
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers
 
-# Clients that share torch's global generators, side by side or in a stack: whether anything has
-# drawn from them.
-
-
 log = logging.getLogger("fedstill.engine")
 
+LIGHT_FLOPS = 1e6
+"""About the floating-point operations of a step up to which threads do not pay: they would wait for
+the interpreter longer than they compute.
+"""
 
-class Drew(Exception):
-    """A client has drawn from a generator that it shares with others: the bits would depend on
-    which came first.
+
+class SharedDraw(Exception):
+    """A client drew random numbers from torch's global generators while other clients shared them.
+    The bits would depend on which client came first.
     """
 
 
-class Unmoved:
-    """Generators that are to stay where they stand now."""
+class GeneratorWatch:
+    """Checks that torch's global generators stay where they are."""
 
     def __init__(self) -> None:
-        self._since = global_state()
+        self._state = global_state()
 
     def check(self) -> None:
-        """Raises Drew if they have moved."""
-        if has_moved(self._since):
-            raise Drew
-
-
-def drew_under_vmap(error: Exception) -> bool:
-    """Whether an error is torch's, of an objective that draws random numbers for a stack of
-    clients.
-    """
-    return isinstance(error, RuntimeError) and "random operation" in str(error)
+        """Raises SharedDraw if a generator has moved."""
+        if has_moved(self._state):
+            raise SharedDraw
 
 
 @functools.cache
-def say_drawn(work: str) -> None:
-    """Once a process: clients of one method are alike."""
+def warn_of_draws(work: str) -> None:
+    """Warn that clients do not train side by side; once for each kind of work in a process."""
     log.warning(
         "%s draws random numbers from torch's global generator, which clients side by side or in a "
         "stack would share: "
@@ -68,146 +61,139 @@ def say_drawn(work: str) -> None:
     )
 
 
-LIGHT = 1e6
-"""About so many floating-point operations in a step, or fewer, and threads side by side wait for
-the interpreter more than they compute.
-"""
-
-A = TypeVar("A")
-T = TypeVar("T")
-
-
 @dataclass
 class PooledEngine(SerialEngine):
-    """Runs the clients of a stage in threads: torch's kernels release the interpreter's lock.
+    """Runs the clients of a stage in threads, which compute in parallel because torch's kernels
+    release the interpreter's lock.
 
-    ``workers``: clients side by side; the bits do not depend on it, for each client has its
-    threads, its modules and its random numbers to itself. A stage of one client, of models so small
-    that the interpreter is what takes the time, or with a model that draws from torch's one
-    generator in a process (dropout), runs as in the serial engine. So does a stage, once more, in
-    which a method is seen to draw from it, and all that follow.
+    Every client has its own torch threads, modules and random numbers, so the bits do not depend on
+    the number of workers. Some stages run as in the serial engine: a stage of one client, of models
+    so small that threads do not pay, and of models that draw from torch's global generators, for
+    example for dropout. If a method turns out to draw from them, its stage is repeated that way,
+    and all later stages run that way.
     """
 
     workers: int = field(default_factory=workers)
-    light: float = field(default_factory=lambda: LIGHT)
-    # no copy shares it
+    """How many clients run side by side."""
+    light_flops: float = field(default_factory=lambda: LIGHT_FLOPS)
+    # Fields without init are not copied by dataclasses.replace: an engine has threads of its own.
     _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
-    # while clients share the generator
-    _shared: Unmoved | None = field(default=None, init=False, repr=False)
-    _drawn: bool = field(default=False, init=False, repr=False)
+    _watch: GeneratorWatch | None = field(default=None, init=False, repr=False)
+    """Set while clients share the global generators."""
+    _method_draws: bool = field(default=False, init=False, repr=False)
 
     def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of the clients that were sent something, in the order of the schedule."""
-        clients = [c for c in stage.clients if c in downs]
-        if (
-            min(self.workers, len(clients)) < 2
-            or self._draws(clients)
-            or self._light(stage, clients)
-        ):
-            return super().run(work, stage, downs, seed)
+        """The replies of the clients that got a payload, in the order of the schedule."""
+        clients = [client for client in stage.clients if client in payloads]
+        if not self._uses_threads(stage, clients):
+            return super().run(work, stage, payloads, seed)
 
         def reply(client: int) -> Reply:
-            return self._reply(work, stage, client, downs[client], seed)
+            return self._reply(work, stage, client, payloads[client], seed)
 
+        try:
+            with self._set_up(stage), self._sharing_generators(stage, seed):
+                return self._side_by_side(reply, clients)
+        except SharedDraw:
+            self._method_draws = True
+        # Not in the except clause, where the errors of clients would have SharedDraw as context.
+        return self._one_by_one(work, stage, payloads, seed)
+
+    def _uses_threads(self, stage: Stage, clients: Sequence[int]) -> bool:
+        if min(self.workers, len(clients)) < 2:
+            return False
+        models = {self.world.model(client) for client in clients}
+        if self._method_draws or any(draws_random_numbers(model) for model in models):
+            return False
+        plan = self.world.plans.get(stage.name)
+        if plan is None:
+            return True
+        return max(step_cost(model, plan.batch) for model in models) > self.light_flops
+
+    def _side_by_side(self, reply: Callable[[int], Reply], clients: Sequence[int]) -> list[Reply]:
+        """The reply of each client, computed in threads.
+
+        An exception cancels the clients that have not started. If several clients raise, the first
+        in the schedule counts, as in the serial engine.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers, "client")
+
+        def run(client: int) -> Reply:
+            # The number of torch threads is a setting of each thread.
+            torch.set_num_threads(self.threads[0])
+            return reply(client)
+
+        # The largest clients start first. Started last, one of them would work alone at the end.
         longest_first = sorted(clients, key=self.sites.size, reverse=True)
-        with self._set_up(stage), suppress(Drew), self._sharing(stage, seed):
-            return self._side_by_side(reply, clients, longest_first)
-        self._drawn = True
-        return self._one_by_one(work, stage, downs, seed)
+        futures = {client: self._pool.submit(run, client) for client in longest_first}
+        try:
+            return [futures[client].result() for client in clients]
+        except SharedDraw:
+            # The stage is repeated, so nothing of this attempt may still run.
+            wait([future for future in futures.values() if not future.cancel()])
+            raise
+        finally:
+            for future in futures.values():
+                future.cancel()
 
     @contextmanager
-    def _sharing(self, stage: Stage, seed: int) -> Iterator[None]:
-        """While clients share torch's global generators; raises Drew if anything has drawn from
+    def _sharing_generators(self, stage: Stage, seed: int) -> Iterator[None]:
+        """Let clients share torch's global generators. Raises SharedDraw if anything has drawn from
         them.
         """
         with drawing_from(seed_for(seed, stage.round, stage.index, SERVER, "work")):
-            self._shared = shared = Unmoved()
+            watch = GeneratorWatch()
+            self._watch = watch
             try:
                 yield
             finally:
-                self._shared = None
-            shared.check()
+                self._watch = None
+            watch.check()
 
     def _one_by_one(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The stage once more, as in the serial engine: then all draws are by key."""
-        say_drawn(type(work).__name__)
-        return SerialEngine.run(self, work, stage, downs, seed)
+        """The stage as in the serial engine, where every client's global generators are seeded."""
+        warn_of_draws(type(work).__name__)
+        return SerialEngine.run(self, work, stage, payloads, seed)
 
     def _new(
         self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
     ) -> Reply:
         reply = super()._new(work, stage, client, payload, seed)
-        if self._shared is not None:
-            self._shared.check()  # before the reply is kept for other runs
+        if self._watch is not None:
+            # Here, because the caller may keep the reply for other runs.
+            self._watch.check()
         return reply
 
     def _train(
         self, work: ClientWork, stage: Stage, begun: Begun, seed: int
     ) -> tuple[Trained | None, float]:
-        own = begun.carry.model
-        if self._shared is not None and own is not None and draws_random_numbers(own):
-            raise Drew
+        model = begun.carry.model
+        if self._watch is not None and model is not None and draws_random_numbers(model):
+            raise SharedDraw
         return super()._train(work, stage, begun, seed)
 
     def _failed(
         self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception
     ) -> list[Reply]:
-        if isinstance(error, Drew):
+        if isinstance(error, SharedDraw):
             raise error
         return super()._failed(work, stage, clients, error)
 
-    def _side_by_side(self, act: Callable[[A], T], on: Sequence[A], begun: Sequence[A]) -> list[T]:
-        """``act`` on each, as many at once as there are workers, in the order in which they are
-        ``begun``.
-
-        An exception ends what has not begun; of several the first on the list counts, as if one
-        followed the other.
-        """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers, "client")
-
-        def one(what: A) -> T:
-            torch.set_num_threads(self.threads[0])  # a thread's own setting
-            return act(what)
-
-        running = {what: self._pool.submit(one, what) for what in begun}
-        try:
-            return [running[what].result() for what in on]
-        except Drew:
-            wait([future for future in running.values() if not future.cancel()])
-            raise
-        finally:
-            for future in running.values():
-                future.cancel()
-
     def close(self) -> None:
-        """End the threads, and wait for the clients that they are at."""
+        """End the threads, and wait for the clients that they are working for."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _light(self, stage: Stage, clients: Sequence[int]) -> bool:
-        """Whether a step is little work: of images about six operations a parameter and image, and
-        sixty a pixel.
-        """
-        plan = self.world.plans.get(stage.name)
-        if plan is None:
-            return False
-        return max(_work(self.world.model(c), plan.batch) for c in clients) <= self.light
 
-    def _draws(self, clients: Sequence[int]) -> bool:
-        return self._drawn or any(
-            draws_random_numbers(spec) for spec in {self.world.model(c) for c in clients}
-        )
-
-
-def _work(spec: ModelSpec, batch: int) -> float:
-    """About the floating-point operations in a step; whether threads train clients depends on it,
-    never a bit.
+def step_cost(model: ModelSpec, batch: int) -> float:
+    """About the floating-point operations of a step: for images, six for each parameter and image,
+    and sixty for each pixel. It decides whether clients train in threads, and never changes a bit.
     """
-    if len(spec.input_shape) == 3:
-        return 6.0 * batch * (contract.size(spec) + 10 * math.prod(spec.input_shape))
-    return step_flops(spec, batch) + 6 * activations(spec) * batch
+    if len(model.input_shape) == 3:
+        return 6.0 * batch * (contract.size(model) + 10 * math.prod(model.input_shape))
+    return step_flops(model, batch) + 6 * activations(model) * batch
