@@ -10,6 +10,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from filelock import FileLock
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError
-from fedstill.core.records import Examples, Payload, Plan, Reply, Stage, View
+from fedstill.core.records import Examples, Payload, Reply, Stage, View
 from fedstill.core.work import ClientWork
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.inputs import Inputs
 from fedstill.engines import serial
+from fedstill.engines.clients import TrainingSetup
+from fedstill.engines.loop import Trained
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.reply_cache import LOCKED_BY, KeptReplies, key_of
 from fedstill.models import contract
@@ -44,11 +47,9 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     trained: list[tuple[str, int]] = []
     loop = serial.train
 
-    def counted(
-        work: object, carry: object, plan: Plan, stage: Stage, view: View, *rest: object
-    ) -> object:
-        trained.append((stage.name, view.client))
-        return loop(work, carry, plan, stage, view, *rest)  # type: ignore[arg-type]
+    def counted(work: Any, start: Any, view: View, setup: TrainingSetup) -> Trained:
+        trained.append((setup.stage.name, view.client))
+        return loop(work, start, view, setup)
 
     monkeypatch.setattr(serial, "train", counted)
     return trained
@@ -176,10 +177,10 @@ def test_a_client_that_failed_is_not_kept_and_those_that_finished_are(
 ) -> None:
     counted = serial.train
 
-    def killed(*given: object) -> object:
-        if given[4].client == 3:  # type: ignore[attr-defined]
+    def killed(work: Any, start: Any, view: View, setup: TrainingSetup) -> Trained:
+        if view.client == 3:
             raise KeyboardInterrupt
-        return counted(*given)  # type: ignore[arg-type]
+        return counted(work, start, view, setup)
 
     one_by_one = replace(experiment("local_only"), engine="serial")
     monkeypatch.setattr(serial, "train", killed)

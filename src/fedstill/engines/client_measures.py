@@ -22,7 +22,7 @@ from fedstill.core.user_code import reason
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.reply_cache import class_identity
-from fedstill.engines.user_functions import Lent, journal_fields
+from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.methods.fit import FIT
 from fedstill.models.contract import predictor
 
@@ -130,7 +130,7 @@ class ClientMeasures(ClientHook):
         Raises FedstillError naming the measure that failed.
         """
         began, report = time.perf_counter(), dict[str, Any]()
-        shown = Lent({"start": seen.start, "end": seen.end, "by_epoch": seen.by_epoch})
+        shown = MutationGuard({"start": seen.start, "end": seen.end, "by_epoch": seen.by_epoch})
         for name, measure in self.named.items():
             start = time.perf_counter()
             try:

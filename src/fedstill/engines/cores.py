@@ -1,4 +1,4 @@
-"""The cores of this machine: how many there are, how many to use, and side-by-side work with one
+"""The cores of this machine: how many there are, how many to use, and jobs side by side with one
 torch thread each.
 """
 
@@ -16,41 +16,45 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.process_settings import torch_threads, when_settled
 
 WORKERS = "FEDSTILL_WORKERS"
-"""The environment variable that says how much to do side by side; unset, one thing a core."""
+"""The environment variable with the number of jobs side by side; by default one per core."""
 
 T = TypeVar("T")
 
 
 def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def workers() -> int:
-    """How much to do side by side; raises ConfigError if the environment says what is no number
-    from 1.
+    """The number of jobs to do side by side. Raises ConfigError if the environment variable is not
+    a number from 1.
     """
-    said = os.environ.get(WORKERS, "")
-    if said and not (said.isdecimal() and int(said)):
-        raise ConfigError(f"{WORKERS} = {said!r} in the environment must be a whole number from 1")
-    return int(said) if said else cores()
+    value = os.environ.get(WORKERS, "")
+    if not value:
+        return cores()
+    if not value.isdecimal() or int(value) == 0:
+        raise ConfigError(f"{WORKERS} = {value!r} in the environment must be a whole number from 1")
+    return int(value)
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-    """What each job gives, in their order; every job has one torch thread, so the bits do not
-    depend on ``workers``.
+    """The result of each job, in order. Every job has one torch thread, so the bits do not depend
+    on ``workers``.
     """
     if min(workers, len(jobs)) < 2:
         with torch_threads(1):
             return [job() for job in jobs]
-    running = [_pool(workers).submit(job) for job in jobs]
-    return [future.result() for future in running]
+    futures = [_pool(workers).submit(job) for job in jobs]
+    return [future.result() for future in futures]
 
 
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that stay, with their modules, until the run ends; the number of torch threads is a
-    thread's own setting.
+    """Threads that stay until the run ends, because each builds the modules that its jobs run in.
+    The number of torch threads is a setting of each thread.
     """
     pool = ThreadPoolExecutor(workers, "shard", torch.set_num_threads, (1,))
 
@@ -62,5 +66,6 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return pool
 
 
-if hasattr(os, "register_at_fork"):  # a child process has none of its parent's threads
+if hasattr(os, "register_at_fork"):
+    # A child process has none of its parent's threads.
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,7 +1,7 @@
-"""What a network's passes take, by arithmetic: operations, and the numbers that come out of its
-layers.
+"""The cost of a network's passes by arithmetic: operations, and the numbers that its layers give.
 
-Both are counted once an architecture, on torch's device ``meta``: shapes without numbers.
+Both are counted once for each architecture, on torch's device ``meta``, where tensors have shapes
+but no numbers.
 """
 
 from __future__ import annotations
@@ -18,78 +18,76 @@ from fedstill.models import contract
 
 
 @lru_cache(maxsize=64)
-def forward_flops(spec: ModelSpec) -> float:
-    """Floating-point operations of one example's forward pass, products only, as torch counts
-    them.
+def forward_flops(model: ModelSpec) -> float:
+    """Floating-point operations of one example's forward pass. Like torch's counter, it counts
+    products only.
     """
+    # Imported late, because only runs that choose an engine need it.
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
-    _without_numbers(spec, counter)
+    _forward_under(counter, model)
     return float(counter.get_total_flops())
 
 
 @lru_cache(maxsize=64)
-def embedding_size(spec: ModelSpec) -> int:
-    """The numbers of a network's embeddings: a pass looks a few of them up, and a step's gradient
-    has all.
+def embedding_size(model: ModelSpec) -> int:
+    """The number of entries of a network's embeddings. A pass looks up a few of them, but a step
+    has a gradient for all.
     """
-    return sum(
-        m.weight.numel() for m in contract.module(spec).modules() if isinstance(m, nn.Embedding)
-    )
+    embeddings = [m for m in contract.module(model).modules() if isinstance(m, nn.Embedding)]
+    return sum(embedding.weight.numel() for embedding in embeddings)
 
 
 @lru_cache(maxsize=64)
-def activations(spec: ModelSpec) -> int:
-    """Numbers that the layers of a network give for one example, in one forward pass; views are not
-    counted twice.
+def activations(model: ModelSpec) -> int:
+    """The numbers that a network's layers give for one example in a forward pass. Views are not
+    counted again.
     """
-    counting = _Counting()
-    _without_numbers(spec, counting)
-    return counting.numbers
+    counter = _ActivationCounter()
+    _forward_under(counter, model)
+    return counter.count
 
 
-def step_flops(spec: ModelSpec, batch: float) -> float:
-    """Floating-point operations in a step, forward and backward; embeddings have a gradient and a
-    step, no product.
+def step_flops(model: ModelSpec, batch: float) -> float:
+    """Floating-point operations of a training step. A backward pass takes two forward passes, and
+    embeddings have no products but a gradient and an update.
     """
-    return 3 * forward_flops(spec) * batch + 2 * embedding_size(spec)
+    return 3 * forward_flops(model) * batch + 2 * embedding_size(model)
 
 
-def _without_numbers(spec: ModelSpec, counting: Any) -> None:
-    """One example's forward pass under a counter: of shapes alone, or of zeros where a network
-    looks at numbers.
-    """
-    m = contract.module(spec, "frozen").eval()
+def _forward_under(counter: Any, model: ModelSpec) -> None:
+    """Run one example's forward pass under a counter, without numbers if the network allows it."""
+    module = contract.module(model, "frozen").eval()
     for device in ("meta", "cpu"):
-        entries = {k: v.to(device) for k, v in (*m.named_parameters(), *m.named_buffers())}
-        x = contract.example(spec, 1, device)
+        entries = {
+            name: value.to(device)
+            for name, value in (*module.named_parameters(), *module.named_buffers())
+        }
+        x = contract.example(model, 1, device)
         try:
-            with counting, torch.no_grad():
-                contract.forward(m, entries, x)
+            with counter, torch.no_grad():
+                contract.forward(module, entries, x)
             return
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # torch's way to say that meta lacks an operation, or its numbers
+        # Torch raises these for an operation that meta lacks, and if the network looks at numbers.
+        except (NotImplementedError, RuntimeError):
             if device == "cpu":
                 raise
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the floating-point numbers that a pass makes; an operation that gives a view makes
-    none.
-    """
+class _ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the floating-point numbers that operations give, except those that give a view."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers = 0
+        self.count = 0
 
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = call(*args, **(kwargs or {}))
-        if not any(value.alias_info for value in call._schema.returns):
-            several = out if isinstance(out, (tuple, list)) else (out,)
-            self.numbers += sum(
-                v.numel() for v in several if isinstance(v, Tensor) and v.is_floating_point()
-            )
-        return out
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(returned.alias_info for returned in func._schema.returns):
+            return result
+        values = result if isinstance(result, (tuple, list)) else (result,)
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.count += value.numel()
+        return result

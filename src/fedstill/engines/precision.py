@@ -1,4 +1,4 @@
-"""Arithmetic of training: float32, or less of it where a processor or a card has units for that."""
+"""The arithmetic of training: float32, or a lower precision that the processor or card supports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.process_settings import set_environment
 
 Precision = Literal["fp32", "bf16", "tf32"]
-"""``fp32``; ``bf16``: forward passes of students and teachers, and their backward, in bfloat16, but
-parameters, losses and the optimiser in float32; ``tf32``: float32 whose products a CUDA device
-rounds to ten bits.
+"""``fp32``: everything in float32.
+
+``bf16``: forward and backward passes of students and teachers in bfloat16; parameters, losses and
+the optimiser in float32.
+
+``tf32``: float32, but a CUDA device rounds products to ten bits.
 """
 
 P = ParamSpec("P")
@@ -26,7 +29,7 @@ T = TypeVar("T")
 
 
 def check_precision(precision: Precision, device: str) -> None:
-    """Raise ConfigError for a precision that no device of this kind has."""
+    """Raise ConfigError for a precision that no device of this kind supports."""
     if precision == "tf32" and device != "cuda":
         raise ConfigError(
             "precision = 'tf32' works on CUDA devices only; on the CPU set precision = 'fp32' or "
@@ -35,34 +38,33 @@ def check_precision(precision: Precision, device: str) -> None:
 
 
 def check_machine(precision: Precision, device: str) -> None:
-    """Raise ConfigError where this machine has no such device, or has no units for a precision and
-    would imitate it.
-    """
+    """Raise ConfigError if this machine has no such device, or would emulate the precision."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device = 'cuda': torch sees no CUDA device here; "
             "set device = 'cpu' for a new run, or install torch for CUDA"
         )
     if precision == "bf16" and not has_bfloat16(device):
-        what = "CUDA device" if device == "cuda" else "processor"
+        kind = "CUDA device" if device == "cuda" else "processor"
         raise ConfigError(
-            f"precision = 'bf16': this {what} has no units for bfloat16, and would imitate it "
-            "slowly; "
-            "set 'fp32' for a new run"
+            f"precision = 'bf16': this {kind} has no units for bfloat16, and would imitate it "
+            "slowly; set 'fp32' for a new run"
         )
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether a device multiplies bfloat16 itself."""
+    """Whether a device has instructions for products in bfloat16."""
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if hasattr(torch.cpu, "get_capabilities"):
-        return any(there for name, there in torch.cpu.get_capabilities().items() if "bf16" in name)
+        capabilities = torch.cpu.get_capabilities()
+        return any(supported for name, supported in capabilities.items() if "bf16" in name)
+    # Older versions of torch.
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> Callable[P, T]:
-    """A forward pass at a precision; what it gives is float32 again, so that losses are."""
+    """A forward pass at a precision. Its outputs are float32 again, so that losses are, too."""
     if precision != "bf16":
         return run
 
@@ -75,11 +77,11 @@ def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> 
 
 @contextmanager
 def products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Meanwhile a CUDA device rounds products to TensorFloat-32, if that is the precision; before
-    and after, not.
+    """Let a CUDA device round products to TensorFloat-32 if that is the precision. On the CPU this
+    does nothing.
 
-    The setting is the process's, like torch's: on a card clients train one after another. For the
-    CPU it is left alone.
+    Torch has one setting for the whole process. It is safe to change, because on a card clients
+    train one after another.
     """
     if device.type != "cuda":
         yield
@@ -92,24 +94,27 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
 
 
 def steady(device: str) -> None:
-    """Have a CUDA device compute the same bits each time, in float32; process-wide. Of the CPU
-    nothing is changed.
+    """Make a CUDA device compute the same bits each time, in float32, for the whole process. On the
+    CPU this does nothing.
 
-    An operation that torch has in one way alone, whose bits are not the same each time, warns.
+    An operation without a deterministic version only warns.
     """
     if device != "cuda":
         return
+    # cuBLAS is deterministic only with a workspace of fixed size.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         set_environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
     if not torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True, warn_only=True)
+    # Deterministic algorithms would fill every new tensor, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _round_products(False)
 
 
 def card_named(device: str) -> str:
-    """A CUDA device's name, with the versions of what computes on it; empty for the CPU."""
+    """A CUDA device's name, with the versions of CUDA and cuDNN; empty for the CPU."""
     if device != "cuda":
         return ""
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -118,31 +123,29 @@ def card_named(device: str) -> str:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Meanwhile torch's own kernels take the place of cuDNN's; its other settings are left
-    alone.
-    """
-    before = torch.backends.cudnn.enabled
+    """Use torch's own kernels instead of cuDNN's."""
+    # torch.backends.cudnn.flags() would reset cuDNN's other settings.
+    was_enabled = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
         yield
     finally:
-        torch.backends.cudnn.enabled = before
+        torch.backends.cudnn.enabled = was_enabled
 
 
 def _round_products(on: bool) -> None:
-    """Set torch's older switches; then the newer ones, where a process has used them and they say
-    something else.
-    """
+    """Switch TensorFloat-32 on or off."""
     torch.backends.cudnn.allow_tf32 = on
     torch.backends.cuda.matmul.allow_tf32 = on
+    if not hasattr(torch.backends, "fp32_precision"):
+        return
+    # Newer versions of torch have further switches. If a program has set one of them, the old ones
+    # above do not change it.
+    precision = "tf32" if on else "ieee"
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
-        switch = (
-            operator.attrgetter(name)(torch.backends)
-            if hasattr(torch.backends, "fp32_precision")
-            else None
-        )
-        if switch is not None and (switch.fp32_precision == "tf32") != on:
-            switch.fp32_precision = "tf32" if on else "ieee"
+        switch = operator.attrgetter(name)(torch.backends)
+        if (switch.fp32_precision == "tf32") != on:
+            switch.fp32_precision = precision
 
 
 def _floats(value: T) -> T:

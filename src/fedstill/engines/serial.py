@@ -48,7 +48,12 @@ from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
 from fedstill.engines.reply_cache import KeptReplies, key_of
-from fedstill.engines.user_functions import Lent, carry_of, journal_fields, sent_and_remembered
+from fedstill.engines.user_functions import (
+    MutationGuard,
+    carry_of,
+    journal_fields,
+    sent_and_remembered,
+)
 
 # What the C library does with memory that was freed: kept for the next batch, not returned and
 # requested again.
@@ -121,7 +126,7 @@ class Begun:
     view: View
     carry: TrainingStart
     seconds: float
-    sent: Lent
+    sent: MutationGuard
 
 
 @dataclass
@@ -247,7 +252,7 @@ class SerialEngine:
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, payload: Payload) -> Begun:
         start = time.perf_counter()
-        sent = Lent(payload)
+        sent = MutationGuard(payload)
         view = self.sites.view(client, stage)
         for hook in self.hooks:
             view = hook.extend_view(view, payload, stage)

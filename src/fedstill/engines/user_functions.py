@@ -1,131 +1,151 @@
-"""Checks of a user's functions: they change no shared tensor and return legal values."""
+"""Checks around a user's functions: they must not change tensors that others share, and must return
+what the engines expect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from fedstill.core.errors import ChangedInPlace
-from fedstill.core.records import Payload, TrainingStart
+from fedstill.core.records import SERVER, Payload, TrainingStart
 from fedstill.core.user_code import bad_return, definition, of_kind, returned
 from fedstill.core.work import ClientWork
 
-# Tensors that are handed to a user's code while others have them too: nobody may write into them.
+
+class _Guarded(NamedTuple):
+    """A tensor with its name, and torch's count of the writes to it when the guard began."""
+
+    name: str
+    tensor: Tensor
+    version: int
 
 
-class Lent:
-    """Tensors as they are when they are handed out. Torch counts what is written into each; nothing
-    is copied.
+class MutationGuard:
+    """Notices when a user's code writes into tensors that are shared with others.
+
+    Nothing is copied: torch counts the writes to each tensor.
     """
 
-    def __init__(self, what: Any) -> None:
-        self._then = [(name, tensor, tensor._version) for name, tensor in _tensors(what, "")]
+    def __init__(self, value: Any) -> None:
+        """value: a tensor, or mappings and sequences of tensors."""
+        self._guarded = [
+            _Guarded(name, tensor, tensor._version) for name, tensor in _named_tensors(value, "")
+        ]
 
-    def check(self, by: Callable[..., Any], client: int | None = None) -> None:
-        """Raises ChangedInPlace, naming the function or class and the client, if one was written
-        into.
+    def check(self, function: Callable[..., Any], client: int | None = None) -> None:
+        """Raises ChangedInPlace if a tensor was written into. The error names the function or class
+        that was called, and the client.
         """
-        for name, tensor, version in self._then:
-            if tensor._version != version:
-                where = definition(by)
-                who = (
-                    ""
-                    if client is None
-                    else " at the server"
-                    if client == -1
-                    else f" at client {client}"
-                )
-                raise ChangedInPlace(
-                    f"{by.__qualname__} writes into {name}{who}, which others share: make a new "
-                    "tensor "
-                    "(x + 1, not x.add_(1)), or change x.clone()" + (f" ({where})" if where else "")
-                )
+        for guarded in self._guarded:
+            if guarded.tensor._version != guarded.version:
+                raise ChangedInPlace(_changed_in_place(guarded.name, function, client))
 
 
-def _tensors(what: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that counts what is written into it, with its name."""
-    if isinstance(what, Tensor):
-        if not what.is_inference():  # torch itself refuses to write into these
-            yield name, what
-    elif isinstance(what, (Mapping, list, tuple)):
-        for key, value in what.items() if isinstance(what, Mapping) else enumerate(what):
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+def _changed_in_place(name: str, function: Callable[..., Any], client: int | None) -> str:
+    where = ""
+    if client is not None:
+        where = " at the server" if client == SERVER else f" at client {client}"
+    place = definition(function)
+    in_file = f" ({place})" if place else ""
+    return (
+        f"{function.__qualname__} writes into {name}{where}, which others share: make a new tensor "
+        f"(x + 1, not x.add_(1)), or change x.clone(){in_file}"
+    )
 
 
-# What functions of a client's work and of measures gave; anything but what is asked for names the
-# function.
+def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor whose writes torch counts, with its name."""
+    if isinstance(value, Tensor):
+        # Torch itself forbids writes to inference tensors, and does not count them.
+        if not value.is_inference():
+            yield name, value
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
-def carry_of(work: ClientWork, given: object) -> TrainingStart:
-    """What ``begin`` gave; raises BadReturn for anything but a carry."""
-    return returned(given, TrainingStart, work.begin, "a TrainingStart")
+def carry_of(work: ClientWork, value: object) -> TrainingStart:
+    """The return value of ``begin``. Raises BadReturn if it is not a TrainingStart."""
+    return returned(value, TrainingStart, work.begin, "a TrainingStart")
 
 
-def terms_of(said: Callable[..., object], given: object, batch: int) -> Mapping[str, Tensor]:
-    """What ``terms`` or ``ascent_terms`` gave for a batch; raises BadReturn unless it is named
-    tensors, (B,) or () each.
+def terms_of(function: Callable[..., object], value: object, batch: int) -> Mapping[str, Tensor]:
+    """The return value of ``terms`` or ``ascent_terms`` for a batch. Raises BadReturn if it is not
+    a mapping of names to tensors of shape (batch,) or ().
     """
-    if not isinstance(given, Mapping):
-        raise bad_return(said, f"gives {of_kind(given)}, not a dict of tensors by name")
-    if not given:
-        raise bad_return(said, "gives no terms, so there is nothing to train")
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            raise bad_return(said, f"gives {of_kind(value)} as {name!r}, not a tensor")
-        if value.shape not in ((), (batch,)):
+    if not isinstance(value, Mapping):
+        raise bad_return(function, f"gives {of_kind(value)}, not a dict of tensors by name")
+    if not value:
+        raise bad_return(function, "gives no terms, so there is nothing to train")
+    for name, term in value.items():
+        if not isinstance(term, Tensor):
+            raise bad_return(function, f"gives {of_kind(term)} as {name!r}, not a tensor")
+        if term.shape not in ((), (batch,)):
+            shape = tuple(term.shape)
             raise bad_return(
-                said,
-                f"gives {name!r} of shape {tuple(value.shape)}, not ({batch},), a value an "
-                "example, or ()",
+                function,
+                f"gives {name!r} of shape {shape}, not ({batch},), a value an example, or ()",
             )
-    return given
+    return value
 
 
-def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Payload]:
-    """What ``end`` gave; raises BadReturn for anything but two payloads."""
-    both = given if isinstance(given, tuple) else ()
-    if len(both) != 2 or not all(isinstance(one, Payload) for one in both):
-        kinds = f"a tuple of {', '.join(map(of_kind, both))}" if both else of_kind(given)
-        raise bad_return(
-            work.end, f"gives {kinds}, not two Payloads: what is sent and what is remembered"
-        )
-    return both
+def sent_and_remembered(work: ClientWork, value: object) -> tuple[Payload, Payload]:
+    """The return value of ``end``. Raises BadReturn if it is not a pair of payloads."""
+    parts = value if isinstance(value, tuple) else ()
+    if len(parts) == 2 and all(isinstance(part, Payload) for part in parts):
+        content, client_state = parts
+        return content, client_state
+    kind = of_kind(value)
+    if parts:
+        kind = f"a tuple of {', '.join(of_kind(part) for part in parts)}"
+    raise bad_return(
+        work.end, f"gives {kind}, not two Payloads: what is sent and what is remembered"
+    )
 
 
 def journal_fields(
-    said: Callable[..., object], given: object, taken: Collection[str] = ()
+    function: Callable[..., object], value: object, reserved: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What ``report`` or a measure's function gave, as a journal holds it; numbers of NumPy and
-    torch become Python's.
+    """The return value of ``report`` or of a measure, in a form that a journal can hold: numbers of
+    NumPy and torch become Python's.
 
-    taken: names of fields that are the run's own. Raises BadReturn for one of them, for anything
-    but a dict, and for what no journal can hold.
+    reserved: names of fields that belong to the run. Raises BadReturn for one of them, for anything
+    but a mapping, and for values that a journal cannot hold.
     """
-    if not isinstance(given, Mapping):
-        raise bad_return(said, f"gives {of_kind(given)}, not a dict of numbers and words by name")
-    for name in given:
+    if not isinstance(value, Mapping):
+        raise bad_return(
+            function, f"gives {of_kind(value)}, not a dict of numbers and words by name"
+        )
+    for name in value:
         if not isinstance(name, str):
-            raise bad_return(said, f"gives a field named {name!r:.40}; a name is a text")
-        if name in taken:
+            raise bad_return(function, f"gives a field named {name!r:.40}; a name is a text")
+        if name in reserved:
             raise bad_return(
-                said, f"gives {name!r}, which is a field of the run's own; choose another name"
+                function, f"gives {name!r}, which is a field of the run's own; choose another name"
             )
-    return {name: _plain(said, name, value) for name, value in given.items()}
+    return {name: _plain(item, function, name) for name, item in value.items()}
 
 
-def _plain(said: Callable[..., object], name: str, value: object) -> Any:
+def _plain(value: object, function: Callable[..., object], name: str) -> Any:
+    """A value made of Python's numbers, texts, lists and dictionaries."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(k): _plain(said, name, v) for k, v in value.items()}
+        return {str(key): _plain(item, function, name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(said, name, v) for v in value]
+        return [_plain(item, function, name) for item in value]
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        return _plain(said, name, value.tolist())
+        return _plain(value.tolist(), function, name)
     raise bad_return(
-        said,
+        function,
         f"gives {of_kind(value)} as {name!r}, and not numbers, words, or lists and tables of them",
     )

@@ -20,7 +20,7 @@ from fedstill.core.records import SERVER, Payload, World
 from fedstill.core.results import RoundResult, StageResult
 from fedstill.core.user_code import reason
 from fedstill.engines.client_memory import Memory
-from fedstill.engines.user_functions import Lent, journal_fields
+from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.measures.base import Measure, Numbers, Reports, Room
 from fedstill.measures.choice import looks_last, measures
 from fedstill.metrics import consistency, forgetting
@@ -240,7 +240,7 @@ def look(name: str, measure: Measure, result: StageResult, room: Room) -> Number
         raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 
-def _shown(result: StageResult) -> Lent:
+def _shown(result: StageResult) -> MutationGuard:
     """The run's own tensors that a measure is shown."""
     states = {"before": result.before, "after": result.after}
     tensors: dict[str, Any] = {
@@ -248,7 +248,7 @@ def _shown(result: StageResult) -> Lent:
     }
     tensors["replies"] = [reply.content for reply in result.accepted]
     tensors["payloads"] = result.payloads
-    return Lent(tensors)
+    return MutationGuard(tensors)
 
 
 def warn_of_silence(chosen: Mapping[str, Measure], reports: Reports) -> None:
