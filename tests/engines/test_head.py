@@ -13,7 +13,7 @@ import toys
 from fedstill import losses
 from fedstill.core.records import TrainingStart
 from fedstill.core.stream import OFF
-from fedstill.engines.step import Networks, Seen
+from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
@@ -25,21 +25,12 @@ X, Y = torch.randn(6, 1, 4, 4, generator=DRAW), torch.tensor([0, 2, 3, 0, 2, 3])
 OTHER = initial(SPEC, 3)
 
 
-def step(head: torch.Tensor | None) -> Seen:
+def step(head: torch.Tensor | None) -> BatchStep:
     params = {k: v.clone().requires_grad_() for k, v in initial(SPEC, 1).items()}
     networks = Networks(SPEC, module(SPEC), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(len(Y))
-    return Seen(
-        networks,
-        TrainingStart(params, {"old": OTHER}, head=head),
-        params,
-        X,
-        Y,
-        index,
-        index,
-        None,
-        0,
-    )
+    start = TrainingStart(params, {"old": OTHER}, head=head)
+    return BatchStep(networks, start, params, StepInputs(X, Y, index, index, None, 0))
 
 
 def test_nothing_is_masked_where_all_outputs_take_part() -> None:

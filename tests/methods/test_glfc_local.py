@@ -15,7 +15,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import TrainingStart
-from fedstill.engines.step import Networks, Seen
+from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.methods.glfc_local import GLFCLocal, OfGLFC
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.running.journal import read_journal
@@ -39,7 +39,7 @@ def test_the_loss_by_hand(first: bool) -> None:
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
     terms = OfGLFC(GLFCLocal(), 2).terms(
-        Seen(networks, carry, new, x, y, index, index, None, 0), carry
+        BatchStep(networks, carry, new, StepInputs(x, y, index, index, None, 0)), carry
     )
 
     def logits(params: dict[str, torch.Tensor]) -> np.ndarray:

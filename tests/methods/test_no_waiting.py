@@ -19,7 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
-from fedstill.engines.loop import _Training
+from fedstill.engines.loop import Training
 from fedstill.engines.passes import correct_by_class
 from fedstill.running.preparation import prepare
 
@@ -73,16 +73,16 @@ class Watch(TorchDispatchMode):
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watch]]:
     """All steps of training, each under a watch."""
     seen: list[Watch] = []
-    plain: Callable[..., None] = _Training.step
+    plain: Callable[..., None] = Training.step
 
-    def step(self: _Training, batch: Any) -> None:
+    def step(self: Training, batch: Any) -> None:
         watch = Watch(getattr(self.optimiser, "steps", []))  # Adam counts its steps on the host
         seen.append(watch)
         with watch:
             plain(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Training, "step", step)
+        patch.setattr(Training, "step", step)
         yield seen
 
 

@@ -17,7 +17,7 @@ import toys
 from fedstill.core.capabilities import Need
 from fedstill.core.registry import lookup
 from fedstill.engines.batches import Batch
-from fedstill.engines.loop import _Training
+from fedstill.engines.loop import Training
 from fedstill.running.runner import run
 
 ORDER = [[0, 1, 4], [2, 3]]
@@ -39,7 +39,7 @@ class FirstSteps:
 
     def watching(self, step: Callable[[Any, Batch], None]) -> Callable[[Any, Batch], None]:
         seen: set[int] = set()
-        alive: list[_Training] = []  # so that no two have one id
+        alive: list[Training] = []  # so that no two have one id
 
         def watched(training: Any, batch: Batch) -> None:
             on = training.clients.start.head
@@ -78,7 +78,7 @@ def test_outputs_that_are_off_get_no_gradient_and_make_no_term_large(
     of before.
     """
     first = FirstSteps()
-    monkeypatch.setattr(_Training, "step", first.watching(_Training.step))
+    monkeypatch.setattr(Training, "step", first.watching(Training.step))
     base = experiment(name)
     method = {**(base.method if isinstance(base.method, dict) else {"name": base.method}), **fields}
     peers = lookup("method", name).build().topology == "peer_to_peer"

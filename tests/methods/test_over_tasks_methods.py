@@ -15,7 +15,7 @@ from scipy.special import log_softmax
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.records import Payload, Stage, TrainingStart
-from fedstill.engines.step import Networks, Seen
+from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.methods.fedlwf import FedLwF, Remembered
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.running.preparation import prepare
@@ -55,7 +55,9 @@ def test_the_terms_of_fedlwf_by_hand() -> None:
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
     work = Remembered(FedLwF(weight=0.5, temperature=tau), 4)
-    terms = work.terms(Seen(networks, carry, new, x, y, index, index, None, 0), carry)
+    terms = work.terms(
+        BatchStep(networks, carry, new, StepInputs(x, y, index, index, None, 0)), carry
+    )
 
     def logits(params: Any) -> Any:
         return (

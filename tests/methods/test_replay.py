@@ -19,7 +19,7 @@ from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Payload, State, TrainingStart
 from fedstill.engines.client_memory import Memory
-from fedstill.engines.step import Networks, Seen
+from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.methods.replay import Rehearse, Replay, herded, lowest, merged
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.running.journal import read_journal
@@ -163,7 +163,9 @@ def test_the_objective_by_hand(alpha: float) -> None:
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(9)
     work = Rehearse(Replay(alpha=alpha, beta=0.7), 2)
-    terms = work.terms(Seen(networks, carry, params, x, y, index, index, None, 0), carry)
+    terms = work.terms(
+        BatchStep(networks, carry, params, StepInputs(x, y, index, index, None, 0)), carry
+    )
     got = sum(float(v.detach().mean()) for v in terms.values())
 
     z = (

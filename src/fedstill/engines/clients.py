@@ -21,7 +21,7 @@ from fedstill.engines.batches import Batch, Progress, epoch_batches
 from fedstill.engines.cores import workers
 from fedstill.engines.frozen_teachers import Teachers, build_modules, frozen_teachers
 from fedstill.engines.precision import Precision
-from fedstill.engines.step import Now, StepInputs
+from fedstill.engines.step import StepInputs, TeacherOnBatch
 from fedstill.models import contract
 from fedstill.models.contract import joins_last_example
 
@@ -160,7 +160,7 @@ class TrainingClients(Protocol):
     """Copies of all entries of the network. Training changes them in place."""
     trace: Tensors
     """Copies of the trace, which a method may replace after each step."""
-    teacher_on_batch: Now | None
+    teacher_on_batch: TeacherOnBatch | None
     """Runs a teacher on a batch; None if a step has to do so, under ``vmap``."""
 
     def module(self) -> nn.Module:
@@ -213,7 +213,7 @@ class LoneClient(TrainingClients):
         }
         self.pixel_draws = stage_generator(view.client, setup, "pixels")
         self.teachers = self._teachers()
-        self.teacher_on_batch: Now | None = self.teachers.on_batch
+        self.teacher_on_batch: TeacherOnBatch | None = self.teachers.on_batch
         if setup.rule is not None:
             # The gradients of single examples are computed under vmap, and teachers run there, too.
             build_modules(self.start.teachers, view.model)

@@ -29,7 +29,7 @@ from fedstill.engines.cuda_graphs import Recorder, is_wanted, on_own_stream, who
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import products
 from fedstill.engines.stack import Stack
-from fedstill.engines.step import Networks, Seen, StepInputs
+from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.engines.user_functions import terms_of
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers, freeze_norms
@@ -75,7 +75,7 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
         on_own_stream(device),
         products(setup.precision, device),
         _dropout_by_key(view, setup),
-        closing(_Training(work, LoneClient(start, view, setup))) as training,
+        closing(Training(work, LoneClient(start, view, setup))) as training,
     ):
         return training.run()[0]
 
@@ -91,7 +91,7 @@ def train_stack(
     """
     device = stage_examples(views[0], setup.stage).labels.device
     with products(setup.precision, device):
-        return _Training(work, Stack(starts, views, setup)).run()
+        return Training(work, Stack(starts, views, setup)).run()
 
 
 def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[None]:
@@ -102,7 +102,7 @@ def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[
     return drawing_from(seed_for(setup.seed, stage.round, stage.index, view.client, "dropout"))
 
 
-class _Training:
+class Training:
     """One training from its start to its end, of one client or of a stack."""
 
     def __init__(self, work: ClientWork, clients: TrainingClients) -> None:
@@ -143,12 +143,12 @@ class _Training:
             freeze_norms(module)
 
         return Networks(
-            spec=clients.view.model,
+            model=clients.view.model,
             module=module,
-            table=clients.teacher_table,
+            teacher_table=clients.teacher_table,
             precision=self.setup.precision,
             device=clients.device,
-            now=clients.teacher_on_batch,
+            teacher_on_batch=clients.teacher_on_batch,
         )
 
     def _recorder(self) -> Recorder | None:
@@ -162,7 +162,7 @@ class _Training:
         return Recorder(
             act=self._step,
             state=lambda: [*self.params.values(), *self.optimiser.state()],
-            reads_epoch=lambda: "epoch" in self.networks.asked,
+            reads_epoch=lambda: self.networks.epoch_was_read,
             batch_size=self.plan.batch,
             batches=whole_batches(self.plan, clients.sizes[0]),
             kind=(type(self.work), clients.view.model, self.plan, self.setup.precision),
@@ -284,7 +284,7 @@ class _Training:
         """The terms of an objective for each client."""
 
         def client_terms(start: TrainingStart, params: Tensors, inputs: StepInputs) -> Terms:
-            step = Seen(self.networks, start, params, *inputs)  # type: ignore[arg-type]
+            step = BatchStep(self.networks, start, params, inputs)
             terms = terms_of(objective, objective(step, start), len(inputs.y))
             return {name: _averaged(value, step) for name, value in terms.items()}
 

@@ -5,7 +5,7 @@ client of a stack.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -20,13 +20,13 @@ from fedstill.models import contract
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Table = Callable[[str, str], Tensor | None]
-"""(teacher, "logits" or "features") to its outputs for all examples, or None where it must be run
-on each batch.
+TeacherTable = Callable[[str, str], Tensor | None]
+"""From a teacher's name and "logits" or "features" to its outputs for all examples; to None if it
+has to run on each batch.
 """
 
-Now = Callable[[str, str, Tensor], Tensor]
-"""(teacher, "logits" or "features", inputs) to its outputs for one batch."""
+TeacherOnBatch = Callable[[str, str, Tensor], Tensor]
+"""From a teacher's name, "logits" or "features", and inputs to its outputs."""
 
 
 class StepInputs(NamedTuple):
@@ -43,85 +43,79 @@ class StepInputs(NamedTuple):
     epoch: int | Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Networks:
-    """What a step runs: the student's module, and teachers, whose outputs may be known already.
+    """The networks of a step: the student's module, and teachers, whose outputs may be known."""
 
-    ``now``: runs teachers on a batch; None under ``vmap``, where they are run here, for each client
-    of the stack.
-    ``asked``: what objectives have asked of a step beside its tensors: its epoch.
-    """
-
-    spec: ModelSpec
+    model: ModelSpec
     module: nn.Module
-    table: Table
+    teacher_table: TeacherTable
     precision: Precision
     device: torch.device
-    now: Now | None = None
-    asked: set[str] = field(default_factory=set)
+    teacher_on_batch: TeacherOnBatch | None = None
+    """None under ``vmap``, where each client may have another teacher: it then runs here."""
+    epoch_was_read: bool = False
+    """Whether an objective has read the epoch's number. A recording of such a step holds for one
+    epoch only.
+    """
 
-    def teacher(
-        self, start: TrainingStart, name: str, what: str, x: Tensor, rows: Tensor
-    ) -> Tensor:
-        """Logits or features of a frozen teacher for one batch."""
+    def teacher(self, start: TrainingStart, name: str, kind: str, inputs: StepInputs) -> Tensor:
+        """Logits or features of a frozen teacher for a batch."""
+        table = self.teacher_table(name, kind)
+        if table is not None:
+            return table[inputs.rows]
+        if self.teacher_on_batch is not None:
+            return self.teacher_on_batch(name, kind, inputs.x)
         teacher = self.frozen(start, name)
-        known = self.table(name, what)
-        if known is not None:
-            return known[rows]
-        if self.now is not None:
-            return self.now(name, what, x)
         module = contract.module(teacher.spec, "frozen").eval()
-        run = contract.forward if what == "logits" else contract.features
+        run = contract.forward if kind == "logits" else contract.features
         with torch.no_grad():
-            return lowered(run, self.precision, self.device)(module, teacher.params, x)
+            return lowered(run, self.precision, self.device)(module, teacher.params, inputs.x)
 
     def frozen(self, start: TrainingStart, name: str) -> FrozenModel:
         """A teacher of what training starts from."""
-        return frozen(start.teachers[name], self.spec)
+        return frozen(start.teachers[name], self.model)
 
 
-class Seen:
-    """A batch under training: forward passes are made once, when first asked for."""
+class BatchStep:
+    """A batch under training, as ``core.records.Step`` describes it. A forward pass runs when its
+    result is first needed, and once.
+    """
 
     def __init__(
-        self,
-        networks: Networks,
-        start: TrainingStart,
-        params: Tensors,
-        x: Tensor,
-        y: Tensor,
-        index: Tensor,
-        rows: Tensor,
-        mask: Tensor | None,
-        epoch: int,
+        self, networks: Networks, start: TrainingStart, params: Tensors, inputs: StepInputs
     ) -> None:
         self.params = params
-        self.x = x
-        self.y = y
-        self.index = index
-        self.mask = torch.ones(len(y), device=y.device) if mask is None else mask
+        self.x = inputs.x
+        self.y = inputs.y
+        self.index = inputs.positions
+        mask = inputs.mask
+        if mask is None:
+            mask = torch.ones(len(inputs.y), device=inputs.y.device)
+        self.mask = mask
         self._networks = networks
         self._start = start
-        self._rows = rows
-        self._mask = mask
-        self._epoch = epoch
+        self._inputs = inputs
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0; a recording of the step then holds for it alone."""
-        self._networks.asked.add("epoch")
-        return self._epoch
+        self._networks.epoch_was_read = True
+        # In a stack it is a tensor, which vmap lets each client use like a number.
+        return self._inputs.epoch  # type: ignore[return-value]
 
     def logits(self, raw: bool = False) -> Tensor:
         if self._logits is None:
             self._logits = self.run(contract.forward)
-        return self._logits if raw else self.on(self._logits)
+        if raw:
+            return self._logits
+        return self.on(self._logits)
 
     def features(self) -> Tensor:
         if self._features is None:
             self._features = self.run(contract.features)
+            # From the features, so that an objective that needs both runs the body once.
             self._logits = self.head(self._features)
         return self._features
 
@@ -151,24 +145,31 @@ class Seen:
         return self._lowered(function)(network, params, x, *args, **kwargs)
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:
-        logits = self._networks.teacher(self._start, name, "logits", self.x, self._rows)
-        return logits if raw else self.on(logits)
+        logits = self._networks.teacher(self._start, name, "logits", self._inputs)
+        if raw:
+            return logits
+        return self.on(logits)
 
     def teacher_features(self, name: str) -> Tensor:
-        return self._networks.teacher(self._start, name, "features", self.x, self._rows)
+        return self._networks.teacher(self._start, name, "features", self._inputs)
 
     def mean(self, values: Tensor) -> Tensor:
-        return (
-            values.mean() if self._mask is None else (values * self._mask).sum() / self._mask.sum()
-        )
+        mask = self._inputs.mask
+        if mask is None:
+            return values.mean()
+        return (values * mask).sum() / mask.sum()
 
     def share(self, raw: Tensor) -> Tensor:
-        real = raw if self._mask is None else raw * self._mask
-        return real / real.sum()
+        mask = self._inputs.mask
+        if mask is not None:
+            raw = raw * mask
+        return raw / raw.sum()
 
     def on(self, logits: Tensor) -> Tensor:
         head = self._start.head
-        return logits if head is None else torch.where(head, logits, OFF)
+        if head is None:
+            return logits
+        return torch.where(head, logits, OFF)
 
     def _lowered(self, function: Callable[P, T]) -> Callable[P, T]:
         return lowered(function, self._networks.precision, self._networks.device)
