@@ -110,12 +110,12 @@ def test_each_epochs_parameters_are_those_of_a_shorter_training(prepared: Prepar
 
 
 def test_steps_count_batches_over_several_epochs(prepared: Prepared) -> None:
-    assert trained(prepared, Plan(steps=23, batch=10, lr=0.1)).ran.steps == 23
+    assert trained(prepared, Plan(steps=23, batch=10, lr=0.1)).result.steps == 23
 
 
 def test_no_epochs_train_nothing(prepared: Prepared) -> None:
     result = trained(prepared, Plan(epochs=0))
-    assert result.ran.steps == 0
+    assert result.result.steps == 0
     assert all(torch.equal(result.params[k], v) for k, v in prepared.world.initial(0).items())
 
 
@@ -124,7 +124,7 @@ def test_a_client_without_examples_trains_nothing(prepared: Prepared) -> None:
     empty = replace(view, data=Examples(view.data.values[:0], view.data.labels[:0]))
     start = TrainingStart(prepared.world.initial(0))
     result = train(ClientWork(), start, empty, setup_of(prepared, Plan(epochs=3)))
-    assert result.ran.steps == 0
+    assert result.result.steps == 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def test_settle_has_the_last_word_on_every_step(prepared: Prepared) -> None:
         prepared, Plan(epochs=2, batch=10, lr=0.1), Halted(), trace={"steps": torch.zeros(())}
     )
     assert all(torch.equal(result.params[k], v) for k, v in prepared.world.initial(0).items())
-    assert result.ran.trace["steps"] == result.ran.steps > 0
+    assert result.result.trace["steps"] == result.result.steps > 0
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def wrapped() -> Predict:
 
 @pytest.fixture(autouse=True)
 def short_shards_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(passes, "LONG", 0.0)
+    monkeypatch.setattr(passes, "LONG_SHARD", 0.0)
     with torch_threads(1):
         yield
 
@@ -82,7 +82,7 @@ def test_a_function_of_somebodys_own_is_called_by_one_thread() -> None:
 @pytest.mark.parametrize("why", ["more torch threads", "short shards"])
 def test_shards_stay_in_one_thread(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "short shards":
-        monkeypatch.setattr(passes, "LONG", 1e9)
+        monkeypatch.setattr(passes, "LONG_SHARD", 1e9)
     names: set[str] = set()
     with torch_threads(2 if why == "more torch threads" else 1):
         by_shard(

@@ -139,11 +139,11 @@ def check(
     for carry, view, ours in zip(starts, views, together, strict=True):
         alone = train(work, carry, view, setup)
         near(ours.params, alone.params)
-        near(ours.ran.trace, alone.ran.trace)
+        near(ours.result.trace, alone.result.trace)
         assert ours.losses == pytest.approx(alone.losses, abs=NEAR)
-        assert (ours.ran.steps, ours.ran.lr, ours.epochs) == (
-            alone.ran.steps,
-            alone.ran.lr,
+        assert (ours.result.steps, ours.result.lr, ours.epochs) == (
+            alone.result.steps,
+            alone.result.lr,
             alone.epochs,
         )
         assert len(ours.by_epoch) == len(alone.by_epoch)

@@ -212,7 +212,7 @@ def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[st
     plan = Plan(epochs=1, batch=BATCH, lr=1.0)
     setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
     made = train(work, replace(carry, params=start), view, setup)
-    assert made.ran.steps == 1
+    assert made.result.steps == 1
     trained = sorted(trainable_names(carry.model or view.model) - set(entry.get("zero", ())))
     return sum(made.losses.values()), sub({k: start[k] for k in trained}, made.params)
 

@@ -1,4 +1,9 @@
-"""The training loop, the only one: it trains a client, or a stack of clients, for one stage."""
+"""The training loop: it trains one client, or a stack of clients, for one stage.
+
+There is no other loop. ``Training.run`` goes through the batches and ``Training.step`` does one
+step: the terms of the method's objective, their gradient, and the optimiser's update, with the
+method's hooks where it has them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ class Trained:
 
     params: Tensors
     """All entries of the network, buffers included."""
-    ran: TrainingResult
+    result: TrainingResult
     losses: Mapping[str, float]
     """The mean of each term over the examples of the last epoch."""
     epochs: int = 0
@@ -103,30 +108,33 @@ def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[
 
 
 class Training:
-    """One training from its start to its end, of one client or of a stack."""
+    """One training from its start to its end, of one client or of a stack.
+
+    Hooks that a method leaves as they are would change nothing, and are not called.
+    """
 
     def __init__(self, work: ClientWork, clients: TrainingClients) -> None:
         self.work = work
         self.clients = clients
         self.setup = clients.setup
         self.plan = clients.setup.plan
-        self.params = clients.params
-        self.trace = clients.trace
-        self.leaves = self._trained_entries()
-        self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.setup.lr)
-        self.networks = self._networks()
-        self.rule_draws = stage_generator(clients.view.client, self.setup, "noise")
-        self.sums = TermSums()
-        self.epoch_params: dict[int, list[Tensors]] = {}
-        """The parameters after each epoch, by the client's place in the stack."""
-
-        # Hooks that a method leaves as they are would change nothing, and are not called.
         self.adjusts_gradients = _overrides(work, "adjust_gradients")
         self.acts_after_step = _overrides(work, "after_step")
         self.perturbs = _overrides(work, "perturb")
         self.has_ascent_terms = _overrides(work, "ascent_terms")
 
-        self.recorder = self._recorder()
+        self.params = clients.params
+        # The trained entries of params: the leaves of autograd's graph.
+        self.leaves = self._trained_entries()
+        self.trace = clients.trace
+        self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.setup.lr)
+        self.networks = self._make_networks()
+        self.rule_draws = stage_generator(clients.view.client, self.setup, "noise")
+        self.recorder = self._make_recorder()
+
+        self.sums = TermSums()
+        # The parameters after each epoch, by the client's place in the stack.
+        self.epoch_params: dict[int, list[Tensors]] = {}
 
     def _trained_entries(self) -> dict[str, Tensor]:
         trainable = contract.trainable_names(self.clients.view.model)
@@ -136,12 +144,11 @@ class Training:
                 leaves[name] = value.requires_grad_()
         return leaves
 
-    def _networks(self) -> Networks:
+    def _make_networks(self) -> Networks:
         clients = self.clients
         module = clients.module().train()
         if self.plan.norm == "frozen":
             freeze_norms(module)
-
         return Networks(
             model=clients.view.model,
             module=module,
@@ -151,7 +158,7 @@ class Training:
             teacher_on_batch=clients.teacher_on_batch,
         )
 
-    def _recorder(self) -> Recorder | None:
+    def _make_recorder(self) -> Recorder | None:
         """The recorder of steps as CUDA graphs; None if steps are not recorded."""
         clients = self.clients
         if not isinstance(clients, LoneClient) or not is_wanted(clients.device):
@@ -175,7 +182,7 @@ class Training:
         self.recorder = None
 
     def run(self) -> list[Trained]:
-        """Train to the end; the outcome of each client."""
+        """Train to the end, and return each client's outcome."""
         best = BestEpoch(self.plan.patience)
         batch = None
         for batch in self.clients.batches():
@@ -214,7 +221,7 @@ class Training:
         return [
             Trained(
                 params=params_by_client[i],
-                ran=TrainingResult(progress[i].steps, self.setup.lr, traces[i]),
+                result=TrainingResult(progress[i].steps, self.setup.lr, traces[i]),
                 losses=losses[i],
                 epochs=progress[i].epochs,
                 scores=tuple(best.scores),
@@ -239,7 +246,10 @@ class Training:
             self.sums.add(terms, batch)
 
     def _step(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
-        """Move the trained entries by the gradient of a batch's objective; its terms."""
+        """Update the trained entries by the gradient of the objective; return its terms.
+
+        running: which clients of a stack are still training; None if all are.
+        """
         params = self.params
         leaves = self.leaves
         if self.perturbs:
@@ -247,7 +257,7 @@ class Training:
             params = self._params_with(leaves)
         terms = self._terms(self.work.terms, params, inputs)
         has_gradient = backward(terms, leaves)
-        # A hook may move entries even if the objective does not depend on them.
+        # A method with these hooks may update entries without a gradient.
         has_hook = self.adjusts_gradients or self.acts_after_step
         if not has_gradient and self.leaves and not has_hook:
             raise bad_return(self.work.terms, DETACHED)
@@ -262,8 +272,8 @@ class Training:
         return terms
 
     def _step_by_rule(self, inputs: StepInputs, rule: GradientRule) -> Terms:
-        """Move the trained entries by a rule's combination of the examples' gradients; the mean
-        terms of the step, or none if the step has no examples.
+        """Update the trained entries by a rule's combination of the examples' gradients; return the
+        mean terms, or none if the step has no examples.
         """
 
         def example_terms(entries: Tensors, example: StepInputs) -> Terms:
@@ -291,7 +301,7 @@ class Training:
         return self.clients.per_client(client_terms, params, inputs)
 
     def _perturbed_leaves(self, inputs: StepInputs) -> dict[str, Tensor]:
-        """The trained entries, as new leaves, at the point where ``perturb`` wants the gradient."""
+        """New leaves: the trained entries at the point where ``perturb`` wants the gradient."""
         ascent_terms: Terms = {}
         if self.has_ascent_terms:
             ascent_terms = self._terms(self.work.ascent_terms, self.params, inputs)
@@ -363,8 +373,8 @@ class Training:
                 leaf.copy_(params[name])
 
     def _update_only(self, running: Tensor) -> None:
-        """Update the clients that are still training. The others are put back afterwards: momentum
-        and weight decay would move them even without a gradient.
+        """Update the clients that are still training. The others take part in the step and are put
+        back afterwards: besides their gradient, momentum and weight decay would move them on.
         """
         before = trees.clone(self.leaves)
         trace = self.trace

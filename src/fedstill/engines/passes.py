@@ -25,9 +25,9 @@ from fedstill.models import contract
 from fedstill.models.ensemble import Joined
 from fedstill.models.functional import body_layers, input_products
 
-LONG = 0.002
-"""Seconds of a shard; of shorter ones, threads side by side wait for the interpreter as long as
-they compute.
+LONG_SHARD = 0.002
+"""Seconds from which a shard is long. With shorter ones, threads would wait for the interpreter as
+long as they compute.
 """
 
 Predict = Callable[[Tensor], Tensor]
@@ -120,73 +120,85 @@ class ModelPasses:
         return torch.zeros(0, contract.width(spec) if run is contract.features else spec.classes)
 
 
-def _backward_of(m: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-    """cuDNN knows no backward pass of recurrent layers in a network that is only evaluated: torch's
-    own does it.
+def _backward_of(module: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    """Lets a network in evaluation mode have a backward pass: for recurrent layers, cuDNN has one
+    in training mode only, and torch's own kernels have it always.
     """
-    if device.type != "cuda" or not any(isinstance(layer, nn.RNNBase) for layer in m.modules()):
-        return nullcontext()
-    return without_cudnn()
+    if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        return without_cudnn()
+    return nullcontext()
 
 
 def by_shard(
-    act: Callable[[Tensor], T], predict: Predict, data: Examples, inputs: Inputs, workers: int = 1
+    function: Callable[[Tensor], T],
+    predict: Predict,
+    examples: Examples,
+    inputs: Inputs,
+    workers: int = 1,
 ) -> list[T]:
-    """``act`` on a predictor's logits of each fixed shard, in the order of the examples.
+    """The result of a function on a predictor's logits for each fixed shard, in the order of the
+    examples.
 
-    workers: How many shards at once on the CPU, if torch has one thread, a shard takes long enough,
-    and threads may share the predictor. The bits do not depend on it.
+    workers: how many shards run at a time on the CPU, if torch has one thread, a shard takes long
+    enough, and threads may share the predictor. The bits do not depend on it.
     """
 
-    def one(start: int) -> T:
-        return act(predict(_shard(data.values, start, inputs)))
+    def run(start: int) -> T:
+        return function(predict(_shard(examples.values, start, inputs)))
 
-    jobs = [partial(one, start) for start in range(0, len(data), SHARD)]
-    if (
-        workers < 2
-        or torch.get_num_threads() > 1
-        or data.values.device.type != "cpu"
-        or not _is_shared(predict)
-    ):
-        return [job() for job in jobs]
+    starts = range(0, len(examples), SHARD)
+    if not starts or not _may_use_threads(predict, examples, workers):
+        return [run(start) for start in starts]
+
     began = time.perf_counter()
-    first = [job() for job in jobs[:1]]
-    apart = time.perf_counter() - began > LONG
-    return first + (side_by_side(jobs[1:], workers) if apart else [job() for job in jobs[1:]])
+    first_result = run(starts[0])
+    is_long = time.perf_counter() - began > LONG_SHARD
+    if not is_long:
+        return [first_result, *(run(start) for start in starts[1:])]
+    jobs = [partial(run, start) for start in starts[1:]]
+    return [first_result, *side_by_side(jobs, workers)]
 
 
-def right_by_example(predict: Predict, data: Examples, inputs: Inputs, workers: int = 1) -> Tensor:
+def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool:
+    if workers < 2 or torch.get_num_threads() > 1 or examples.values.device.type != "cpu":
+        return False
+    # The library's predictors run in a module of each thread's own; nothing is known of others.
+    inner = inspect.unwrap(predict)
+    predictors = inner.each if isinstance(inner, Joined) else [inner]
+    return all(isinstance(p, contract.Predictor) for p in predictors)
+
+
+def right_by_example(
+    predict: Predict, examples: Examples, inputs: Inputs, workers: int = 1
+) -> Tensor:
     """Which examples are predicted right: (n,) bool, on the CPU; ``workers`` as in ``by_shard``."""
-    said = by_shard(lambda logits: logits.argmax(1), predict, data, inputs, workers)
-    return (torch.cat(said) == data.labels).cpu() if said else torch.zeros(0, dtype=torch.bool)
+    predicted = by_shard(_most_likely, predict, examples, inputs, workers)
+    if not predicted:
+        return torch.zeros(0, dtype=torch.bool)
+    return (torch.cat(predicted) == examples.labels).cpu()
 
 
 def correct_by_class(
-    predict: Predict, data: Examples, inputs: Inputs, classes: int, workers: int = 1
+    predict: Predict, examples: Examples, inputs: Inputs, classes: int, workers: int = 1
 ) -> Tensor:
-    """How many examples of each class are predicted right: (C,) int64; ``workers`` as in
-    ``by_shard``.
+    """How many examples of each class are predicted right: (C,) int64, on the CPU; ``workers`` as
+    in ``by_shard``.
     """
-    said = by_shard(lambda logits: logits.argmax(1), predict, data, inputs, workers)
-    return counted_right(said, data.labels, classes).cpu()
+    predicted = by_shard(_most_likely, predict, examples, inputs, workers)
+    return counted_right(predicted, examples.labels, classes).cpu()
 
 
-def counted_right(said: Sequence[Tensor], labels: Tensor, classes: int) -> Tensor:
-    """How often the classes said (n,), in parts, are the labels (n,): by class (C,) int64, where
-    these are.
+def _most_likely(logits: Tensor) -> Tensor:
+    return logits.argmax(1)
+
+
+def counted_right(predicted: Sequence[Tensor], labels: Tensor, classes: int) -> Tensor:
+    """How many predicted classes are the labels (n,), by class: (C,) int64, on the labels' device.
+
+    predicted: the classes of all examples, in parts.
     """
     counts = torch.zeros(classes, dtype=torch.int64, device=labels.device)
-    return (
-        counts.index_add_(0, labels, (torch.cat(list(said)) == labels).long()) if said else counts
-    )
-
-
-def _is_shared(predict: Predict) -> bool:
-    """Whether threads may share a predictor: each runs a library's predictor in a module of its
-    own.
-    """
-    inner = inspect.unwrap(predict)
-    return all(
-        isinstance(p, contract.Predictor)
-        for p in (inner.each if isinstance(inner, Joined) else [inner])
-    )
+    if not predicted:
+        return counts
+    is_right = torch.cat(list(predicted)) == labels
+    return counts.index_add_(0, labels, is_right.long())

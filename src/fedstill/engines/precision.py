@@ -149,8 +149,9 @@ def _round_products(on: bool) -> None:
 
 
 def _floats(value: T) -> T:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype == torch.bfloat16 else value  # type: ignore[return-value]
+    """The outputs of a pass, with float32 in place of bfloat16."""
+    if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+        return value.float()  # type: ignore[return-value]
     if not isinstance(value, tuple):
         return value
     parts = [_floats(part) for part in value]

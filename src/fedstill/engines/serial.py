@@ -313,7 +313,7 @@ class SerialEngine:
         view, start = begun.view, begun.carry
         params, result = start.params, TrainingResult(0, 0.0, start.trace)
         if trained is not None:
-            params, result = trained.params, trained.ran
+            params, result = trained.params, trained.result
 
         content, client_state = sent_and_remembered(
             work, work.end(params, start, result, view, self.world)
@@ -376,7 +376,7 @@ def _training_metrics(start: TrainingStart, trained: Trained | None) -> Fields:
         return {}
     metrics: Fields = {
         "loss": dict(trained.losses),
-        "steps": trained.ran.steps,
+        "steps": trained.result.steps,
         "epochs": trained.epochs,
     }
     if trained.scores:
