@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.core.checks import within
+from fedstill.core.checks import as_hook
 from fedstill.core.errors import MethodFailed
 from fedstill.core.records import Examples
 from fedstill.data.inputs import SHARD, Inputs
@@ -34,7 +34,7 @@ def one(seed: int) -> Any:
 
 
 def wrapped() -> Predict:
-    return within("a method", "predictors", "after round 1", one(0))
+    return as_hook("a method", "predictors", "after round 1", one(0))
 
 
 @pytest.fixture(autouse=True)
