@@ -18,9 +18,9 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
-from fedstill.running.provenance import check_sources
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
+from fedstill.running.same_run import check_same
 
 METHOD = """
 from dataclasses import dataclass
@@ -433,4 +433,4 @@ def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) 
     start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     before = {path: sha for path, sha in start["sources"].items() if not path.endswith("parts.py")}
     # earlier versions noted the named files only
-    check_sources(settings_of(tmp_path / "run"), {"sources": before})
+    check_same(settings_of(tmp_path / "run"), {"sources": before}, {})

@@ -19,8 +19,8 @@ from fedstill.core.records import ModelSpec, Plan, as_pairs, as_table_again
 from fedstill.engines.vectorised import why_not
 from fedstill.flower.site_settings import code_in
 from fedstill.models import contract
-from fedstill.running.provenance import sources
 from fedstill.running.runner import resume, run
+from fedstill.running.same_run import code_digests
 from kinds import small_data
 from run_bits import StopAfter, assert_same_bits, bits
 
@@ -221,7 +221,7 @@ def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -
 
     settings = settle(load(tmp_path / "own.toml"))
     assert settings.named.model.values["of"] == f"{tmp_path / 'own.py'}:net"
-    assert list(sources(settings)) == [str(tmp_path / "own.py")]
+    assert list(code_digests(settings)) == [str(tmp_path / "own.py")]
 
 
 @pytest.mark.parametrize(

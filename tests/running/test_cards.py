@@ -16,7 +16,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import State
 from fedstill.engines import precision
-from fedstill.running import provenance
+from fedstill.running import same_run
 from fedstill.running.compare import BYTES_ON_CARD, jobs_that_fit
 from fedstill.running.journal import VERSIONS, Journal, read_journal
 
@@ -24,20 +24,20 @@ CARD, OTHER = "NVIDIA A100 (CUDA 12.4, cuDNN 90100)", "NVIDIA H100 (CUDA 13.0, c
 
 
 def test_the_card_is_noted_where_a_run_trains_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "card_named", lambda device: CARD)
-    assert provenance.software("cuda")["card"] == CARD
-    assert provenance.software("cuda").keys() == set(VERSIONS)
-    assert "card" not in provenance.software("cpu")
+    monkeypatch.setattr(same_run, "card_named", lambda device: CARD)
+    assert same_run.software("cuda")["card"] == CARD
+    assert same_run.software("cuda").keys() == set(VERSIONS)
+    assert "card" not in same_run.software("cpu")
     assert precision.card_named("cpu") == ""
 
 
 def test_a_resume_on_another_card_is_said_and_noted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(provenance, "card_named", lambda device: OTHER)
-    start = {"event": "start", **provenance.software("cuda"), "card": CARD}
+    monkeypatch.setattr(same_run, "card_named", lambda device: OTHER)
+    start = {"event": "start", **same_run.software("cuda"), "card": CARD}
     with caplog.at_level(logging.WARNING), closing(Journal(tmp_path / "journal.jsonl")) as journal:
-        provenance.note_versions(journal, [start], State(params={}, round=2), "cuda")
+        same_run.note_versions(journal, [start], State(params={}, round=2), "cuda")
     assert f"was run with card {CARD} and goes on with card {OTHER}" in caplog.text
     (event,) = read_journal(tmp_path / "journal.jsonl")
     assert event["versions"] == {"card": OTHER}

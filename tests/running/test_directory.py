@@ -22,7 +22,7 @@ from fedstill.config.experiment import Experiment, load
 from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, NoRun, RunBusy, RunExists
 from fedstill.report.page import write_page
 from fedstill.report.runs import read_run
-from fedstill.running import provenance
+from fedstill.running import same_run
 from fedstill.running.directory import claimed
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
@@ -351,10 +351,10 @@ def test_a_resume_with_other_versions_is_said_and_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run", 1)
-    here = provenance.software()
+    here = same_run.software()
     with monkeypatch.context() as later:
         later.setattr(
-            provenance, "software", lambda device: {**here, "torch": "9.0", "fedstill": "8.0"}
+            same_run, "software", lambda device: {**here, "torch": "9.0", "fedstill": "8.0"}
         )
         with pytest.raises(Interrupted):
             resume(folder, toys.blobs(), StopAfter(1))

@@ -15,8 +15,8 @@ from fedstill.core.records import Plan
 from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
 from fedstill.running import engine_choice
+from fedstill.running.compare import make_way
 from fedstill.running.engine_choice import Work, suited_engine
-from fedstill.running.existing_runs import make_way
 from fedstill.running.explain import arithmetic
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run

@@ -14,10 +14,11 @@ from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
+from fedstill.running.compare import make_way
 from fedstill.running.directory import clear, locked
-from fedstill.running.existing_runs import make_way, other_settings
 from fedstill.running.later_looks import add_looks
 from fedstill.running.runner import run
+from fedstill.running.same_run import other_settings
 from fedstill.running.tables import write_run_tables
 from fedstill.running.variants import seeded, variants
 from flowers import needs_flower
@@ -269,7 +270,7 @@ def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run
         moved = replace(experiment, data={"name": name, "folder": str(tmp_path / "moved")})
         (asked,) = variants(moved, tmp_path / name, ("fedavg",), (1,))
         assert asked.folder == there.folder
-        assert other_settings(asked) == other
+        assert other_settings(asked.settings, asked.folder) == other
         public = replace(asked.settings.data, public=20, public_from="photos")
         for one in (there, asked):
             photos = replace(
@@ -278,9 +279,10 @@ def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run
                     one.settings, data=replace(public, folder=one.settings.data.folder)
                 ),
             )
-            assert ("data.folder" in other_settings(photos)) == (one is asked)
+            keys = other_settings(photos.settings, photos.folder)
+            assert ("data.folder" in keys) == (one is asked)
         (asked.folder / "summary.json").unlink()
-        assert other_settings(asked) == ["data.folder"]
+        assert other_settings(asked.settings, asked.folder) == ["data.folder"]
 
 
 def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:

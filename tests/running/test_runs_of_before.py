@@ -23,10 +23,9 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ClientFailed
 from fedstill.engines import serial
 from fedstill.report.groups import groups
-from fedstill.running.existing_runs import other_settings
 from fedstill.running.journal import read_journal
-from fedstill.running.provenance import software
 from fedstill.running.runner import resume, run
+from fedstill.running.same_run import other_settings, software
 from fedstill.running.variants import variants
 from run_bits import before_round_1, resealed
 
@@ -106,11 +105,12 @@ def test_a_comparison_begun_before_goes_on_and_its_runs_stay_one_group(tmp_path:
         run(one.experiment, one.folder)
     path = begun.folder / "config.toml"
     resealed(begun.folder, path.read_text().replace('failures = "stop"\n', ""))
-    assert other_settings(begun) == other_settings(now) == []
+    assert other_settings(begun.settings, begun.folder) == []
+    assert other_settings(now.settings, now.folder) == []
     (group,) = groups([tmp_path])
     assert (group.label, group.seeds) == ("fedavg", [1, 2])
     resealed(begun.folder, path.read_text().replace("quorum = 0.5", "quorum = 0.7"))
-    assert other_settings(begun) == ["clients.quorum"]
+    assert other_settings(begun.settings, begun.folder) == ["clients.quorum"]
 
 
 def test_a_run_whose_clients_were_stacked_with_other_seeds_goes_on_alone(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, RunExists
 from fedstill.core.files import digest, make_folder, write_whole
 from fedstill.running.archive import readable
 from fedstill.running.journal import CONFIG_SEAL, without_times
-from fedstill.running.provenance import processor, software
+from fedstill.running.same_run import processor, software
 from fedstill.running.split_file import SPLIT
 from fedstill.running.variants import Variant
 

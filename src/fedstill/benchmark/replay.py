@@ -22,9 +22,9 @@ from fedstill.benchmark.suites import TEST_SEEDS, Suite
 from fedstill.config.experiment import from_tree
 from fedstill.core.keys import numpy_generator, seed_for
 from fedstill.core.reports import json_value
-from fedstill.running.journal import VERSIONS, Event, without_times
+from fedstill.running.journal import Event, without_times
 from fedstill.running.preparation import read_data
-from fedstill.running.provenance import processor, software
+from fedstill.running.same_run import comparable_start, processor, software
 from fedstill.running.variants import Variant, seeded
 
 Level = Literal["bits", "tolerance", "outliers", "disagrees"]
@@ -61,11 +61,6 @@ MOST_OUTLIERS = 0.2
 
 With other vector instructions, 3 of 20 clients that train alone on few examples at a high rate
 ended at other losses.
-"""
-
-NOT_COMPARED = (*VERSIONS, "sources", "examples_sha256")
-"""Fields of the event ``start`` that say with what a run was made; earlier versions do not name the
-examples.
 """
 
 
@@ -178,9 +173,9 @@ def _nudged(run: Variant, step: float) -> Variant:
 
 def comparable_events(folder: Path, rounds: int) -> list[Event]:
     """The events of a run's first rounds in order, without times and versions."""
-    start, *events = map(without_times, events_of(folder / "journal.jsonl"))
-    start = {key: value for key, value in start.items() if key not in NOT_COMPARED}
-    return [start, *(event for event in events if event.get("round", 0) <= rounds)]
+    start, *events = events_of(folder / "journal.jsonl")
+    in_rounds = [event for event in events if event.get("round", 0) <= rounds]
+    return [comparable_start(start), *map(without_times, in_rounds)]
 
 
 # An entry's events beside those of repetitions of its run, where rounding differs. Tolerances come

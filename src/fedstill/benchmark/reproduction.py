@@ -20,7 +20,7 @@ from fedstill.report.numbers import COLUMNS, Spread, spread
 from fedstill.report.runs import Run, read_run
 from fedstill.report.summary import NONE, package_notes
 from fedstill.report.terminal import table
-from fedstill.running.existing_runs import as_settled, other_settings
+from fedstill.running.same_run import other_settings, settings_by_key
 from fedstill.running.variants import Variant
 
 # A paper's table beside ours: for every column the levels, and the difference of each row to the
@@ -62,7 +62,7 @@ def paper_tables(
             "with the paper's; "
             "differences between rows may be."
         )
-    if others := [other for run in runs if (other := other_settings(run))]:
+    if others := [other for run in runs if (other := other_settings(run.settings, run.folder))]:
         keys = ", ".join(sorted({key for other in others for key in other}))
         yield Text(
             f"{len(others)} of these runs have OTHER SETTINGS than the recipe has now: {keys}."
@@ -471,7 +471,7 @@ def _apart_cells(apart: Difference | None) -> tuple[str, str, str, str]:
 def _other_settings(ours: Sequence[Run], theirs: Sequence[Run], other_row: bool) -> str:
     if not ours or not theirs:
         return f"no finished run {'there' if ours else 'here'}"
-    here, there = (as_settled(run.folder) for run in (ours[0], theirs[0]))
+    here, there = (settings_by_key(run.folder) for run in (ours[0], theirs[0]))
     keys = [k for k in differing([here, there]) if k in here and k in there and k not in OF_A_RUN]
     keys = [k for k in keys if not (other_row and k.startswith("method."))]
     return ", ".join(f"{k} = {as_written(here[k])}, there {as_written(there[k])}" for k in keys)

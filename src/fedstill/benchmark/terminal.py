@@ -30,7 +30,7 @@ from fedstill.benchmark.tables import (
 from fedstill.core.errors import ConfigError, CorruptFile, DataAbsent
 from fedstill.core.files import make_folder, write_whole
 from fedstill.report.terminal import table
-from fedstill.running.provenance import processor
+from fedstill.running.same_run import processor
 
 # Standings from entries and from what ships, as people see them in a terminal and as files.
 

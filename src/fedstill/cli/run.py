@@ -98,9 +98,10 @@ def resume_command(
     """
     from fedstill.report.progress import followed
     from fedstill.running import runner
-    from fedstill.running.directory import refuse_changed, settings_of
+    from fedstill.running.directory import settings_of
+    from fedstill.running.same_run import check_config
 
-    refuse_changed(directory)
+    check_config(directory)
     settings = settings_of(directory)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:

@@ -41,9 +41,9 @@ from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import settings_of
 from fedstill.running.evaluation import of_some_clients
 from fedstill.running.preparation import read_data, with_pixels
-from fedstill.running.provenance import sources
 from fedstill.running.remote import remote_engine
 from fedstill.running.result import Result
+from fedstill.running.same_run import RunIdentity
 from fedstill.running.start_weights import body_of
 from fedstill.running.world import RunWorld, started, world_of
 
@@ -397,9 +397,7 @@ def without_folder(name: str) -> str:
 
 def _warn_of_changes(settings: Settings, start: Mapping[str, Any]) -> None:
     """Warn of a file of the user's own code that is not the one that the run was started with."""
-    noted = start.get("sources", {})
-    for path, sha in sources(settings).items():
-        if noted.get(path, sha) != sha:
-            log.warning(
-                "%s has changed since the run began; the model may compute something else", path
-            )
+    for path in RunIdentity.noted_in(start).changed_code(settings):
+        log.warning(
+            "%s has changed since the run began; the model may compute something else", path
+        )

@@ -5,16 +5,16 @@ other groups.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from fedstill.config.earlier import UNSAID
 from fedstill.core.files import short_name
 from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run, find
+from fedstill.running.same_run import settings_but_seed
 
 UNSET = "–"
 
@@ -35,7 +35,7 @@ class Group:
     @property
     def settings(self) -> Mapping[str, Any]:
         """What its runs have in common, by dotted key."""
-        return shared_settings(self.runs[0])
+        return settings_but_seed(self.runs[0].settings, self.runs[0].start)
 
     @property
     def seeds(self) -> list[int]:
@@ -97,7 +97,8 @@ def group(runs: Sequence[Run]) -> list[Group]:
     unsaid = {k for k in UNSAID if any(k not in run.settings for run in runs)}
 
     def telling(run: Run) -> dict[str, Any]:
-        return {k: v for k, v in shared_settings(run).items() if k not in unsaid}
+        shared = settings_but_seed(run.settings, run.start)
+        return {key: value for key, value in shared.items() if key not in unsaid}
 
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
@@ -107,30 +108,6 @@ def group(runs: Sequence[Run]) -> list[Group]:
     lists = list(by_settings.values())
     labels = group_labels([telling(runs[0]) for runs in lists])
     return [_group(label, members) for label, members in zip(labels, lists, strict=True)]
-
-
-def shared_settings(run: Run) -> dict[str, Any]:
-    """A run's settings without its seed, and the digests of the user's own files."""
-    digests = {
-        f"sources.{PurePath(p).name}": str(d)[:12]
-        for p, d in dict(run.start.get("sources", {})).items()
-    }
-    shared = {k: v for k, v in run.settings.items() if k != "seed"} | digests
-    return shared | (
-        {"start_from": _start(str(shared["start_from"]))} if "start_from" in shared else {}
-    )
-
-
-def _start(place: str) -> str:
-    """The run that another starts from, without its file and its seed: what runs of several seeds
-    share.
-    """
-    parts = [
-        p
-        for p in PurePath(place).parts
-        if p != "model.safetensors" and not re.fullmatch(r"seed\d+", p)
-    ]
-    return parts[-1] if parts else place
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

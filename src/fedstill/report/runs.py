@@ -17,9 +17,9 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.data.client_split import LabelCounts
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
-from fedstill.running.directory import refuse_changed
-from fedstill.running.journal import Event, refuse_cut
+from fedstill.running.journal import Event
 from fedstill.running.later_looks import with_later_looks
+from fedstill.running.same_run import check_config, check_journal_end
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
 # What a reader of journals relies on, checked once: an event that lacks it is named, with its file.
@@ -328,7 +328,7 @@ def read_run(folder: Path, named: Path | None = None) -> Run:
     """A run from its directory; raises CorruptFile naming the file, and the event, that is not what
     it should be.
     """
-    refuse_changed(folder)
+    check_config(folder)
     path = folder / JOURNAL
     events = journals.read_journal(path)
     by_name: dict[str, list[Event]] = {
@@ -345,7 +345,7 @@ def read_run(folder: Path, named: Path | None = None) -> Run:
     check_events(path, start, initial, by_name["round"], by_name["client"])
     check_looks(path, by_name["measure"])
     check_resumed(path, by_name.get("resumed", []))
-    refuse_cut(folder, events)
+    check_journal_end(folder, events)
     split = read_split(folder, start)
     return Run(
         folder,

@@ -25,11 +25,23 @@ from typing import Any, ClassVar
 import torch
 
 from fedstill.config.experiment import Experiment
-from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
+from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.engines.cores import WORKERS, cores
 from fedstill.engines.precision import check_machine
-from fedstill.running.existing_runs import in_the_way, make_way
-from fedstill.running.journal import read_journal, refuse_cut
+from fedstill.running.client_data import scale_data, split_data
+from fedstill.running.directory import clear, locked
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import read_data, reading_options, with_pixels
+from fedstill.running.public_data import NOISE, TRAIN
+from fedstill.running.same_run import (
+    RunIdentity,
+    check_journal_end,
+    is_finished,
+    start_of_journal,
+    why_not_same,
+)
 from fedstill.running.tracking import wanted
 from fedstill.running.variants import Variant, with_starts
 
@@ -139,6 +151,97 @@ class StopsWhenAsked:
         """
         parent = multiprocessing.parent_process()
         return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())
+
+
+# Runs that are already in the folder of a comparison.
+
+
+def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
+    """Delete the runs in variants' folders that are not the variants'; raises RunExists for them
+    unless ``overwrite``.
+
+    A run is another one if its settings, code or models are (``same_run.why_not_same``), if the run
+    that it starts from is begun anew, or if its data are not those of runs that are still to be
+    done. variants: each after the one that it starts from.
+    """
+    cleared = set[Path]()
+    for variant in variants:
+        reason = why_not_same(variant.settings, variant.folder)
+        if not reason and variant.after is not None and variant.after.folder in cleared:
+            reason = "holds a run that started from one that is begun anew"
+        if reason:
+            _clear(variant, reason, overwrite)
+            cleared.add(variant.folder)
+
+    finished = [variant for variant in variants if is_finished(variant.folder)]
+    unfinished = [variant for variant in variants if not is_finished(variant.folder)]
+    data = CurrentData([variant.settings for variant in unfinished])
+    for variant in finished:
+        if data.differ(variant.settings, start_of_journal(variant.folder)):
+            name = variant.settings.data.name
+            _clear(variant, f"holds a run that began before data {name!r} changed", overwrite)
+
+
+def _clear(variant: Variant, reason: str, overwrite: bool) -> None:
+    if not overwrite:
+        raise RunExists(
+            f"{variant.folder} {reason}; choose another --out, or begin it anew with --overwrite"
+        )
+    with locked(variant.folder):
+        clear(variant.folder)
+
+
+class CurrentData:
+    """The data of runs that are still to be done, as they are now.
+
+    Each data set is read once, and only if a finished run has the same one.
+    """
+
+    def __init__(self, unfinished: Sequence[Settings]) -> None:
+        self._needed = {_data_key(settings) for settings in unfinished}
+        self._read: dict[str, Dataset] = {}
+        self._digests: dict[str, dict[str, str]] = {}
+
+    def differ(self, settings: Settings, start: Mapping[str, Any]) -> bool:
+        """Whether a finished run shares its data set with an unfinished one, and began with other
+        examples, as its event ``start`` says.
+
+        False for data that cannot be read: the unfinished run will say so.
+        """
+        identity = RunIdentity.noted_in(start)
+        if "examples_sha256" not in identity.data or _data_key(settings) not in self._needed:
+            return False
+        try:
+            return identity.has_other_examples(self._digests_of(settings))
+        except ConfigError:
+            return False
+
+    def _digests_of(self, settings: Settings) -> dict[str, str]:
+        """The SHA-256 of examples by split; of public ones, too, where they come from other
+        data.
+        """
+        key = _data_key(settings)
+        if key not in self._read:
+            data = read_data(settings)
+            self._read[key] = data
+            self._digests[key] = {
+                "train": examples_digest(data.train),
+                "test": examples_digest(data.test),
+            }
+        digests = dict(self._digests[key])
+        if settings.data.public_from not in (TRAIN, NOISE):
+            data = with_pixels(self._read[key], settings.data)
+            public = scale_data(settings, data, split_data(settings, data)).public
+            if public is not None:
+                digests["public"] = examples_digest(public)
+        return digests
+
+
+def _data_key(settings: Settings) -> str:
+    return repr((settings.data.name, reading_options(settings)))
+
+
+# Carrying out runs, as many at once as fit on the machine.
 
 
 BYTES_A_RUN = 1.5e9
@@ -302,7 +405,9 @@ def _stays(run: Variant) -> bool:
     from.
     """
     return (
-        _is_whole(run.folder) and not in_the_way(run) and (run.after is None or _stays(run.after))
+        _is_whole(run.folder)
+        and not why_not_same(run.settings, run.folder)
+        and (run.after is None or _stays(run.after))
     )
 
 
@@ -311,10 +416,10 @@ def _is_whole(folder: Path) -> bool:
     with it says why.
     """
     try:
-        refuse_cut(folder, read_journal(folder / "journal.jsonl"))
+        check_journal_end(folder, read_journal(folder / "journal.jsonl"))
     except CorruptFile:
         return False
-    return (folder / "summary.json").is_file()
+    return is_finished(folder)
 
 
 def _leave_alone(finished: Sequence[Outcome]) -> None:

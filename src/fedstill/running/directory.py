@@ -22,10 +22,9 @@ from fedstill.config.named_tables import NAMED
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
-from fedstill.core.files import RUN_TABLE, digest, in_shell, is_leftover, remove, short_name
+from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, remove, short_name
 from fedstill.core.method import Method
 from fedstill.core.registry import LIVE
-from fedstill.running.journal import CONFIG_SEAL, read_journal
 
 # A run that has begun: its settings, as its directory says them.
 
@@ -52,59 +51,6 @@ def settings_of(folder: Path, **live: Any) -> Settings:
             raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
         bind(table, name, type(thing) if isinstance(thing, Method) else thing)
     return settle(from_tree(as_it_began(tree), {}, folder), here=False)
-
-
-def refuse_changed(folder: Path) -> None:
-    """Raise CorruptFile for a config.toml that is not the one with which the run began.
-
-    That one's SHA-256 is in the journal's first event; of runs of earlier versions, in the newest
-    checkpoint.
-    """
-    path = folder / "config.toml"
-    try:
-        began = _config_of(folder)
-        same = not began or began == digest(path.read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
-        return  # it has not begun, or is damaged, which whoever reads it will say
-    if not same:
-        new = in_shell(path.resolve())
-        raise CorruptFile(
-            f"{path} has changed since the run began, and a run goes on with its own settings "
-            "alone: put it back; with "
-            "others, more rounds for example, a new run may start from this one's model: fedstill "
-            f"run {new} --out NEW "
-            f"-s start_from={in_shell(folder.resolve())}"
-        )
-
-
-def _config_of(folder: Path) -> str:
-    """The SHA-256 of the config.toml with which a run began; empty where nothing says it."""
-    journal = folder / "journal.jsonl"
-    if journal.is_file() and (start := read_journal(journal, 1)) and CONFIG_SEAL in start[0]:
-        return str(start[0][CONFIG_SEAL])
-    if newest := max((folder / "checkpoints").glob("*.json"), default=None):
-        return str(json.loads(newest.read_bytes())["manifest"]["config"])
-    return ""
-
-
-def refuse_lost(folder: Path) -> None:
-    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it
-    would begin anew.
-    """
-    journal = folder / "journal.jsonl"
-    if (
-        (folder / "summary.json").is_file()
-        or any((folder / "checkpoints").glob("*.json"))
-        or not journal.is_file()
-    ):
-        return
-    if done := max((e.get("round") or 0 for e in read_journal(journal)), default=0):
-        text = (
-            f"{folder} has come to round {done}, and has no checkpoint to go on from (a pack keeps "
-            "none): put its "
-            "folder checkpoints back, or begin it anew with"
-        )
-        raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
 
 
 def runs_below(folder: Path) -> list[Path]:

@@ -28,10 +28,10 @@ from fedstill.running.journal import CONFIG_SEAL, START, Journal, read_journal
 from fedstill.running.observers import seconds_by_measure
 from fedstill.running.preparation import Prepared
 from fedstill.running.progress import OnRound, Progress, Quiet
-from fedstill.running.provenance import check_same, note_versions, versions
 from fedstill.running.recording import RunRecorder, data_fields, examples_seal, run_observers
 from fedstill.running.remote import RunEngine
 from fedstill.running.result import Result, summary_of, write_result
+from fedstill.running.same_run import check_same, note_versions, start_fields
 from fedstill.running.split_file import StoredSplit, restore_split, write_split
 from fedstill.running.tracking import Named, Tracking
 
@@ -107,7 +107,7 @@ class Driver:
             ),
             progress=self.progress,
             start_fields={
-                **versions(settings, world),
+                **start_fields(settings, world),
                 CONFIG_SEAL: self.checkpoints.config,
                 **data_fields(prepared, has_split=self.split is not None),
                 **examples_seal(prepared),

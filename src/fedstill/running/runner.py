@@ -23,8 +23,6 @@ from fedstill.running.directory import (
     HOLDER,
     locked,
     new_directory,
-    refuse_changed,
-    refuse_lost,
     refuse_used,
     settings_of,
 )
@@ -34,6 +32,7 @@ from fedstill.running.preparation import prepare
 from fedstill.running.progress import OnRound, Progress, Quiet
 from fedstill.running.remote import check_calls, place_of, remote_engine
 from fedstill.running.result import Result
+from fedstill.running.same_run import check_checkpoints, check_config
 from fedstill.running.split_file import begun_split
 from fedstill.running.trackers import Track
 from fedstill.running.tracking import behind, send_late, wanted
@@ -181,9 +180,9 @@ def resume(
     and for a run whose checkpoints are gone.
     """
     folder = named_path(directory)
-    refuse_changed(folder)
+    check_config(folder)
     settings = settings_of(folder, **live)
-    refuse_lost(folder)
+    check_checkpoints(folder)
     if data is not None:
         refuse_other_data(data)
     _refuse_debug(debug, settings)

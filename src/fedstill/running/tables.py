@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import RUN_TABLE, as_named, refuse_other_kind, write_over
 from fedstill.running.archive import readable
-from fedstill.running.journal import Event, read_journal, refuse_cut
+from fedstill.running.journal import Event, read_journal
+from fedstill.running.same_run import check_journal_end
 
 if TYPE_CHECKING:
     import pandas
@@ -118,7 +119,7 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
     """
     folder = readable(run)
     events = read_journal(folder / "journal.jsonl")
-    refuse_cut(folder, events)
+    check_journal_end(folder, events)
     classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
     rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
     return {

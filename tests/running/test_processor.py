@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fedstill.running.provenance import processor
+from fedstill.running.same_run import processor
 
 TOLD = "processor\t: {}\ncpu family\t: 25\nmodel\t\t: {}\nmodel name\t: AMD EPYC\nstepping\t: 1\n\n"
 

@@ -1,0 +1,540 @@
+"""Is this the same run? One answer for resume, compare, report, ranking and loading.
+
+The numbers of a run depend on
+
+- its settings: every value of config.toml, except that engines with the same bits count as one;
+- code and models of the user's that the settings name, known by their SHA-256;
+- its data: classes, test labels, what makes inputs of examples, and the examples;
+- the versions of software, and a graphics card.
+
+The journal's first event, ``start``, notes all of these but the settings. Two runs are the same if
+settings, code, models and data agree. A run may go on with other versions: it gets a warning and an
+event ``resumed``, since its bits may then differ.
+
+A directory still holds its run if config.toml, journal and checkpoints are what the run wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import platform
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedstill.config.client_models import words
+from fedstill.config.earlier import unsaid
+from fedstill.config.experiment import fingerprint
+from fedstill.config.overrides import flat
+from fedstill.config.settings import Settings
+from fedstill.config.tables import DataTable
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.files import digest, in_shell
+from fedstill.core.records import State
+from fedstill.core.registry import LIVE, files_of
+from fedstill.core.reports import json_value
+from fedstill.data.sources.catalog import KNOWN
+from fedstill.engines.precision import card_named
+from fedstill.running.directory import settings_of
+from fedstill.running.journal import (
+    CONFIG_SEAL,
+    VERSIONS,
+    Event,
+    Journal,
+    read_journal,
+    without_times,
+)
+from fedstill.running.public_data import NOISE, TRAIN
+from fedstill.running.start_weights import seal
+from fedstill.running.world import RunWorld
+from fedstill.version import VERSION
+
+log = logging.getLogger("fedstill.resume")
+
+# What a run depends on besides its config: versions, the user's code, the models that it is given.
+
+
+PROCESSOR_NUMBERS = {"cpu family": "family", "model": "model"}
+"""What Linux calls the numbers of a processor's generation, and what they are called here."""
+
+
+def software(device: str = "cpu") -> dict[str, str]:
+    """The versions that a run's bits may depend on, and the card if it trains on one."""
+    versions = {
+        "fedstill": VERSION,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        versions["card"] = card_named(device)
+    return versions
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, its family and model, and the vector instructions that torch uses.
+
+    cpuinfo: where Linux describes the processor. The name alone is not enough: two generations of
+    one maker can share it.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    described = {}
+    for line in reversed(lines):  # so that the first processor's values remain
+        key, _, value = line.partition(":")
+        described[key.strip()] = value.strip()
+    name = described.get("model name") or platform.processor() or platform.machine()
+    details = [
+        f"{word} {described[key]}" for key, word in PROCESSOR_NUMBERS.items() if key in described
+    ]
+    details.append(torch.backends.cpu.get_cpu_capability())
+    return f"{name} ({', '.join(details)})"
+
+
+def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
+    """The SHA-256 of each of the user's files that the config names, by path, and of what came from
+    Python, by name.
+
+    modules: whether modules beside these files count, too, since the files may import them.
+    """
+    named = settings.named
+    names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
+    names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
+    names += [*words(named.model.values), *words(settings.data.features_of or {})]
+    paths: set[Path] = set()
+    for file in {Path(name.partition(":")[0]) for name in names if ".py" in name}:
+        paths |= set(files_of(file)) if modules else {file}
+    digests = {str(path): digest(path.read_bytes()) for path in sorted(paths, key=str)}
+    for thing in (named.method, named.model, named.partition):
+        if thing.name in settings.lives:
+            digests[thing.name] = fingerprint(thing.kind, thing.name)
+    return digests
+
+
+def start_fields(settings: Settings, world: RunWorld) -> dict[str, Any]:
+    """What the event ``start`` says besides the data: versions, and the SHA-256 of code and models.
+
+    Of a model of which only a part fits, also what was left out, with a warning.
+    """
+    fields: dict[str, Any] = {**software(settings.device), "sources": code_digests(settings)}
+    for key, place in _model_places(settings).items():
+        fields[key] = seal(place)
+    start = world.start
+    if settings.start_from_partial and start is not None:
+        log.warning("start_from = %r: %s", settings.start_from, start)
+        fields["start_from_new"] = list(start.new)
+        fields["start_from_left_out"] = list(start.left_out)
+    return fields
+
+
+def _model_places(settings: Settings) -> dict[str, str]:
+    """The models that the run is given, by config key: to start from, or to take features of."""
+    places = {}
+    if settings.start_from:
+        places["start_from"] = settings.start_from
+    if settings.data.features_of:
+        places["features_of"] = settings.data.features_of["file"]
+    return places
+
+
+# The identity of a run that began, and in what the present differs from it.
+
+
+DATA_FIELDS = {
+    "classes": "the classes",
+    "test_counts": "the labels of the test set",
+    "inputs": "the inputs' mean or spread",
+    "examples_sha256": "the examples themselves",
+}
+"""The fields of the event ``start`` by which data are known again, and what they are called."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """By what a run is known again, its settings apart: the notes in its event ``start``.
+
+    code: as ``code_digests``. models: SHA-256 by config key. data: the ``DATA_FIELDS`` that the
+    event has; earlier versions noted fewer. Empty for a run that has not begun, or is damaged.
+    """
+
+    code: Mapping[str, str]
+    models: Mapping[str, str]
+    data: Mapping[str, Any]
+
+    @staticmethod
+    def noted_in(start: Mapping[str, Any]) -> RunIdentity:
+        """The identity that an event ``start`` notes."""
+        code = start.get("sources")
+        return RunIdentity(
+            code=code if isinstance(code, Mapping) else {},
+            models={key: start[key] for key in ("start_from", "features_of") if key in start},
+            data={key: start[key] for key in DATA_FIELDS if key in start},
+        )
+
+    def changed_code(self, settings: Settings) -> list[str]:
+        """The user's files, by path, that are not what they were when the run began."""
+        digests = code_digests(settings)
+        # Earlier versions noted the files that the config names, and no modules beside them.
+        named = code_digests(settings, modules=False)
+        return [
+            path
+            for path, sha in digests.items()
+            if self.code.get(path) != sha and (path in self.code or path in named)
+        ]
+
+    def changed_models(self, settings: Settings) -> list[str]:
+        """The models, as the config names them, that are not what they were when the run began.
+
+        Raises ConfigError where there is no model.
+        """
+        places = _model_places(settings)
+        return [place for key, place in places.items() if self.models.get(key) != seal(place)]
+
+    def changed_data(self, start_now: Mapping[str, Any]) -> list[str]:
+        """The ``DATA_FIELDS`` that are not what they were when the run began.
+
+        start_now: the event ``start`` that a run on today's data would write.
+        """
+        now = json_value(dict(start_now))
+        return [key for key, value in self.data.items() if not _is_equal(value, now.get(key))]
+
+    def has_other_examples(self, digests: Mapping[str, str]) -> bool:
+        """Whether the examples, given by the SHA-256 of each split, are not what they were.
+
+        Never where the run noted none: of real sites, of features that a backbone gives, and of
+        runs of earlier versions.
+        """
+        examples = self.data.get("examples_sha256")
+        if not isinstance(examples, Mapping):
+            return False
+        return any(examples.get(split) != sha for split, sha in digests.items())
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Whether two values are equal, numbers up to rounding, since another processor sums in another
+    order.
+    """
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if first.keys() != second.keys():
+            return False
+        return all(_is_equal(value, second[key]) for key, value in first.items())
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_is_equal, first, second))
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-9)
+    return bool(first == second)
+
+
+def comparable_start(start: Event) -> Event:
+    """An event ``start`` without times and without what says by whom and with what a run was made.
+
+    Two runs of one config on different machines agree in it. The SHA-256 of the examples is left
+    out, since earlier versions did not note it.
+    """
+    left_out = {*VERSIONS, "sources", "examples_sha256"}
+    return {key: value for key, value in without_times(start).items() if key not in left_out}
+
+
+# Resume: a run goes on only as the run that it was.
+
+
+def check_same(settings: Settings, start: Mapping[str, Any], start_now: Mapping[str, Any]) -> None:
+    """Raise CorruptFile if code, models or data are not those that the run was started with.
+
+    start: the run's event ``start``. start_now: the one that a run on today's data would write;
+    real sites check their data themselves.
+    """
+    identity = RunIdentity.noted_in(start)
+    for path in identity.changed_code(settings):
+        kind = "the code" if path.startswith(LIVE) else "the file"
+        raise _not_same(
+            f"{path} is not {kind} that the run was started with; restore the original to resume"
+        )
+    for place in identity.changed_models(settings):
+        raise CorruptFile(
+            f"{place} holds another model than when the run was started; restore the original to "
+            "resume"
+        )
+    if settings.on_sites:
+        return
+    for key in identity.changed_data(start_now):
+        cause = ""
+        if key == "examples_sha256" and "kind" not in start_now["inputs"]:
+            cause = " (another version of Pillow may decode pictures otherwise)"
+        raise _not_same(
+            f"data {settings.data.name!r}: {DATA_FIELDS[key]} differ from those that the run was "
+            f"started with{cause}; put the data back as they were to resume"
+        )
+
+
+def _not_same(text: str) -> CorruptFile:
+    """An error that says how to begin anew, in Python and for a command."""
+    return CorruptFile(
+        f"{text}, or begin anew with overwrite=True", f"{text}, or begin anew with --overwrite"
+    )
+
+
+def note_versions(
+    journal: Journal, events: Sequence[Mapping[str, Any]], state: State, device: str
+) -> None:
+    """Warn of a run that goes on with other versions or on another card, and write the event
+    ``resumed``.
+
+    events: the journal's; a version that they do not name is not compared. device: the run's.
+    """
+    known = dict(events[0])
+    for event in events:
+        if event["event"] == "resumed" and isinstance(event.get("versions"), Mapping):
+            known.update(event["versions"])
+    versions = {
+        name: version
+        for name, version in software(device).items()
+        if known.get(name, version) != version
+    }
+    if not versions:
+        return
+    earlier = {name: str(known[name]) for name in versions}
+    log.warning(
+        "%s was run with %s and goes on with %s: its bits may differ from those of a run that was "
+        "not stopped",
+        journal.path.parent,
+        _listed(earlier),
+        _listed(versions),
+    )
+    journal.write(
+        "resumed", round=state.round, stage=state.stage, before=earlier, versions=versions
+    )
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+# Comparisons: whether the run in a folder is the one that a comparison wants there.
+
+
+SAME_BITS = ("serial", "pooled")
+"""Engines that give the same bits, so that runs by them are the same."""
+
+
+def why_not_same(settings: Settings, folder: Path) -> str:
+    """Why the run in a folder is not the run with these settings; empty if it is, or if there is
+    none.
+    """
+    try:
+        keys = other_settings(settings, folder)
+        if keys:
+            return f"holds a run with other settings ({', '.join(keys)})"
+        check_config(folder)
+    except CorruptFile as error:
+        return f"holds a damaged run ({error})"
+    files = other_files(settings, folder)
+    if files:
+        return f"holds a run that began before {', '.join(files)} changed"
+    return ""
+
+
+def other_settings(settings: Settings, folder: Path) -> list[str]:
+    """The dotted keys of which the run in a folder has other values; none where there is no run."""
+    config = folder / "config.toml"
+    if not config.is_file():
+        return []
+    values = flat(_identifying(settings, settings))
+    found = flat(_identifying(settings_of(folder), settings))
+    other = {key for key in values.keys() | found.keys() if values.get(key) != found.get(key)}
+    if is_finished(folder) and _has_known_examples(settings.data):
+        other.discard("data.folder")
+    return sorted(other - _unknown_keys(config))
+
+
+def other_files(settings: Settings, folder: Path) -> list[str]:
+    """The user's files, by name, and models that are not those with which the run in a folder
+    began.
+    """
+    start = start_of_journal(folder)
+    if not start:
+        return []  # it has not begun, or is damaged, which whoever goes on with it will say
+    identity = RunIdentity.noted_in(start)
+    files = []
+    # A file or a model may be missing, which whoever goes on with the run will say.
+    with contextlib.suppress(OSError):
+        files += [Path(path).name for path in identity.changed_code(settings)]
+    with contextlib.suppress(ConfigError, OSError):
+        files += identity.changed_models(settings)
+    return sorted(files)
+
+
+def settings_by_key(folder: Path) -> dict[str, Any]:
+    """Every value of an existing run by dotted key, except keys that came after it began."""
+    unknown = _unknown_keys(folder / "config.toml")
+    values = flat(settings_of(folder).tree)
+    return {key: value for key, value in values.items() if key not in unknown}
+
+
+def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs that differ in their seed only have in common, by dotted key.
+
+    settings: all values of a config. start: the run's event ``start``, for the digests of the
+    user's files. Of a run that another one starts from, only what runs of several seeds share.
+    """
+    shared = {key: value for key, value in settings.items() if key != "seed"}
+    for path, sha in RunIdentity.noted_in(start).code.items():
+        shared[f"sources.{PurePath(path).name}"] = str(sha)[:12]
+    if "start_from" in shared:
+        shared["start_from"] = _without_seed(str(shared["start_from"]))
+    return shared
+
+
+def start_of_journal(folder: Path) -> Mapping[str, Any]:
+    """The event ``start`` of the run in a folder; empty where it has not begun, or is damaged."""
+    try:
+        with (folder / "journal.jsonl").open("rb") as journal:
+            start = json.loads(journal.readline())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return start if isinstance(start, Mapping) else {}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder has come to its end."""
+    return (folder / "summary.json").is_file()
+
+
+def _identifying(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
+    """The settings that identify a run: all but an engine with the serial engine's bits, or one
+    that ``auto`` chose.
+    """
+    if settings.engine in SAME_BITS or wanted.engine == "auto":
+        return {**settings.tree, "engine": "serial"}
+    return settings.tree
+
+
+def _has_known_examples(data: DataTable) -> bool:
+    """Whether a data set's name says which examples it has: its checksums are known, so other data
+    are refused.
+    """
+    known = KNOWN.get(data.name)
+    if known is None or not known.sums:
+        return False
+    if data.image_column or data.label_column or data.size or data.form:
+        return False
+    return data.public_from in (TRAIN, NOISE)
+
+
+def _unknown_keys(config: Path) -> set[str]:
+    """The dotted keys of which a config says nothing, since they came after its run began."""
+    return unsaid(tomllib.loads(config.read_text(encoding="utf-8")))
+
+
+def _without_seed(place: str) -> str:
+    """The run in a path to its model, without the file and the folder of its seed."""
+    parts = [
+        part
+        for part in PurePath(place).parts
+        if part != "model.safetensors" and not re.fullmatch(r"seed\d+", part)
+    ]
+    return parts[-1] if parts else place
+
+
+# Whether a directory still holds what its run wrote.
+
+
+def check_config(folder: Path) -> None:
+    """Raise CorruptFile for a config.toml that is not the one with which the run began.
+
+    Its SHA-256 is in the journal's first event; of runs of earlier versions, in the newest
+    checkpoint.
+    """
+    path = folder / "config.toml"
+    try:
+        noted = _noted_config(folder)
+        same = not noted or noted == digest(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
+        return  # it has not begun, or is damaged, which whoever reads it will say
+    if not same:
+        config = in_shell(path.resolve())
+        raise CorruptFile(
+            f"{path} has changed since the run began, and a run goes on with its own settings "
+            "alone: put it back; with others, more rounds for example, a new run may start from "
+            f"this one's model: fedstill run {config} --out NEW -s "
+            f"start_from={in_shell(folder.resolve())}"
+        )
+
+
+def check_checkpoints(folder: Path) -> None:
+    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it
+    would begin anew.
+    """
+    journal = folder / "journal.jsonl"
+    has_checkpoint = any((folder / "checkpoints").glob("*.json"))
+    if is_finished(folder) or has_checkpoint or not journal.is_file():
+        return
+    last = max((event.get("round") or 0 for event in read_journal(journal)), default=0)
+    if last:
+        text = (
+            f"{folder} has come to round {last}, and has no checkpoint to go on from (a pack keeps "
+            "none): put its folder checkpoints back, or begin it anew with"
+        )
+        raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
+
+
+def check_journal_end(folder: Path, events: Sequence[Event]) -> None:
+    """Raise CorruptFile for the journal of a finished run that lacks its end.
+
+    events: the journal's. The journal of an unfinished run may end anywhere, even in half a line;
+    that of a finished run ends in its last round or task.
+    """
+    if not is_finished(folder):
+        return
+    path = folder / "summary.json"
+    try:
+        summary = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CorruptFile(
+            f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
+        ) from error
+    journal = folder / "journal.jsonl"
+    problem = _problem_of_end(events, summary)
+    if not problem and not journal.read_bytes().endswith(b"\n"):
+        problem = "it ends in half a line"
+    if problem:
+        raise CorruptFile(f"{journal} is not what was written: {problem}; restore the file")
+
+
+def _noted_config(folder: Path) -> str:
+    """The SHA-256 of the config.toml with which a run began; empty where nothing notes it."""
+    journal = folder / "journal.jsonl"
+    events = read_journal(journal, 1) if journal.is_file() else []
+    if events and CONFIG_SEAL in events[0]:
+        return str(events[0][CONFIG_SEAL])
+    newest = max((folder / "checkpoints").glob("*.json"), default=None)
+    if newest is None:
+        return ""
+    return str(json.loads(newest.read_bytes())["manifest"]["config"])
+
+
+def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
+    """In what the events of a journal are not those that a summary was made of; empty if in
+    nothing.
+    """
+    rounds = [event for event in events if event["event"] == "round"]
+    if len(rounds) != summary.get("rounds", len(rounds)):
+        return f"it has {len(rounds)} rounds, and summary.json {summary['rounds']}"
+    accuracy = rounds[-1].get("accuracy") if rounds else None
+    if accuracy != summary.get("accuracy", accuracy):
+        return f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
+    end = "task" if "final_accuracy" in summary else "round"
+    if rounds and events[-1]["event"] != end:
+        return f"it ends in the event {events[-1]['event']!r}, and not in {end!r}"
+    return ""
