@@ -396,7 +396,7 @@ class Asked:
         )
         return self.clerks[client](sent)
 
-    def up(self, client: int, payload: Payload) -> Payload:
+    def content(self, client: int, payload: Payload) -> Payload:
         answer = self.ask(client, payload)
         assert answer.failure == ""
         return answer.content

@@ -27,9 +27,7 @@ from fedstill.running.context import run_context, world_in
 from fedstill.running.directory import settings_of
 from fedstill.running.evaluation import evaluated, evaluated_answers
 from fedstill.running.observers import look
-from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.runner import begun_sums
-from fedstill.running.split_file import begun_split
+from fedstill.running.preparation import Prepared, prepare_again
 
 OnAgain = Callable[[int, int], None]
 """Called before each round that is gone through again: the round, and the last."""
@@ -86,9 +84,7 @@ def taken_up(folder: Path, before: int, data: Dataset | None = None) -> TakenUp:
     config = digest((folder / "config.toml").read_bytes())
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").before(before)
     engine = "auto" if settings.engine == "flower" else settings.engine
-    prepared = prepare(
-        replace(settings, engine=engine), data, begun_split(folder), begun_sums(folder, settings)
-    )
+    prepared = prepare_again(replace(settings, engine=engine), folder, data)
     return TakenUp(folder, prepared, restored)
 
 

@@ -37,8 +37,7 @@ from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions
-from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.split_file import begun_split
+from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
 
 # What a client is by now that asks after a run: its model, its new data, and for what it has reason
@@ -306,9 +305,8 @@ def ask(
     reason to ask, for a run without local models, or for a teacher of another class count or image
     shape; CorruptFile for a file that is damaged.
     """
-    prepared = prepare(
-        settle(_experiment(folder, client, query, changes or {})), data, begun_split(folder)
-    )
+    settings = settle(_experiment(folder, client, query, changes or {}))
+    prepared = prepare_again(settings, folder, data)
     method = prepared.settings.method
     assert isinstance(method, QKT)
     guests = tuple(_guest(path, prepared) for path in teachers)

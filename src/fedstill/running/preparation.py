@@ -15,7 +15,7 @@ import torch
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.config.unseen_data import NO_DATA, unseen_examples
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
 from fedstill.core.records import Examples
 from fedstill.data.cache import cache_folder, reuse_bytes
@@ -40,7 +40,8 @@ from fedstill.running.data_sums import Moments
 from fedstill.running.engine_choice import ENGINES, resolved
 from fedstill.running.extensions import client_extensions
 from fedstill.running.hostile_clients import hostile_clients
-from fedstill.running.split_file import StoredSplit
+from fedstill.running.journal import read_journal
+from fedstill.running.split_file import StoredSplit, stored_split
 from fedstill.running.splitting import stream_of, task_data
 from fedstill.running.standardisation import UNSCALED, Scaler
 from fedstill.running.start_weights import as_features
@@ -170,6 +171,36 @@ def prepare(
         notes=(*dataset.about.notes, *data.scaler.notes, *_notes_on_tasks(settings, data.scaler)),
         client_names=data.client_names,
     )
+
+
+def prepare_again(settings: Settings, folder: Path, dataset: Dataset | None = None) -> Prepared:
+    """Make a run ready that began in a directory, with the split and the sums that it began with.
+
+    Raises CorruptFile, too, for files that are not what was written.
+    """
+    stored = stored_split(folder)
+    return prepare(settings, dataset, stored, sent=_noted_sums(settings, folder))
+
+
+def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
+    """The mean and spread from the sums of real sites, as a run's journal has them; None where
+    sites send no sums, or have not sent them yet.
+
+    Raises CorruptFile for a first event that does not have them.
+    """
+    journal = folder / "journal.jsonl"
+    if settings.data.standardise != "summed" or not settings.on_sites or not journal.is_file():
+        return None
+    events = read_journal(journal, 1)
+    if not events:
+        return None
+    try:
+        inputs = events[0]["inputs"]
+        mean = tuple(map(float, inputs["mean"]))
+        std = tuple(map(float, inputs["std"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFile(f"{journal}: the start event's inputs are malformed: {error}") from error
+    return Moments(mean, std) if mean else None
 
 
 def _check_machine(settings: Settings) -> None:

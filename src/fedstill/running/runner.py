@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fedstill.config.experiment import Experiment, refuse_no_experiment
 from fedstill.config.resolve import DEFAULT_MODELS, settle
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.errors import ConfigError
 from fedstill.core.files import named_path, sweep, write_whole
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import process_settings
@@ -18,7 +18,6 @@ from fedstill.core.records import SERVER
 from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import Dataset
 from fedstill.running.cautions import log_cautions
-from fedstill.running.data_sums import Moments
 from fedstill.running.directory import (
     HOLDER,
     locked,
@@ -27,13 +26,11 @@ from fedstill.running.directory import (
     settings_of,
 )
 from fedstill.running.driver import Driver
-from fedstill.running.journal import read_journal
-from fedstill.running.preparation import prepare
+from fedstill.running.preparation import prepare, prepare_again
 from fedstill.running.progress import OnRound, Progress, Quiet
 from fedstill.running.remote import check_calls, place_of, remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import check_checkpoints, check_config
-from fedstill.running.split_file import begun_split
 from fedstill.running.trackers import Track
 from fedstill.running.tracking import behind, send_late, wanted
 
@@ -73,28 +70,7 @@ def with_data(experiment: Experiment, data: Dataset) -> Experiment:
     return experiment.with_values(said, "Python")
 
 
-# What the sums of real sites came to when a run began, as its journal says.
-
-
-def begun_sums(folder: Path, settings: Settings) -> Moments | None:
-    """The mean and spread by which a run's examples have been standardised; None where sites have
-    sent no sums (yet).
-
-    Raises CorruptFile for a first event that does not have them.
-    """
-    journal = folder / "journal.jsonl"
-    if settings.data.standardise != "summed" or not settings.on_sites or not journal.is_file():
-        return None
-    first = read_journal(journal, 1)
-    try:
-        mean, std = (
-            (tuple(map(float, first[0]["inputs"][key])) for key in ("mean", "std"))
-            if first
-            else ((), ())
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(f"{journal}: the start event's inputs are malformed: {error}") from error
-    return Moments(mean, std) if mean else None
+# Running and resuming an experiment.
 
 
 @process_settings()
@@ -209,7 +185,7 @@ def resume(
             send_late(folder, settings, trackers, result.summary)
             return result
         sweep(folder)
-        prepared = prepare(settings, data, begun_split(folder), begun_sums(folder, settings))
+        prepared = prepare_again(settings, folder, data)
         with closing(
             Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
         ) as driver:

@@ -134,7 +134,7 @@ def restore_split(folder: Path, start: Mapping[str, Any], split: StoredSplit) ->
     write_split(folder, split)
 
 
-def begun_split(folder: Path) -> StoredSplit | None:
+def stored_split(folder: Path) -> StoredSplit | None:
     """The split with which the run in a directory began; None if its journal names none yet, or the
     file is not there.
 
