@@ -67,7 +67,8 @@ def test_a_chain_is_drawn_in_other_orders_too(tmp_path: Path) -> None:
     cohorts = round_of_others(taken_up(folder, 2, toys.blobs()), 2, 3, quiet)
     assert all(sorted(c.clients) == list(range(6)) for c in cohorts)
     assert len({c.clients for c in cohorts}) == 4
-    assert isinstance(taken_up(folder, 2, toys.blobs()).prepared.settings.schedule.topology, Sequential)
+    settings = taken_up(folder, 2, toys.blobs()).prepared.settings
+    assert isinstance(settings.schedule.topology, Sequential)
 
 
 def test_where_nobody_else_can_be_drawn_it_is_said(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
-from fedstill.core.files import digest, in_shell
+from fedstill.core.files import in_shell
 from fedstill.core.records import Payload
 from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import cores
@@ -24,6 +24,7 @@ from fedstill.running.preparation import Prepared
 from fedstill.running.progress import Progress
 from fedstill.running.remote import Driven, RunEngine
 from fedstill.running.result import Result
+from fedstill.running.same_run import name_for_clients
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -125,9 +126,7 @@ class FlowerRuns:
 
         Raises ConfigError if its memory is at its site.
         """
-        with (folder / "journal.jsonl").open("rb") as file:
-            identity = digest(file.readline())[:16]
-        desk = Desk(folder / "sites", identity, client)
+        desk = Desk(folder / "sites", name_for_clients(folder), client)
         if not desk.place.is_dir():
             raise ConfigError(
                 f"the model of client {client} is at its site: this machine does not have it"

@@ -29,7 +29,7 @@ from fedstill.running.client_data import ClientData
 from fedstill.running.compatibility import check_at_site
 from fedstill.running.data_sums import moments
 from fedstill.running.preparation import Prepared, site_views
-from fedstill.running.public_data import NOISE, Wanted, copied, form_like
+from fedstill.running.public_data import NOISE, ExampleForm, public_copy, reading_like
 from fedstill.running.splitting import cut_into_tasks, stream_of
 from fedstill.running.standardisation import STANDARDISED, UNSCALED, Scaler, unscaled
 from fedstill.running.world import RunWorld, extended, world_of
@@ -96,7 +96,7 @@ def form_of(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
     """How the site reads its own file: as the run's ``[data]`` says, with the columns and names of
     the facts.
     """
-    form = form_like(settings.data, facts.about)
+    form = reading_like(settings.data, facts.about)
     if facts.kind == "text" and form["tokenizer"].endswith(".json"):
         form["tokenizer"] = _own_tokenizer(tokenizer, facts)
     return form
@@ -198,8 +198,15 @@ def public_of(
         return None
     if not facts.shape:
         raise Refused(f"the request's facts about data are malformed: shape {facts.shape}")
-    wanted = Wanted(facts.shape, len(facts.classes), facts.mean, facts.std, facts.about, form)
-    public = copied(settings, copy, wanted)
+    like = ExampleForm(
+        shape=facts.shape,
+        classes=len(facts.classes),
+        mean=facts.mean,
+        std=facts.std,
+        about=facts.about,
+        reading=form,
+    )
+    public = public_copy(settings, copy, like)
     if public is None:
         raise Refused(
             "the run has a public set: set public, your copy of it, in this site's site.toml"

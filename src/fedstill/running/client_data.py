@@ -19,7 +19,7 @@ from fedstill.data.dataset import Dataset, stratified
 from fedstill.data.sources.held_out import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.data_sums import Moments
-from fedstill.running.public_data import NOISE, set_apart
+from fedstill.running.public_data import NOISE, set_public_apart
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.splitting import cut_into_tasks, draw_split, draw_split_by_task
 from fedstill.running.standardisation import UNSCALED, Scaler, fit_scaler
@@ -67,7 +67,8 @@ def split_data(
     """
     trainable, tests = training_and_test_sets(settings, dataset)
     trainable = subset(trainable, settings.data.train_size, "train_size")
-    train, public = set_apart(settings, dataset, trainable)
+    public_split = set_public_apart(settings, dataset, trainable)
+    train = public_split.train
     common_test = subset(tests, settings.data.test_size, "test_size")
 
     owners = client_owners(settings, dataset, train)
@@ -75,7 +76,7 @@ def split_data(
     data = ClientData(
         train=train,
         split=None,
-        public=public,
+        public=public_split.public,
         test=common_test,
         client_names=tuple(dataset.about.owners[owner] for owner in owners),
         tasks=tasks,
@@ -197,7 +198,7 @@ def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list
     return owners
 
 
-def _drawn(settings: Settings, data: ClientData) -> ClientSplit:
+def _draw(settings: Settings, data: ClientData) -> ClientSplit:
     if data.tasks is None:
         return draw_split(settings, data.train)
     return draw_split_by_task(settings, data.train, data.tasks)
@@ -213,7 +214,7 @@ def _split_without_tests(
             "it"
         )
     # Some splits take minutes to draw, so a run that goes on uses the one in its directory.
-    return _drawn(settings, data) if stored is None else stored.clients
+    return _draw(settings, data) if stored is None else stored.clients
 
 
 def _with_client_tests(
@@ -225,7 +226,7 @@ def _with_client_tests(
 ) -> ClientData:
     """The data in which each client has test examples of its own."""
     fields = settings.named.partition.values
-    split = _drawn(settings, data)
+    split = _draw(settings, data)
     if fields["own_test"] == "column":
         if fields.get("pool") or tests.owners is None:
             raise ConfigError(
@@ -234,12 +235,12 @@ def _with_client_tests(
             )
         client_tests = _tests_by_owner(tests, owners)
     else:
-        apart = _hold_out_tests(
+        held_out = _hold_out_tests(
             split, share=float(fields["own_test"]), take_last=fields.get("own_test_take") == "last"
         )
-        split = apart.train
+        split = held_out.train
         client_tests = {
-            client: data.train.take(positions) for client, positions in apart.tests.items()
+            client: data.train.take(positions) for client, positions in held_out.tests.items()
         }
 
     # The file of a run has the training examples alone, so a resume draws both anew.

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.core.files import digest, write_whole
+from fedstill.core.files import write_whole
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext
 from fedstill.engines.client_memory import Memory
 from fedstill.running.data_sums import run_sums, sums_of_run
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.remote import RunEngine, remote_engine
+from fedstill.running.same_run import name_for_clients
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -43,10 +44,8 @@ def identity_of(folder: Path) -> str:
     Until the journal begins, a run has a name of its own, so that clients which add noise to their
     sums do not add it twice.
     """
-    with (folder / "journal.jsonl").open("rb") as journal:
-        first_line = journal.readline()
-    if first_line:
-        return digest(first_line)[:16]
+    if (folder / "journal.jsonl").stat().st_size > 0:
+        return name_for_clients(folder)
     path = folder / NAME_BEFORE_START
     if not path.is_file():
         write_whole(path, secrets.token_hex(8).encode())

@@ -28,16 +28,99 @@ from fedstill.data.sources.images import images_in, read_unlabelled
 from fedstill.data.sources.limits import refuse_large
 from fedstill.data.table_encoding import TableInputs
 
-# How a further file is read, so that its examples are like the run's: a public set's, or a site's
-# own.
+TRAIN = "train"
+"""``data.public_from`` of a share of the training set."""
+
+NOISE = "noise"
+"""``data.public_from`` of noise."""
+
+RESIZED_AT_ONCE = 1000
+"""The number of images that are resized together: meanwhile a pixel takes four bytes."""
 
 
-def form_like(data: DataTable, about: About) -> dict[str, Any]:
-    """Keywords of ``load_dataset``, as ``[data]`` says, with the columns, names and marks that the
-    run's examples have.
+@dataclass(frozen=True)
+class ExampleForm:
+    """What examples must be like to be used beside a run's own.
 
-    None for images, which are read as they are. What is known of a data set by its name counts,
-    too.
+    shape: of an example. classes: how many there are. mean, std: of pixels. about: the kind of
+    examples. reading: how files that hold no images are read, as keywords of ``load_dataset``.
+    """
+
+    shape: tuple[int, ...]
+    classes: int
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    about: About = IMAGES
+    reading: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def plural(self) -> str:
+        """What the examples are, for people."""
+        return MANY[self.about.kind]
+
+    @property
+    def are_images(self) -> bool:
+        """Whether the examples are images."""
+        return self.about.kind == "image"
+
+
+@dataclass(frozen=True)
+class PublicSplit:
+    """A training set without the public examples, and these, if the run has any."""
+
+    train: Examples
+    public: Examples | None
+
+
+def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> PublicSplit:
+    """The public set of a run, and what clients share, as ``[data] public…`` says.
+
+    A label that is missing or hidden is -1. Raises ConfigError or DataError for public examples of
+    another shape, or labels of another number of classes.
+    """
+    data = settings.data
+    if data.public_from == TRAIN:
+        split = _from_training_set(settings, train)
+        return replace(split, public=_with_labels_hidden(settings, split.public))
+    form = ExampleForm(
+        shape=dataset.input_shape,
+        classes=len(dataset.classes),
+        mean=dataset.mean,
+        std=dataset.std,
+        about=dataset.about,
+        reading=reading_like(data, dataset.about),
+    )
+    if data.public_from == NOISE:
+        public = _noise(settings, form)
+    else:
+        public = _from_elsewhere(settings, form, data.public_from, data.folder)
+    return PublicSplit(train, _with_labels_hidden(settings, public))
+
+
+def public_copy(settings: Settings, copy: str, form: ExampleForm) -> Examples | None:
+    """The public set at a site, from its copy of what ``[data] public_from`` names; None without a
+    copy.
+
+    copy: a folder, or a data set's name. Noise needs none, since it is drawn again. If the server
+    takes the public set from its own training data, the copy is the public set itself.
+    """
+    source = settings.data.public_from
+    public: Examples | None = None
+    if source == NOISE:
+        public = _noise(settings, form)
+    elif copy and source == TRAIN:
+        public = load_dataset(copy, **form.reading).train
+    elif copy:
+        public = _from_elsewhere(settings, form, copy, "")
+    return _with_labels_hidden(settings, public)
+
+
+def reading_like(data: DataTable, about: About) -> dict[str, Any]:
+    """How a further file is read so that its examples are like the run's: keywords of
+    ``load_dataset``, empty for images.
+
+    They have the columns, names and marks of the run's examples. What is known of a data set by its
+    name counts, too.
     """
     if about.kind == "image":
         return {}
@@ -55,186 +138,127 @@ def form_like(data: DataTable, about: About) -> dict[str, Any]:
     return {field.name: getattr(form, field.name) for field in fields(form)}
 
 
-Floats = tuple[float, ...]
-
-TRAIN, NOISE = "train", "noise"
-
-RESIZED_AT_ONCE = 1000
-"""Images, so that not all of them are numbers of four bytes at once."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What public examples must be like: those of the run. ``mean``, ``std``: of pixels.
-
-    ``form``: how files that hold no images are read, as keywords of ``load_dataset``.
-    """
-
-    shape: tuple[int, ...]
-    classes: int
-    mean: Floats = ()
-    std: Floats = ()
-    about: About = IMAGES
-    form: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def many(self) -> str:
-        """What they are, for people."""
-        return MANY[self.about.kind]
-
-    @property
-    def images(self) -> bool:
-        """Whether they are images."""
-        return self.about.kind == "image"
+def _with_labels_hidden(settings: Settings, public: Examples | None) -> Examples | None:
+    """The public set as methods see it: without labels, if the settings say so."""
+    if public is None or settings.data.public_labels:
+        return public
+    return _unlabelled(public.values)
 
 
-def set_apart(
-    settings: Settings, dataset: Dataset, train: Examples
-) -> tuple[Examples, Examples | None]:
-    """(what clients share, the public set), as ``[data] public…`` says. A label that is missing or
-    hidden is -1.
-
-    Raises ConfigError or DataError for public examples of another shape, or labels of another
-    number of classes.
-    """
-    data, public = settings.data, None
-    if data.public_from == TRAIN:
-        train, public = _share(settings, train, data.public)
-    else:
-        form = form_like(data, dataset.about)
-        like = Wanted(
-            dataset.input_shape,
-            len(dataset.classes),
-            dataset.mean,
-            dataset.std,
-            dataset.about,
-            form,
-        )
-        public = _made(settings, like, data.public_from, data.folder)
-    return train, _as_shown(settings, public)
-
-
-def copied(settings: Settings, copy: str, wanted: Wanted) -> Examples | None:
-    """The public set at a site, from its own copy of what ``[data] public_from`` names; None
-    without a copy.
-
-    ``copy``: a folder, or a data set's name. Noise needs none: it is drawn again. Of a set that the
-    server takes from its own training data, the copy is the public set itself.
-    """
-    source = settings.data.public_from
-    public: Examples | None = None
-    if source == NOISE:
-        public = _noise(settings, wanted)
-    elif copy:
-        public = (
-            load_dataset(copy, **wanted.form).train
-            if source == TRAIN
-            else _made(settings, wanted, copy, "")
-        )
-    return _as_shown(settings, public)
-
-
-def _as_shown(settings: Settings, public: Examples | None) -> Examples | None:
-    hide = public is not None and not settings.data.public_labels
-    return _unlabelled(public.values) if public is not None and hide else public
-
-
-def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Examples | None]:
+def _from_training_set(settings: Settings, train: Examples) -> PublicSplit:
+    size = settings.data.public
     if size == 0:
-        return train, None
+        return PublicSplit(train, None)
     if size >= len(train):
         raise ConfigError(f"data.public = {size} leaves nothing of {len(train)} training examples")
-    own = settings.named.partition.values.get("seed")
-    pool, public = public_split(len(train), size, settings.seed if own is None else own)
-    return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
+    seed = settings.named.partition.values.get("seed")
+    if seed is None:
+        seed = settings.seed
+    pool, public = public_split(len(train), size, seed)
+    return PublicSplit(train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public)))
 
 
-def _made(settings: Settings, wanted: Wanted, source: str, folder: str) -> Examples:
-    return (
-        _noise(settings, wanted) if source == NOISE else _fitting(settings, wanted, source, folder)
-    )
+def _noise(settings: Settings, form: ExampleForm) -> Examples:
+    """Noise that is standard normal as the network takes it.
 
-
-def _noise(settings: Settings, wanted: Wanted) -> Examples:
-    """Standard normal as the network takes it; of images pixels, so rounded and cut at black
-    and white: uint8.
-
-    Of texts, every token id is equally likely.
+    Noise for images is made of pixels, so it is rounded, and cut off at black and white. In noise
+    for texts, every token id is equally likely.
     """
-    size, shape = settings.data.public, wanted.shape
+    size = settings.data.public
     if size == 0:
         raise ConfigError(
             "data.public_from = 'noise' needs data.public, the number of examples to make"
         )
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public noise"))
-    if wanted.about.vocabulary:
-        return _unlabelled(
-            torch.randint(1, wanted.about.vocabulary, (size, *shape), generator=draw)
-        )
-    numbers = torch.randn(size, *shape, generator=draw)
-    if not wanted.images:
+    if form.about.vocabulary:
+        tokens = torch.randint(1, form.about.vocabulary, (size, *form.shape), generator=draw)
+        return _unlabelled(tokens)
+    numbers = torch.randn(size, *form.shape, generator=draw)
+    if not form.are_images:
         return _unlabelled(numbers)
-    centre, spread = (torch.tensor(v).view(-1, 1, 1) for v in (wanted.mean, wanted.std))
-    return _unlabelled((255 * (centre + spread * numbers)).round().clamp(0, 255).to(torch.uint8))
+    mean = torch.tensor(form.mean).view(-1, 1, 1)
+    std = torch.tensor(form.std).view(-1, 1, 1)
+    pixels = (255 * (mean + std * numbers)).round().clamp(0, 255)
+    return _unlabelled(pixels.to(torch.uint8))
 
 
-def _fitting(settings: Settings, wanted: Wanted, source: str, folder: str) -> Examples:
-    """``source``: a folder of images, or what ``load_dataset`` reads, with what is in
-    ``folder``.
+def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: str) -> Examples:
+    """The public examples of a folder of images, or of what ``load_dataset`` reads.
+
+    folder: where the data set ``source`` lies, if the settings say it.
     """
-    data, place, shape = settings.data, Path(source), wanted.shape
-    if wanted.images and images_in(place):
-        side = shape[1] if data.public_resize and shape[1] == shape[2] else None
-        public, theirs = _unlabelled(read_unlabelled(place, side)), None
+    data = settings.data
+    classes = None
+    if form.are_images and images_in(Path(source)):
+        is_square = form.shape[1] == form.shape[2]
+        side = form.shape[1] if data.public_resize and is_square else None
+        public = _unlabelled(read_unlabelled(Path(source), side))
     else:
-        with _named(data.public_from == source):
-            other = load_dataset(source, folder=folder or None, **wanted.form)
-        public, theirs = other.train, len(other.classes)
-        if (other.about.kind, other.vocabulary) != (wanted.about.kind, wanted.about.vocabulary):
-            raise DataError(
-                f"the public examples of {source} are {other.many}, the run's {wanted.many}; name "
-                "others"
-            )
+        with _naming_the_key(data.public_from == source):
+            dataset = load_dataset(source, folder=folder or None, **form.reading)
+        _check_kind(form, source, dataset)
+        public = dataset.train
+        classes = len(dataset.classes)
+
     if data.public_resize:
-        refuse_large(f"data.public_from = {source!r}, resized,", len(public) * math.prod(shape))
-        public = Examples(_resized(public.values, shape), public.labels)
-    _refuse_unlike(settings, wanted, source, public, theirs)
-    size = data.public
+        bytes_resized = len(public) * math.prod(form.shape)
+        refuse_large(f"data.public_from = {source!r}, resized,", bytes_resized)
+        public = Examples(_resized(public.values, form.shape), public.labels)
+    _check_examples(settings, form, source, public, classes)
+    return _drawn(settings, form, source, public)
+
+
+def _drawn(settings: Settings, form: ExampleForm, source: str, public: Examples) -> Examples:
+    """So many of the public examples as the settings ask for, or all."""
+    size = settings.data.public
     if size > len(public):
         raise ConfigError(
-            f"data.public = {size} is more than the {len(public)} public {wanted.many} of {source}"
+            f"data.public = {size} is more than the {len(public)} public {form.plural} of {source}"
         )
     if not size:
         return public
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public images"))
-    return public.take(torch.randperm(len(public), generator=draw)[:size].sort().values)
+    positions = torch.randperm(len(public), generator=draw)[:size]
+    return public.take(positions.sort().values)
 
 
 @contextmanager
-def _named(in_config: bool) -> Iterator[None]:
-    """Errors of reading data that the config names, with the key that does."""
+def _naming_the_key(is_in_config: bool) -> Iterator[None]:
+    """Errors of reading data name the key of the config, if the config names the data."""
     try:
         yield
     except ConfigError as error:
+        if not is_in_config:
+            raise
         kind = type(error) if isinstance(error, DataError) else ConfigError
-        raise (kind(f"data.public_from: {error}") if in_config else error) from error
+        raise kind(f"data.public_from: {error}") from error
 
 
-def _refuse_unlike(
-    settings: Settings, wanted: Wanted, source: str, public: Examples, theirs: int | None
-) -> None:
-    many, own = wanted.many, tuple(public.values.shape[1:])
-    if own != wanted.shape:
-        remedy = "set data.public_resize = true, or " if wanted.images else ""
+def _check_kind(form: ExampleForm, source: str, dataset: Dataset) -> None:
+    """Raise DataError for examples of another kind or vocabulary than the run's."""
+    if dataset.about.kind != form.about.kind or dataset.vocabulary != form.about.vocabulary:
         raise DataError(
-            f"the public {many} of {source} have shape {own}, the run's {wanted.shape}; "
-            f"{remedy}name other {many} with data.public_from"
+            f"the public examples of {source} are {dataset.many}, the run's {form.plural}; name "
+            "others"
         )
-    if settings.data.public_labels and theirs is not None and theirs != wanted.classes:
+
+
+def _check_examples(
+    settings: Settings, form: ExampleForm, source: str, public: Examples, classes: int | None
+) -> None:
+    """Raise DataError for examples of another shape, or labels of another number of classes."""
+    plural = form.plural
+    shape = tuple(public.values.shape[1:])
+    if shape != form.shape:
+        remedy = "set data.public_resize = true, or " if form.are_images else ""
         raise DataError(
-            f"the public {many} of {source} have {theirs} classes, the run's data "
-            f"{wanted.classes}; "
-            f"set data.public_labels = false to use the {many} alone"
+            f"the public {plural} of {source} have shape {shape}, the run's {form.shape}; "
+            f"{remedy}name other {plural} with data.public_from"
+        )
+    if settings.data.public_labels and classes is not None and classes != form.classes:
+        raise DataError(
+            f"the public {plural} of {source} have {classes} classes, the run's data "
+            f"{form.classes}; set data.public_labels = false to use the {plural} alone"
         )
 
 
@@ -250,9 +274,11 @@ def _resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _block_resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     channels, height, width = shape
-    out = images.float()
-    if out.shape[1] != channels:
-        out = out.mean(1, keepdim=True).expand(-1, channels, -1, -1)
-    if tuple(out.shape[2:]) != (height, width):
-        out = torch.nn.functional.interpolate(out, (height, width), mode="bilinear", antialias=True)
-    return out.round().clamp(0, 255).to(torch.uint8)
+    block = images.float()
+    if block.shape[1] != channels:
+        block = block.mean(1, keepdim=True).expand(-1, channels, -1, -1)
+    if tuple(block.shape[2:]) != (height, width):
+        block = torch.nn.functional.interpolate(
+            block, (height, width), mode="bilinear", antialias=True
+        )
+    return block.round().clamp(0, 255).to(torch.uint8)

@@ -236,6 +236,15 @@ def _is_equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def name_for_clients(folder: Path) -> str:
+    """By what clients know the run in a folder: the same after a resume, another for every run.
+
+    It is a digest of the journal's first line, which has the time at which the run began.
+    """
+    with (folder / "journal.jsonl").open("rb") as journal:
+        return digest(journal.readline())[:16]
+
+
 def comparable_start(start: Event) -> Event:
     """An event ``start`` without times and without what says by whom and with what a run was made.
 
