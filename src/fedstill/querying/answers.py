@@ -23,7 +23,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
 from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
-from fedstill.data.views import SiteViews
+from fedstill.data.views import Division, SiteViews
 from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import FIT, probed
 from fedstill.methods.qkt import QKT
@@ -100,14 +100,12 @@ class WithNewData(SiteViews):
     asker: int = 0
     new: int = 0
 
-    def _held_apart(
-        self, client: int, size: int, share: float, task: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def _numbers(self, client: int, size: int, share: float, task: int = 0) -> Division:
         if client != self.asker:
-            return super()._held_apart(client, size, share, task)
+            return super()._numbers(client, size, share, task)
         old = torch.arange(size - self.new)
-        own, held = super()._held_apart(client, self.new, share)
-        return torch.cat([old, len(old) + own]), len(old) + held
+        new = super()._numbers(client, self.new, share)
+        return Division(torch.cat([old, len(old) + new.train]), len(old) + new.held_out)
 
 
 def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:

@@ -112,6 +112,8 @@ def scale_data(
             "data.public_from = 'noise', or data.standardise = 'server' (the public set's mean and "
             "spread)"
         )
+    if public is not None:
+        public = scaler.transform(public)
     client_tests = {
         client: scaler.transform_client(client, examples)
         for client, examples in data.client_tests.items()
@@ -122,7 +124,7 @@ def scale_data(
     return replace(
         data,
         train=scaler.transform_clients(data.train, data.split),
-        public=data.public if public is None else scaler.transform(public),
+        public=data.public if is_noise else public,
         test=test,
         client_tests=client_tests,
         scaler=scaler,

@@ -118,6 +118,9 @@ class Prepared:
         """
         if self.sites.common_test is None:
             return None
+        remembered = None
+        if memory is not None:
+            remembered = memory.load
         return Room(
             world=self.world,
             test=self.sites.common_test,
@@ -126,7 +129,7 @@ class Prepared:
             schedule=self.settings.schedule,
             folder=folder,
             tables=self.settings.tables,
-            remembered=None if memory is None else memory.load,
+            remembered=remembered,
         )
 
     def _reply_cache(self) -> KeptReplies:
@@ -220,7 +223,7 @@ def _read(settings: Settings, dataset: Dataset | None) -> Dataset:
 def _make_world(settings: Settings, dataset: Dataset, data: ClientData) -> RunWorld:
     """What every side may know: numbers, architectures, tasks and queries."""
     classes = len(dataset.classes)
-    public = len(data.public) if data.public is not None else 0
+    public = len(data.public or ())
     world = world_of(settings, dataset.input_shape, classes, public, dataset.vocabulary)
     world = started(settings, world)
     if data.tasks is not None:
@@ -259,8 +262,8 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
         inputs=inputs,
         plans=dict(settings.plans),
         seed=settings.seed,
-        public=None if data.public is None else data.public.to(device),
-        common_test=None if data.test is None else data.test.to(device),
+        public=_on_device(data.public, device),
+        common_test=_on_device(data.test, device),
         own_tests={client: tests.to(device) for client, tests in data.client_tests.items()},
         queries=world.queries,
         labelled=settings.method.labelled,
@@ -269,6 +272,10 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
         tasks=tasks,
         flipped=flipped,
     )
+
+
+def _on_device(examples: Examples | None, device: str) -> Examples | None:
+    return None if examples is None else examples.to(device)
 
 
 def _notes_on_tasks(settings: Settings, scaler: Scaler) -> list[str]:

@@ -125,7 +125,8 @@ def reading_like(data: DataTable, about: About) -> dict[str, Any]:
     if about.kind == "image":
         return {}
     known = FOLDERS.get(data.name)
-    form = replace(known.form if known else Form(), **data.form)
+    form = Form() if known is None else known.form
+    form = replace(form, **data.form)
     form = replace(form, kind=about.kind, owner="")
     if about.kind == "table" and about.columns:
         table = TableInputs.named_by(about.columns, about.features, about.marks)

@@ -112,9 +112,9 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
     names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
     names += [*words(named.model.values), *words(settings.data.features_of or {})]
-    paths: set[Path] = set()
-    for file in {Path(name.partition(":")[0]) for name in names if ".py" in name}:
-        paths |= set(files_of(file)) if modules else {file}
+    paths = {Path(name.partition(":")[0]) for name in names if ".py" in name}
+    if modules:
+        paths = {path for file in paths for path in files_of(file)}
     digests = {str(path): digest(path.read_bytes()) for path in sorted(paths, key=str)}
     for thing in (named.method, named.model, named.partition):
         if thing.name in settings.lives:
@@ -151,6 +151,9 @@ def _model_places(settings: Settings) -> dict[str, str]:
 # The identity of a run that began, and in what the present differs from it.
 
 
+MODEL_KEYS = ("start_from", "features_of")
+"""The config keys that name a model; the event ``start`` has its SHA-256 by the same name."""
+
 DATA_FIELDS = {
     "classes": "the classes",
     "test_counts": "the labels of the test set",
@@ -176,11 +179,11 @@ class RunIdentity:
     def noted_in(start: Mapping[str, Any]) -> RunIdentity:
         """The identity that an event ``start`` notes."""
         code = start.get("sources")
-        return RunIdentity(
-            code=code if isinstance(code, Mapping) else {},
-            models={key: start[key] for key in ("start_from", "features_of") if key in start},
-            data={key: start[key] for key in DATA_FIELDS if key in start},
-        )
+        if not isinstance(code, Mapping):
+            code = {}
+        models = {key: start[key] for key in MODEL_KEYS if key in start}
+        data = {key: start[key] for key in DATA_FIELDS if key in start}
+        return RunIdentity(code, models, data)
 
     def changed_code(self, settings: Settings) -> list[str]:
         """The user's files, by path, that are not what they were when the run began."""

@@ -83,7 +83,9 @@ class StoredSplit:
         positions = self.clients.positions
         if len(self.clients) != clients or not len(positions):
             return False
-        return int(positions.max()) < len(labels) and np.array_equal(labels[positions], self.labels)
+        if int(positions.max()) >= len(labels):
+            return False
+        return np.array_equal(labels[positions], self.labels)
 
     def to_bytes(self) -> bytes:
         """The file's content, in safetensors.

@@ -89,7 +89,9 @@ def _fields(settings: Settings, train: Examples, seed: int | None) -> dict[str, 
     if "seed" in parameters:
         fields["seed"] = partition_seed(settings) if seed is None else seed
     if "groups" in parameters:
-        fields["groups"] = None if train.owners is None else read_only(train.owners)
+        fields["groups"] = None
+        if train.owners is not None:
+            fields["groups"] = read_only(train.owners)
     return fields
 
 
@@ -268,11 +270,13 @@ def _stream_arguments(settings: Settings, train: Examples, classes: int) -> dict
     """What a kind of stream may be told of the data, as far as its signature asks for it."""
     arguments = {
         "labels": read_only(train.labels),
-        "domains": None if train.owners is None else read_only(train.owners),
+        "domains": None,
         "tasks": settings.stream.tasks,
         "seed": _stream_seed(settings),
         "classes": classes,
     }
+    if train.owners is not None:
+        arguments["domains"] = read_only(train.owners)
     parameters = inspect.signature(settings.named.stream.entry.target).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 
@@ -312,10 +316,12 @@ def _split_of_task(
     settings: Settings, train: Examples, positions: Positions, task: int
 ) -> list[Positions]:
     """The examples of one task, given by their positions, split over clients."""
-    seed = None
+    seed = partition_seed(settings)
     if task > 0:
-        seed = seed_for(partition_seed(settings), task, 0, SERVER, "task split")
-    owners = None if train.owners is None else train.owners[positions]
+        seed = seed_for(seed, task, 0, SERVER, "task split")
+    owners = train.owners
+    if owners is not None:
+        owners = owners[positions]
     # Partitions read labels and owners only, so the values of a task are not copied.
     examples = Examples(torch.zeros(len(positions), 0), train.labels[positions], owners)
     parts: ClientSplit | list[Positions]
@@ -327,7 +333,7 @@ def _split_of_task(
 
 
 def _split_by_owner(
-    settings: Settings, train: Examples, task: Examples, seed: int | None
+    settings: Settings, train: Examples, task: Examples, seed: int
 ) -> list[Positions]:
     """The positions among a task's examples of each value of ``partition.column``.
 
@@ -347,7 +353,7 @@ def _split_by_owner(
         len(clients),
         codes[positions],
         alpha=fields.get("alpha"),
-        seed=partition_seed(settings) if seed is None else seed,
+        seed=seed,
     )
     present = np.unique(codes[positions]).tolist()
     by_owner = {owner: positions[part] for owner, part in zip(present, parts, strict=True)}
