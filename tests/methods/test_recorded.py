@@ -33,18 +33,21 @@ METHODS = [
     if not n.startswith("toy_") and n not in ("fedseq", "cwc", "metafed")
 ]
 """Those of chains have no other steps than others."""
-LONG = {**stacking.PLAN, "epochs": 4}
+PAYS = 6
+"""Steps from which a recording pays in these tests: it is the same recording as after more."""
+LONG = {**stacking.PLAN, "epochs": 2}
 """Enough whole batches for each of three clients that recording pays."""
 SETTINGS = ("as it is", "augmented", "a part of the examples")
 """In the first, teachers' outputs are computed once for all examples; in the others for each
 batch.
 """
 SOME = ("fedavg", "fedntd", "fedadkd", "fedprox", "moon", "sfedkd", "hiper_fedkd", "qkt")
+"""Methods whose steps must be replayed; of the others it is enough that the bits are the same."""
 
 
 def changed(setting: str, name: str, **plan: Any) -> dict[str, Any]:
     """The changes of a setting for a method."""
-    steps = {"epochs": 0, "steps": 18} if setting == SETTINGS[2] else {}
+    steps = {"epochs": 0, "steps": 10} if setting == SETTINGS[2] else {}
     public = (
         toys.PUBLIC if Need.PUBLIC_DATA in registry.lookup("method", name).build().requires() else 0
     )
@@ -60,6 +63,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         record_on_cpu(monkeypatch)
     monkeypatch.setattr(cuda_graphs, "_refused", set())
+    monkeypatch.setattr(cuda_graphs, "PAYS", PAYS)
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def both(replays: list[int], monkeypatch: pytest.MonkeyPatch, name: str, **chang
 
 
 @pytest.mark.parametrize("setting", SETTINGS if DEVICE != "cpu" else ["augmented"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in SOME])
 def test_every_method_ends_at_the_bits_of_its_steps(
     name: str, setting: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +116,7 @@ def test_steps_are_replayed(
     [
         {"plan": {**LONG, "optimiser": "adam", "lr": 0.01, "momentum": 0.0}},
         {"plan": {**LONG, "clip_norm": 0.5}},
-        {"plan": {**LONG, "epochs": 1, "steps": 30}},
+        {"plan": {**LONG, "epochs": 1, "steps": 16}},
         {"plan": LONG, "precision": "bf16"},
         {"plan": LONG, "precision": "tf32"},
         {"plan": LONG, "model": "toy_batchnorm"},
@@ -124,7 +128,7 @@ def test_every_plan_is_replayed(
 ) -> None:
     if changes.get("precision") == "tf32" and DEVICE == "cpu":
         pytest.skip("a processor has no tf32")
-    assert both(replays, monkeypatch, "fedntd", **changes) > 10
+    assert both(replays, monkeypatch, "fedntd", topology={"clients": 3}, **changes) > 10
 
 
 @pytest.mark.parametrize("augment", [(), ("crop", "flip", "cutout")])
@@ -137,7 +141,7 @@ def test_dropout_and_augmentation_are_drawn_as_they_are_without(
     ends = []
     for on in "01":
         monkeypatch.setenv(cuda_graphs.REPLAY, on)
-        plan = {**LONG, "epochs": 0, "steps": 18}
+        plan = {**LONG, "epochs": 0, "steps": 10}
         changes = {
             "data": {"augment": augment},
             "model": model,
@@ -148,7 +152,7 @@ def test_dropout_and_augmentation_are_drawn_as_they_are_without(
             settle(stacking.experiment("fedavg", "serial", device=DEVICE, **changes)),
             toys.blobs_of(32),
         )
-        ends.append(stacking.tensors(stacking.rounds(ready)[0]))
+        ends.append(stacking.tensors(stacking.rounds(ready, 1)[0]))
     assert replays
     for key in ends[0]:
         assert torch.equal(ends[0][key], ends[1][key]), key
