@@ -274,11 +274,21 @@ def bound(kind: str, name: str) -> Any:
     return entry.target if (entry := _entries.get((kind, name))) else None
 
 
+def builtin_modules() -> list[str]:
+    """The modules in which the built-in things of all kinds register themselves."""
+    return [module for kind in HOMES for module in _modules_of(kind)]
+
+
+def _modules_of(kind: str) -> list[str]:
+    home = importlib.import_module(HOMES[kind])
+    submodules = pkgutil.iter_modules(getattr(home, "__path__", []))
+    return [home.__name__, *(f"{home.__name__}.{info.name}" for info in submodules)]
+
+
 @functools.cache
 def _import_home(kind: str) -> None:
-    home = importlib.import_module(HOMES[kind])
-    for info in pkgutil.iter_modules(getattr(home, "__path__", [])):
-        importlib.import_module(f"{home.__name__}.{info.name}")
+    for module in _modules_of(kind):
+        importlib.import_module(module)
     if kind == "measure":
         for part in manifest.measures():
             part.load()

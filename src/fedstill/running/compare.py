@@ -26,6 +26,7 @@ import torch
 
 from fedstill.config.experiment import Experiment
 from fedstill.config.settings import Settings
+from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.engines.cores import WORKERS, cores
@@ -354,12 +355,18 @@ def carry_out_runs(
     return outcomes
 
 
+IMPORTED_ONCE = ("fedstill.running.runner", "numpy.random")
+"""What every run imports, besides the modules of the registry: worker processes are forked from one
+that has imported it.
+"""
+
+
 @contextmanager
 def _workers(jobs: int, context: ForkServerContext, asked: Asked) -> Iterator[ProcessPoolExecutor]:
     """Processes that carry runs out; they end with the block, and are not waited for if it is left
     at once.
     """
-    context.set_forkserver_preload(["fedstill.running.runner", "fedstill.methods.fedavg"])
+    context.set_forkserver_preload([*IMPORTED_ONCE, *registry.builtin_modules()])
     resource_tracker.ensure_running()  # it would unblock signals
     with deaf():
         forkserver.ensure_running()
