@@ -86,13 +86,18 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watch]]:
         yield seen
 
 
-NO_STEPS = ("toy_failing", "fedseq", "cwc", "metafed", "afl")
-"""Methods that fail, that run on a chain only, or that train nothing."""
+APART = ("toy_failing", "fedseq", "cwc", "metafed")
+"""Methods that fail, or that run on a chain only."""
+NO_STEPS = ("afl",)
+"""Methods that train nothing."""
 
 
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
-@pytest.mark.parametrize("name", [n for n in registry.names("method") if n not in NO_STEPS])
-def test_no_step_waits(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [n for n in registry.names("method") if n not in APART])
+def test_no_step_waits_and_float32_stays_float32(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply of another type would be refused."""
     topology = registry.lookup("method", name).build().topology
     chain = topology == "sequential" and name.startswith("toy")
     if chain and engine == "vectorised":
@@ -102,7 +107,13 @@ def test_no_step_waits(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) 
         changes["plan"] = {**stacking.PLAN, "epochs": 1, "batch": 16}
     ready = stacking.ready(name, engine, **changes)
     with watched(monkeypatch) as steps:
-        stacking.rounds(ready)
+        state, replies, refused = stacking.rounds(ready)
+    assert replies
+    assert not refused or name.startswith("toy_")
+    assert {v.dtype for v in state.params.values()} <= {torch.float32, torch.int64}
+    if name in NO_STEPS:
+        assert not steps
+        return
     assert steps
     assert sum(s.count for s in steps) > 10 * len(steps), "the watch sees operations"
     assert {op for s in steps for op in s.found} <= WRAPPED.get((name, engine), set())

@@ -68,15 +68,6 @@ def test_every_method_is_the_serial_engines_in_float64(name: str) -> None:
     assert_same(name)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if stackable(n) and not n.startswith("toy_")])
-def test_what_is_stacked_in_float32_stays_float32(name: str) -> None:
-    """A reply of another type would be refused."""
-    state, replies, refused = stacking.rounds(stacking.ready(name, "vectorised"))
-    assert replies
-    assert not refused
-    assert {v.dtype for v in state.params.values()} <= {torch.float32, torch.int64}
-
-
 @pytest.mark.parametrize(
     "plan",
     [
