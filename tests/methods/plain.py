@@ -179,14 +179,16 @@ def experiment(method: object, **changes: object) -> Experiment:
     return toys.toy(method, plan=plan, **{"rounds": 2, "measure": (), **changes})
 
 
-@functools.cache
-def _blobs():
-    return toys.blobs()
+FEW, MORE = 150, 300
+"""Examples of all clients: few, since one step is like another, and more for what shows late."""
 
 
-def ready_for(method: object, **changes: object) -> Prepared:
+_blobs = functools.cache(toys.blobs)
+
+
+def ready_for(method: object, examples: int = FEW, **changes: object) -> Prepared:
     """The experiment with its data dealt out, in float64."""
-    return in_double(prepare(settle(experiment(method, **changes)), _blobs()))
+    return in_double(prepare(settle(experiment(method, **changes)), _blobs(size=examples)))
 
 
 def drive(ready: Prepared) -> tuple[list[State], Memory]:

@@ -83,7 +83,7 @@ def test_the_first_round_is_another_methods(method: object, like: object) -> Non
 def test_fednova_with_equal_steps_and_sizes_is_fedavg(momentum: float) -> None:
     changes = {**EVEN, "plan": {"momentum": momentum}}
     ready = ready_for("fednova", **changes)
-    assert {len(p) for p in ready.sites.split.tensors()} == {50}
+    assert {len(p) for p in ready.sites.split.tensors()} == {25}
     close(ready, ready_for("fedavg", **changes))
 
 

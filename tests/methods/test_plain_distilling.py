@@ -10,7 +10,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from plain import PLAN, Federation, Params, average, ce, check, check_matters, drive, ready_for
+from plain import (
+    MORE,
+    PLAN,
+    Federation,
+    Params,
+    average,
+    ce,
+    check,
+    check_matters,
+    drive,
+    ready_for,
+)
 from torch import Tensor, nn
 
 import toys
@@ -193,7 +204,8 @@ def test_fedadkd(timing: str, source: str, tckd: str, first: Term) -> None:
 @pytest.mark.parametrize("powers", [(1.0, 1.0), (0.5, 2.0)])
 def test_asd(name: str, part: str, powers: tuple[float, float]) -> None:
     b1, b2 = powers
-    ready = ready_for({"name": name, "weight": 0.8, "temperature": 2.0, "b1": b1, "b2": b2})
+    method = {"name": name, "weight": 0.8, "temperature": 2.0, "b1": b1, "b2": b2}
+    ready = ready_for(method, MORE)
     ours = drive(ready)[0][-1].params
     check(ours, run_plainly(Federation(ready), self_distilled(part, 0.8, 2.0, b1, b2)))
     check_matters(ours, ready)

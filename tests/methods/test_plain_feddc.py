@@ -93,7 +93,7 @@ def forgetful(work: object) -> object:
 def test_without_gradients_it_is_feddyn() -> None:
     """Its linear term is that of the drift, and the server's h the sum of drifts."""
     ready = ready_for({"name": "feddc", "alpha": 0.3}, rounds=3, **EVEN)
-    assert {len(p) for p in ready.sites.split.tensors()} == {50}
+    assert {len(p) for p in ready.sites.split.tensors()} == {25}
     alone = replace(ready, settings=replace(ready.settings, method=WithoutGradients(alpha=0.3)))
     ours, dyn = (
         drive(alone)[0],

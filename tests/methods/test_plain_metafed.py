@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import PLAN, Federation, Params, ce, check, drive, ready_for
+from plain import MORE, PLAN, Federation, Params, ce, check, drive, ready_for
 from torch import Tensor, nn
 
 import toys
@@ -130,12 +130,13 @@ def test_where_all_do_and_lambda_is_0_clients_train_alone() -> None:
     ours = drive(
         ready_for(
             {"name": "metafed", "keeps_above": 0.0, "strength": 0.0},
+            MORE,
             topology=RING,
             plan={**plan, **ends},
         )
     )[1]
     theirs = drive(
-        ready_for({"name": "lg_fedavg", "layers": 0}, rounds=4, topology=alone, plan=plan)
+        ready_for({"name": "lg_fedavg", "layers": 0}, MORE, rounds=4, topology=alone, plan=plan)
     )[1]
     ready = [c for c in range(4) if ours.load(c).number("ready")]
     assert ready

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from plain import (
+    MORE,
     PLAN,
     Federation,
     Params,
@@ -185,7 +186,8 @@ def test_feddf(tau: float) -> None:
 
 
 def test_feddf_never_reads_a_public_label() -> None:
-    ready, data = ready_for("feddf", **PUBLIC), toys.blobs()
+    ready = ready_for("feddf", MORE, **PUBLIC)
+    data = toys.blobs(size=MORE)
     labels = data.train.labels.clone()
     labels[torch.from_numpy(public_split(len(labels), toys.PUBLIC, 7)[1])] = 0
     relabelled = replace(data, train=Examples(data.train.values, labels))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from plain import (
+    MORE,
     Federation,
     Loss,
     Params,
@@ -272,7 +273,7 @@ class Consolidation:
 )
 def test_cwc(fields: dict[str, object]) -> None:
     values = {"name": "cwc", "weight": 0.05, "decay": 0.4, "epsilon": 0.02, **fields}
-    ready = ready_for(values, rounds=3, plan={"lr": 0.02})
+    ready = ready_for(values, MORE, rounds=3, plan={"lr": 0.02})
     fed = Federation(ready)
     fed.lr = lambda round: 0.02 * 0.9 ** (round - 1)  # type: ignore[method-assign]
     store = Consolidation(str(values.get("memory", "ema")), float(values["decay"]), 4)  # type: ignore[arg-type]

@@ -297,10 +297,10 @@ def test_an_extended_dirichlet_split_that_cannot_be_says_which_class_and_why() -
         "kind": "extended_dirichlet",
         "classes_per_client": 1,
         "alpha": 0.05,
-        "min_size": 30,
+        "min_size": 15,
         "max_tries": 20,
     }
     with pytest.raises(
-        InfeasiblePartition, match=r"client \d+ only \d+ \(class \d+: 60 examples for \d+ clients\)"
+        InfeasiblePartition, match=r"client \d+ only \d+ \(class \d+: 30 examples for \d+ clients\)"
     ):
         ready_for("sfedkd", partition=split)
