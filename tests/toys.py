@@ -103,7 +103,7 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
         "method": SMALLER.get(method, method) if isinstance(method, str) else method,
         "partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 4},
         "topology": {"clients": 6, "sampled": 4},
-        "plan": {"epochs": 4, "batch": 20, "lr": 0.2},
+        "plan": {"epochs": 2, "batch": 20, "lr": 0.2},
     }
     return Experiment(**{**values, **changes})  # type: ignore[arg-type]
 

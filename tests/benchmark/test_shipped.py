@@ -31,7 +31,7 @@ def entries_of(suites: str) -> list[Entered]:
 @pytest.mark.parametrize(
     ("suite", "row"),
     [
-        ("digits-space", "FedAvg"),
+        pytest.param("digits-space", "FedAvg", marks=pytest.mark.slow),
         ("digits-space", "FedNTD"),
         pytest.param("digits-time", "replay", marks=pytest.mark.slow),
     ],

@@ -46,21 +46,20 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_and_its_report_where_texts_are_ascii(place: Path) -> None:
-    # In one process: the start of another would take longer than both commands.
+def test_a_run_its_report_and_the_terminal_where_texts_are_ascii(place: Path) -> None:
+    """The page is in UTF-8 nevertheless, and the terminal prints what is near to what it lacks."""
+    # In one process: the start of another would take longer than all commands.
     commands = (["run", "obst.toml", "--out", "one", "-q"], ["report", "one"])
-    python(
+    commands = (*commands, ["explain", "obst.toml"])
+    said = python(
         place,
         "-c",
         f"from fedstill.cli import call; raise SystemExit(any(map(call, {commands})))",
         **ASCII,
+        PYTHONIOENCODING="ascii",
     )
     page = (place / "one" / "report.html").read_text(encoding="utf-8")
     assert "größe" in page
     assert "Ã" not in page
-
-
-def test_a_terminal_prints_what_is_near_to_what_it_lacks(place: Path) -> None:
-    said = python(place, "-m", "fedstill", "explain", "obst.toml", PYTHONIOENCODING="ascii")
     assert "gr??e" in said
     assert "##" in said  # the darkest shade of the drawn split

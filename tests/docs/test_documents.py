@@ -52,13 +52,20 @@ def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str], fewer: i
     assert not errors, "each error that is shown has come"
 
 
-def execute(page: str, space: dict[str, object], apart: bool = False) -> None:
+def execute(
+    page: str, space: dict[str, object], apart: bool = False, smaller: tuple[str, str] = ("", "")
+) -> None:
     """Execute a page's blocks of Python without a title, in one space, or each in one of its
     own.
+
+    ``smaller``: a setting of the page, and what is tested in its place.
     """
+    setting, tested = smaller
+    assert setting in (ROOT / "docs" / page).read_text()
     for kind, title, text in blocks(page):
         if kind == "python" and not title:
-            exec(compile(text, page, "exec"), {} if apart else space)
+            code = text.replace(setting, tested) if setting else text
+            exec(compile(code, page, "exec"), {} if apart else space)
 
 
 class Passed:
@@ -142,7 +149,8 @@ def test_a_callback_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    execute("add_a_callback.md", {})
+    clients = 'topology={"clients": 6}'
+    execute("add_a_callback.md", {}, smaller=(clients, f'{clients}, data={{"train_size": 900}}'))
     said = capsys.readouterr().out.splitlines()
     assert [line[:8] for line in said[:5]] == [f"round {i}:" for i in range(1, 6)]
     assert said[5].startswith("stopped after round ")

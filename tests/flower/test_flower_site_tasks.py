@@ -4,9 +4,10 @@ refusals.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,21 +200,32 @@ def test_a_site_without_data_in_a_task_is_idle_and_that_is_no_failure(tmp_path: 
     assert "refusals" not in json.loads((tmp_path / "run/summary.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By name, the directory of a run that does not stop."""
+
+    @functools.cache
+    def directory(name: str) -> Path:
+        place = tmp_path_factory.mktemp("uninterrupted")
+        over(RUNS[name], folders(RUNS[name], place), place / "run")
+        return place / "run"
+
+    return directory
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", ["replay", "label counts anew"])
 def test_a_run_that_stops_at_a_task_change_goes_on_to_the_same_bits(
-    name: str, stages: int, tmp_path: Path
+    name: str, stages: int, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    there, again = (folders(RUNS[name], tmp_path / k) for k in ("a", "b"))
-    over(RUNS[name], there, tmp_path / "whole")
+    whole = uninterrupted(name)
+    there = folders(RUNS[name], tmp_path)
     with pytest.raises(Interrupted):
-        over(RUNS[name], again, tmp_path / "stopped", watch=StopAfter(stages))
-    resume(tmp_path / "stopped", toys.blobs(), grid=grid(again))
+        over(RUNS[name], there, tmp_path / "stopped", watch=StopAfter(stages))
+    resume(tmp_path / "stopped", toys.blobs(), grid=grid(there))
     model = "model.safetensors"
-    assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "stopped" / model).read_bytes()
-    rows = [
-        [end["row"], end["clients"]] for end in journal(tmp_path / "whole", "task") if end["task"]
-    ]
+    assert (whole / model).read_bytes() == (tmp_path / "stopped" / model).read_bytes()
+    rows = [[end["row"], end["clients"]] for end in journal(whole, "task") if end["task"]]
     assert rows == [
         [end["row"], end["clients"]] for end in journal(tmp_path / "stopped", "task") if end["task"]
     ]

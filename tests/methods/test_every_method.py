@@ -48,7 +48,9 @@ def experiment(name: str) -> Experiment:
                 "teach_server": {"epochs": 16},
             },
         }
-    return toys.toy(name, **{**toys.suited(name), "topology": {"clients": 6}, **model})
+    # the longer a chain, the more stages to stop after
+    clients = 4 if method.topology == "sequential" else 6
+    return toys.toy(name, **{**toys.suited(name), "topology": {"clients": clients}, **model})
 
 
 def shorter(name: str) -> Experiment:

@@ -99,13 +99,17 @@ def _sync_name(path: Path) -> None:
 
 
 def _side_by_side(waits: Sequence[Callable[[], object]]) -> None:
-    """Wait in a thread for each; the first error on the list counts."""
-    if len(waits) < 2:
-        for wait in waits:
-            wait()
+    """Wait for the first here and for the others in threads; the first error on the list counts."""
+    if not waits:
         return
-    with ThreadPoolExecutor(min(len(waits), TOGETHER), "disk") as pool:
-        for waited in [pool.submit(wait) for wait in waits]:
+    first, *others = waits
+    if not others:
+        first()
+        return
+    with ThreadPoolExecutor(min(len(others), TOGETHER), "disk") as pool:
+        under_way = [pool.submit(wait) for wait in others]
+        first()
+        for waited in under_way:
             waited.result()
 
 
