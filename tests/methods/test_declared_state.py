@@ -61,7 +61,8 @@ def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
     """The names of the groups in the state, and in the clients' memories, that a toy run keeps
     after any stage.
     """
-    base = replace(experiment(name), plan=SHORT)
+    base = experiment(name)
+    base = replace(base, plan=SHORT, topology={**base.table("topology"), "clients": 4})
     both = {
         k: {**base.table(k), **v} if isinstance(v, dict) and v else v for k, v in changes.items()
     }

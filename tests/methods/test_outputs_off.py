@@ -1,9 +1,10 @@
-"""Outputs that take no part in a task's training: no method's objective pushes them, or is large
-because of them.
+"""Every method over two tasks, with late clients: it refuses nothing, and outputs that take no part
+in a task's training are not pushed by its objective, nor make it large.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,10 +15,13 @@ from test_every_method import METHODS, experiment
 from torch import Tensor
 
 import toys
+from fedstill.config.resolve import settle
 from fedstill.core.capabilities import Need
+from fedstill.core.errors import ConfigError
 from fedstill.core.registry import lookup
 from fedstill.engines.batches import Batch
 from fedstill.engines.loop import Training
+from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
 ORDER = [[0, 1, 4], [2, 3]]
@@ -71,7 +75,7 @@ FIELDS: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields"), [*((n, {}) for n in NAMES), *FIELDS])
-def test_outputs_that_are_off_get_no_gradient_and_make_no_term_large(
+def test_a_method_goes_through_two_tasks_and_outputs_that_are_off_get_no_gradient(
     name: str, fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first task they are those of classes still to come, as with ``seen``; then also those
@@ -88,6 +92,7 @@ def test_outputs_that_are_off_get_no_gradient_and_make_no_term_large(
         "order": ORDER,
         "head": "task",
         "lag": 0 if peers else 1,
+        "join": 0.7,
     }
     what = replace(
         base,
@@ -96,12 +101,26 @@ def test_outputs_that_are_off_get_no_gradient_and_make_no_term_large(
         query={},
         partition={"kind": "iid"},
         stream=stream,
+        topology={"clients": 4},
+        plan={"epochs": 1, "batch": 50, "lr": 0.01},
+        engine="serial",
     )
-    run(
-        replace(what, plan={"epochs": 1, "batch": 50, "lr": 0.01}, engine="serial"),
-        tmp_path / "run",
-        toys.blobs(),
-    )
+    result = run(what, tmp_path / "run", toys.blobs())
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert not [e for e in events if e["event"] == "client" and "refused" in e]
+    assert len(result.history) == what.rounds
+    if result.accuracy is not None:
+        assert [e["task"] for e in events if e["event"] == "task"][-2:] == [1, 2]
     assert first.terms or name == "afl", "which solves its last layer, and trains nothing"
+    losses = [v for e in events if e["event"] == "client" for v in (e.get("loss") or {}).values()]
+    assert all(v is not None and math.isfinite(v) for v in losses)
     assert not [(k, v) for k, v in first.terms if not abs(v) < LARGE]
     assert not first.pushed or name in BEFORE | PULLED
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in NAMES])
+def test_clients_that_ask_have_no_tasks_and_are_told(name: str) -> None:
+    stream = {"kind": "classes", "tasks": 2, "order": ORDER}
+    what = replace(experiment(name), rounds=2, partition={"kind": "iid"}, stream=stream)
+    with pytest.raises(ConfigError, match=r"\[stream\] and \[query\]"):
+        settle(what)
