@@ -25,17 +25,26 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
     return BLOCK.findall((ROOT / "docs" / page).read_text())
 
 
-def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str], fewer: int = 0) -> None:
+def follow(
+    page: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    fewer: int = 0,
+    smaller: tuple[str, str] = ("", ""),
+) -> None:
     """Write the files that a page shows, and run its commands; one that fails says the error that
     the page shows.
 
     A page names its files without the folder that they are in. ``fewer``: how many images its runs
-    train on, with a quarter as many to test on; 0 for all.
+    train on, with a quarter as many to test on; 0 for all. ``smaller``: a setting of the page's
+    files, and what is tested in its place.
     """
+    setting, tested = smaller
     shown = blocks(page)
+    assert any(title and setting in text for _, title, text in shown)
     for _, title, text in shown:
         if title:
-            (folder / title).write_text(text)
+            (folder / title).write_text(text.replace(setting, tested) if setting else text)
     commands = [
         line[2:] for kind, _, text in shown if kind == "console" for line in text.splitlines()
     ]
@@ -223,7 +232,7 @@ def test_who_made_the_model_forget_is_asked_as_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    follow("why.md", tmp_path, capsys, fewer=300)
+    follow("why.md", tmp_path, capsys, fewer=300, smaller=("rounds = 20", "rounds = 8"))
     assert (tmp_path / "forgets" / "why.jsonl").is_file(), (
         "round 4 is not one that the config measures"
     )
