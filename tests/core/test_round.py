@@ -27,6 +27,7 @@ SINGLE = {
         "toy_logits",
         data={"public": toys.PUBLIC},
         clients={"models": ["mlp", "logistic", "toy_batchnorm", "qkt_cnn"]},
+        plan={"epochs": 4, "batch": 20, "lr": 0.2},
     ),
 }
 
