@@ -47,17 +47,39 @@ class Mine(FedAvg):
 """A method of one's own, with two tries."""
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The suite, runs in this process, and nothing that ships."""
-    tiny_ranking.install(monkeypatch)
+def install(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The suite, runs in this process, and nothing that ships, in a folder."""
+    tiny_ranking.install(patch)
 
     def here(runs: Sequence[Variant], *_: object, **__: object) -> list[Any]:
         return tiny_ranking.do(runs)
 
-    monkeypatch.setattr(comparison, "followed_outcomes", here)
-    monkeypatch.setattr(terminal, "shipped_rows", dict)
-    monkeypatch.chdir(tmp_path)
+    patch.setattr(comparison, "followed_outcomes", here)
+    patch.setattr(terminal, "shipped_rows", dict)
+    patch.chdir(folder)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command wrote for FedAvg and FedNTD."""
+    folder = tmp_path_factory.mktemp("ranked")
+    command = ["rank", "run", "digits", "--track", "space", "--methods", "fedavg,fedntd"]
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, folder)
+        assert call([*command, "--out", "out"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def entries(ranked: Path, tmp_path: Path) -> Path:
+    """Their entries, in the working directory, where they may be changed."""
+    out = Path(shutil.copytree(ranked, tmp_path / "out"))
+    return out / "entries" / "digits-space"
 
 
 def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,14 +137,11 @@ def test_a_command_that_is_stopped_says_so_in_one_line(
     assert said.count("\n") == 1
 
 
+@pytest.mark.usefixtures("entries")
 def test_a_replay_that_is_stopped_has_no_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has the same bits as far as it came."""
-    assert (
-        call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"])
-        == 0
-    )
 
     def stopped(runs: Sequence[Variant], *_: object, **__: object) -> list[Outcome]:
         return [replace(outcome, state="stopped") for outcome in tiny_ranking.do(runs)]
@@ -146,25 +165,9 @@ def test_a_replay_that_is_stopped_has_no_level(
 
 
 def test_a_forged_entry_is_said_and_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    entries: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        call(
-            [
-                "rank",
-                "run",
-                "digits",
-                "--track",
-                "space",
-                "--methods",
-                "fedavg,fedntd",
-                "--out",
-                "out",
-            ]
-        )
-        == 0
-    )
-    forged = tmp_path / "out" / "entries" / "digits-space" / "fedntd"
+    forged = entries / "fedntd"
     path = forged / "even" / "seed0" / "config.toml"
     path.write_text(path.read_text().replace("epochs = 1", "epochs = 9"))
     capsys.readouterr()
@@ -177,13 +180,9 @@ def test_a_forged_entry_is_said_and_left_out(
 
 
 def test_invented_entries_are_rejected_by_one_replayed_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    entries: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        call(["rank", "run", "digits", "--track", "space", "--methods", "fedntd", "--out", "out"])
-        == 0
-    )
-    honest = tmp_path / "out" / "entries" / "digits-space" / "fedntd"
+    honest = entries / "fedntd"
     for change in (
         forged_entries.invented,
         forged_entries.invented_with_outlier,
@@ -207,14 +206,10 @@ def test_invented_entries_are_rejected_by_one_replayed_run(
     assert not (tmp_path / "short").exists(), "some rounds are no proof"
 
 
+@pytest.mark.usefixtures("entries")
 def test_an_entry_whose_data_are_not_here_is_not_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"])
-        == 0
-    )
-
     def absent(*_: object, **__: object) -> None:
         raise DataAbsent("dataset 'digits' is not here: FEDSTILL_DATA is not set")
 

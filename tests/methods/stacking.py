@@ -41,7 +41,8 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
         "engine": engine,
         "clients": toys.TOLERANT,
     }
-    values |= {"model": plain.toy_slim.__name__} if Need.SLIM in needs else {}
+    if Need.SLIM in needs:  # a network of convolutions, whose steps take long
+        values |= {"model": plain.toy_slim.__name__, "plan": {**PLAN, "epochs": 1, "batch": 16}}
     values |= {"model": toys.on_simplex()} if Need.ETF in needs else {}
     values |= {"model": toys.two_networks()} if Need.PAIR in needs else {}
     values |= {"data": {"public": toys.PUBLIC if Need.PUBLIC_DATA in needs else 0}}
