@@ -104,9 +104,12 @@ def _measured(
     recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]
 ) -> Iterator[list[str]]:
     for row in rows:
-        own = runs_of_cell(row, column, runs)
-        for key, printed in recipe.published.get((row, column), Published()).measured.items():
-            curves = [run.curve(key) for run in own]
+        published = recipe.published.get((row, column), Published()).measured
+        if not published:  # journals of long runs take seconds to read
+            continue
+        finished = runs_of_cell(row, column, runs)
+        for key, printed in published.items():
+            curves = [run.curve(key) for run in finished]
             ours = spread([curve[max(curve)] for curve in curves if curve])
             said = ours.text(1, 3) if ours else NONE
             yield [
@@ -120,8 +123,13 @@ def _measured(
 
 def runs_of_cell(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
     """The finished runs of a cell."""
-    own = [v.folder for v in runs if v.label == f"{row} | {column}"]
-    return [read_run(folder) for folder in own if (folder / "summary.json").is_file()]
+    return [read_run(folder) for folder in _finished(row, column, runs)]
+
+
+def _finished(row: str, column: str, runs: Sequence[Variant]) -> list[Path]:
+    """The directories of the finished runs of a cell."""
+    folders = [variant.folder for variant in runs if variant.label == f"{row} | {column}"]
+    return [folder for folder in folders if (folder / "summary.json").is_file()]
 
 
 def _unfinished(row: str, column: str, runs: Sequence[Variant]) -> Iterator[str]:
@@ -345,9 +353,7 @@ def apart_from_others(
     )
     differ: dict[str, list[str]] = {}
     for one, other in pairs:
-        said = _other_settings(
-            runs_of_cell(*one, runs), runs_of_cell(*other, others), bool(against)
-        )
+        said = _other_settings(_finished(*one, runs), _finished(*other, others), bool(against))
         differ.setdefault(said, []).append(", ".join(one))
     yield from (Text(f"{'; '.join(rows)}: {said}") for said, rows in differ.items() if said)
     lines = [
@@ -468,10 +474,11 @@ def _apart_cells(apart: Difference | None) -> tuple[str, str, str, str]:
     )
 
 
-def _other_settings(ours: Sequence[Run], theirs: Sequence[Run], other_row: bool) -> str:
+def _other_settings(ours: Sequence[Path], theirs: Sequence[Path], other_row: bool) -> str:
+    """The settings in which the first of some runs differs from the first of others."""
     if not ours or not theirs:
         return f"no finished run {'there' if ours else 'here'}"
-    here, there = (settings_by_key(run.folder) for run in (ours[0], theirs[0]))
+    here, there = (settings_by_key(folder) for folder in (ours[0], theirs[0]))
     keys = [k for k in differing([here, there]) if k in here and k in there and k not in OF_A_RUN]
     keys = [k for k in keys if not (other_row and k.startswith("method."))]
     return ", ".join(f"{k} = {as_written(here[k])}, there {as_written(there[k])}" for k in keys)
