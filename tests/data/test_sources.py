@@ -118,7 +118,7 @@ def test_shared_folders_match_their_checksums(name):
     [
         ("heart_disease", "age", 3),
         ("har", "features", 10),
-        ("har_signals", "signals", 5),
+        pytest.param("har_signals", "signals", 5, marks=pytest.mark.slow),
         pytest.param("ag_news-small", "text", 7, marks=pytest.mark.slow),
         ("heart_disease", "label", 1),
     ],

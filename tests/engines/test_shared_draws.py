@@ -174,13 +174,13 @@ def twice_and_resumed(folder: Path, **changes: object) -> dict[str, Any]:
     """The bits of a run; they are those of the same run again, and of one that was stopped and
     resumed.
     """
-    experiment = toys.toy(**{"measure": ("toy_drawing",), **changes})
+    experiment = toys.toy(**{"measure": ("toy_drawing",), "rounds": 2, **changes})
     run(experiment, folder / "one", data=toys.blobs())
     torch.rand(7)
     run(experiment, folder / "two", data=toys.blobs())
     one = bits(folder / "one")
     assert_same_bits(bits(folder / "two"), one)
-    half = stopped(experiment, folder / "half")
+    half = stopped(experiment, folder / "half", stages=1)
     torch.rand(7)
     resume(half, data=toys.blobs())
     assert_same_bits(bits(half), one)
