@@ -214,7 +214,8 @@ def test_a_round_passes_over_the_test_set_once(
 
 def test_domains_have_a_test_set_each(tmp_path: Path) -> None:
     stream = {"kind": "domains", "tasks": 2, "transform": "invert"}
-    run(toys.toy(rounds=2, partition=IID, stream=stream), tmp_path / "run", toys.blobs())
+    plan = {"epochs": 4, "batch": 20, "lr": 0.2}
+    run(toys.toy(rounds=2, partition=IID, stream=stream, plan=plan), tmp_path / "run", toys.blobs())
     end = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "task"][1]
     assert np.shape(end["correct"]) == np.shape(end["totals"]) == (2, 5)
     assert end["row"][0] > end["row"][1] + 0.3  # the negative of an image was never shown
