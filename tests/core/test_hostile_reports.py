@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import toys
+from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted
 from fedstill.core.records import Payload
 from fedstill.flower.loopback import serialised
@@ -262,38 +263,43 @@ def refusals(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in events if "refused" in e and "client" in e]
 
 
+Without = Callable[[Experiment], Path]
+
+
 @pytest.fixture(scope="module")
-def without_it(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run whose client 1 gives no answer in round 1."""
-    folder = tmp_path_factory.mktemp("without") / "run"
-    experiment = over_flower(SHORT, retries=0)
+def without_it(tmp_path_factory: pytest.TempPathFactory) -> Without:
+    """By experiment, the run whose client 1 gives no answer in round 1."""
+    folders: dict[int, Path] = {}
 
     def trouble(
         grid: TroubledGrid, client: int, round: int, before: int, data: bytes
     ) -> bytes | None:
         return None if (client, round) == (HOSTILE, 1) else grid.work(client, data)
 
-    run(
-        experiment,
-        folder,
-        toys.blobs(),
-        grid=TroubledGrid(experiment, folder.parent / "sites", trouble),
-    )
-    return folder
+    def directory(experiment: Experiment) -> Path:
+        if experiment.rounds not in folders:
+            folder = tmp_path_factory.mktemp("without")
+            grid = TroubledGrid(experiment, folder / "sites", trouble)
+            run(experiment, folder / "run", toys.blobs(), grid=grid)
+            folders[experiment.rounds] = folder / "run"
+        return folders[experiment.rounds]
+
+    return directory
 
 
 RESUMED = ("a long name", "too few counts", "another round", "a long failure", "NaN")
-"""Reports of several kinds after which the run is stopped, too: a refusal is kept like any other
-event.
+"""Reports of several kinds after which the run has another round, and is stopped before it: a
+refusal is kept like any other event.
 """
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_crafted_report_is_refused_by_name_and_the_run_is_that_without_it(
-    name: str, without_it: Path, tmp_path: Path
+    name: str, without_it: Without, tmp_path: Path
 ) -> None:
     text, why = ALL[name]
-    experiment, folder = over_flower(SHORT, retries=0), tmp_path / "run"
+    rounds = 2 if name in RESUMED else 1
+    experiment, folder = over_flower(replace(SHORT, rounds=rounds), retries=0), tmp_path / "run"
     grid = TroubledGrid(experiment, tmp_path / "sites", spoiled(text))
     if name in RESUMED:
         with pytest.raises(Interrupted):
@@ -301,14 +307,15 @@ def test_a_crafted_report_is_refused_by_name_and_the_run_is_that_without_it(
         resume(folder, toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites"))
     else:
         run(experiment, folder, toys.blobs(), grid=grid)
-    events, others = journal(folder), journal(without_it)
+    expected = without_it(experiment)
+    events, others = journal(folder), journal(expected)
     (refused,) = refusals(events)
     assert (refused["client"], refused["round"]) == (HOSTILE, 1)
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(refused["refused"])
     assert len(refused["refused"]) <= 300
     assert (folder / "model.safetensors").read_bytes() == (
-        without_it / "model.safetensors"
+        expected / "model.safetensors"
     ).read_bytes()
     assert [e for e in events if e not in refusals(events)] == [
         e for e in others if e not in refusals(others)
@@ -377,7 +384,7 @@ LARGE: dict[str, tuple[Payload, str]] = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_reply_is_refused_by_a_short_reason(
-    name: str, without_it: Path, tmp_path: Path
+    name: str, without_it: Without, tmp_path: Path
 ) -> None:
     up, why = LARGE[name]
 
@@ -402,7 +409,7 @@ def test_a_large_reply_is_refused_by_a_short_reason(
         raise AssertionError(refused["refused"])
     assert len(refused["refused"]) <= 300
     assert (tmp_path / "run/model.safetensors").read_bytes() == (
-        without_it / "model.safetensors"
+        without_it(experiment) / "model.safetensors"
     ).read_bytes()
 
 
