@@ -24,7 +24,7 @@ ON_DATA = {
     "blood_over_years": "pbc_blood28",
 }
 """Tutorials, and the folder of FEDSTILL_DATA that each needs."""
-LONG = ("blood_over_years", "news")
+LONG = ("activity", "blood_over_years", "news")
 """Those among them that train for longer than a fast test may."""
 SHORTER = {
     "parallel_rounds": ('"rounds": 20', '"rounds": 5'),
