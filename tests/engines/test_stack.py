@@ -233,16 +233,16 @@ def test_further_examples_stand_behind_the_clients_own(what: str, inputs: Inputs
     counts on.
     """
     more = [view_of(20 + k, n).data if n else None for k, n in enumerate((4, 0, 9, 2))]
-    starts = [replace(c, more=m) for c, m in zip(carries(what), more, strict=True)]
+    every = [v.data if m is None else v.data + m for v, m in zip(VIEWS, more, strict=True)]
+    starts = [replace(c, examples=e) for c, e in zip(carries(what), every, strict=True)]
     setup = TrainingSetup(plan=PLAN, stage=STAGE, inputs=inputs, seed=7)
     together = check(starts, VIEWS, setup)
-    views = [
-        v if m is None else replace(v, data=v.data + m) for v, m in zip(VIEWS, more, strict=True)
-    ]
+    views = [replace(v, data=e) for v, e in zip(VIEWS, every, strict=True)]
     for trained, same in zip(together, check(carries(what), views, setup), strict=True):
         near(trained.params, same.params)
-    some = [replace(c, only=torch.tensor([0]), more=view_of(9, 3).data) for c in carries(what)]
-    views = [replace(v, data=v.data.take(torch.tensor([0])) + view_of(9, 3).data) for v in VIEWS]
+    last = [torch.tensor([len(e) - 1]) for e in every]
+    some = [replace(start, only=index) for start, index in zip(starts, last, strict=True)]
+    views = [replace(v, data=e.take(index)) for v, e, index in zip(VIEWS, every, last, strict=True)]
     for trained, same in zip(
         check(some, VIEWS, setup), check(carries(what), views, setup), strict=True
     ):

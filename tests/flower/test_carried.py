@@ -128,16 +128,19 @@ def test_the_sites_own_network_and_data_said_aloud_change_no_bit() -> None:
     assert same_bits(silent.params, train(ClientWork(), aloud, view, setup).params)
 
 
-def test_given_examples_are_taken_as_they_are() -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_given_examples_are_taken_as_they_are_where_a_network_is_named(named: bool) -> None:
     made = ready(data={"augment": ["flip"]})
     stage = Stage(1, 0, "train", (0,))
     view, start = made.sites.view(0, stage), made.world.initial(0)
     plain = Inputs(made.sites.inputs.mean, made.sites.inputs.std)
     assert made.sites.inputs.steps
     setup = TrainingSetup(plan=PLAN, stage=stage, inputs=made.sites.inputs, seed=7)
-    given = train(ClientWork(), TrainingStart(start, examples=view.data), view, setup)
-    never_augmented = train(ClientWork(), TrainingStart(start), view, replace(setup, inputs=plain))
-    assert same_bits(given.params, never_augmented.params)
+    carry = TrainingStart(start, examples=view.data, model=view.model if named else None)
+    given = train(ClientWork(), carry, view, setup)
+    inputs = plain if named else made.sites.inputs
+    same = train(ClientWork(), TrainingStart(start), view, replace(setup, inputs=inputs))
+    assert same_bits(given.params, same.params)
 
 
 def test_only_says_which_of_the_given_examples() -> None:

@@ -18,7 +18,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import State
 from fedstill.data.sources import from_tensors
-from fedstill.methods.fot import orthogonal, with_directions
+from fedstill.methods.fot import orthogonal, summed_products, with_directions
 from fedstill.models import contract
 from fedstill.models.functional import body_layers, input_products
 from fedstill.running.preparation import Prepared, prepare
@@ -113,7 +113,7 @@ def test_a_change_is_kept_orthogonal_and_answers_along_the_basis_stay() -> None:
 def test_in_a_run_no_layer_of_the_body_moves_along_its_kept_directions() -> None:
     ready, after = gone_through({"name": "fot", "keeps": 0.8})
     stage = ready.settings.schedule(1, ready.world)[-1]
-    each = [ready.sites.view(c, stage).input_products(after[0].params) for c in range(6)]
+    each = [summed_products(ready.sites.view(c, stage), after[0].params) for c in range(6)]
     for name, u in after[0].extra.tensors("basis").items():
         whole = torch.stack([own[name] for own in each]).sum(0)
         torch.testing.assert_close(u @ u.T, (v := with_directions(u[:, :0], whole, 0.8)) @ v.T)

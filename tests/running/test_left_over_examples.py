@@ -194,7 +194,7 @@ def test_clients_that_may_fail_are_left_out(tmp_path: Path) -> None:
 def test_a_method_that_adds_examples_may_train_on_more_than_one(tmp_path: Path) -> None:
     client = """
     def begin(self, payload, client_state, view, world):
-        return TrainingStart(params=payload.params, more=view.data)
+        return TrainingStart(params=payload.params, examples=view.data + view.data)
     """
     single = {
         "topology": {"clients": 3},

@@ -268,17 +268,18 @@ class Examples:
         )
 
     def __add__(self, further: Examples) -> Examples:
-        """These examples and further ones behind them; whose each is, where both say so."""
-        values, labels = (
+        """These examples and further ones behind them, on the device of these; the owners, where
+        both have them.
+        """
+        further = further.to(str(self.labels.device))
+        owners = None
+        if self.owners is not None and further.owners is not None:
+            owners = torch.cat([self.owners, further.owners])
+        return Examples(
             torch.cat([self.values, further.values]),
             torch.cat([self.labels, further.labels]),
+            owners,
         )
-        whose = (
-            None
-            if self.owners is None or further.owners is None
-            else torch.cat([self.owners, further.owners])
-        )
-        return Examples(values, labels, whose)
 
     def take(self, index: Tensor) -> Examples:
         """The examples at some positions, (n,) int64, on whatever device."""
@@ -299,14 +300,12 @@ class TrainingStart:
     """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and
     constants.
 
-    ``only``: positions of the examples to train on, (n,) int64; all of the stage's view if it is
-    left out. A step's ``index`` counts among them. ``model``: what is trained, if it is not the
-    site's network. ``examples``: what it is trained on, if it is not what the site has, as they
-    are, never augmented; so the server may train something small without public data. Of another
-    network than the site's nothing is measured.
-    ``more``: further examples to train on, behind the site's own (or ``only`` some of these):
-    ``index`` counts on, and teachers' logits cover them. They count in no reply's number of
-    examples.
+    ``model``: what is trained, if it is not the site's network. Of another network than the site's
+    nothing is measured. ``examples``: what it is trained on, if it is not what the site has. With a
+    ``model`` they are taken as they are, never augmented; so the server may train something small
+    without public data. Replies count the site's own examples, whatever is trained on.
+    ``only``: positions of the examples to train on, (n,) int64; all if it is left out. A step's
+    ``index`` counts among them, and teachers' logits cover them.
     ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
     """
 
@@ -317,7 +316,6 @@ class TrainingStart:
     only: Tensor | None = None
     model: ModelSpec | None = None
     examples: Examples | None = None
-    more: Examples | None = None
     head: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
@@ -540,9 +538,17 @@ class Passes(Protocol):
         entry.
         """
 
-    def input_products(self, params: Tensors, examples: Examples) -> Tensors:
-        """For each linear layer and convolution of the body the sum of a a^T over its inputs a: (d,
-        d) float64.
+    def run(
+        self,
+        function: Callable[[nn.Module, Tensors, Tensor], T],
+        params: Tensors,
+        examples: Examples,
+        model: ModelSpec | None = None,
+    ) -> Iterator[T]:
+        """``function(network, params, x)`` for each shard of the examples, in their order, without
+        gradient; of the site's network, or of another.
+
+        The network is in evaluation mode, and in float32 whatever precision training has.
         """
 
 
@@ -623,14 +629,6 @@ class View:
         in training, from it.
         """
         return self.passes.gradients(params, self._of(of), loss, batch, seed)
-
-    def input_products(self, params: Tensors) -> Tensors:
-        """What enters the body's layers on the site's own data, in evaluation mode, as sums of a
-        a^T (d, d), float64.
-
-        By the name of the layer's weights; of a convolution the patches. Zeros without examples.
-        """
-        return self.passes.input_products(params, self.data)
 
     def _of(self, of: str) -> Examples:
         if of == "data":

@@ -58,31 +58,32 @@ class TrainingSetup:
         return self.plan.lr_at(self.lr_round)
 
 
-def replaces_model_or_data(start: TrainingStart) -> bool:
-    """Whether a client trains another network than the site's, or on other examples."""
-    return start.model is not None or start.examples is not None
+def with_network_of(start: TrainingStart, view: View, inputs: Inputs) -> tuple[View, Inputs]:
+    """The view and the inputs for the network that a start brings along, if it brings one.
 
-
-def with_replacements(start: TrainingStart, view: View, inputs: Inputs) -> tuple[View, Inputs]:
-    """The view and the inputs, with the network and the examples that a start brings along.
-
-    The view then has no validation examples: scores are for the site's network and data. Examples
-    from a start are never augmented.
+    The view then has no validation examples: scores are for the site's network. Examples for such a
+    network are never augmented.
     """
-    if start.model is not None:
-        view = replace(view, model=start.model, validation=None)
+    if start.model is None:
+        return view, inputs
+    view = replace(view, model=start.model, validation=None)
     if start.examples is not None:
-        examples = start.examples.to(str(view.data.values.device))
-        view = replace(view, data=examples, public=None, validation=None)
         inputs = replace(inputs, steps=())
     return view, inputs
 
 
 def stage_examples(view: View, stage: Stage) -> Examples:
-    """The examples of a site that a stage may train on."""
+    """The examples that a site has for a stage."""
     if stage.view == "public" and view.public is not None:
         return view.public
     return view.data
+
+
+def available_examples(start: TrainingStart, view: View, stage: Stage) -> Examples:
+    """The examples of a client's training, before ``only`` selects some of them."""
+    if start.examples is None:
+        return stage_examples(view, stage)
+    return start.examples.to(str(view.data.labels.device))
 
 
 def examples_by_client(
@@ -91,31 +92,28 @@ def examples_by_client(
     """The examples that each client trains on. If these are the same for all clients, they are one
     object, which a stack then holds once.
     """
-    examples = [stage_examples(view, stage) for view in views]
-    if _all_select_the_same(starts, examples):
-        return [_training_examples(examples[0], starts[0])] * len(examples)
-    return [_training_examples(e, start) for e, start in zip(examples, starts, strict=True)]
+    available = [
+        available_examples(start, view, stage) for start, view in zip(starts, views, strict=True)
+    ]
+    if _all_select_the_same(starts, available):
+        return [_selected(available[0], starts[0])] * len(available)
+    return [_selected(examples, start) for examples, start in zip(available, starts, strict=True)]
 
 
-def _all_select_the_same(starts: Sequence[TrainingStart], examples: Sequence[Examples]) -> bool:
+def _all_select_the_same(starts: Sequence[TrainingStart], available: Sequence[Examples]) -> bool:
     """Whether all clients select the same positions of one object."""
     positions = starts[0].only
     if positions is None:
         return False
-    if any(start.more is not None for start in starts):
-        return False
-    if any(e is not examples[0] for e in examples):
+    if any(examples is not available[0] for examples in available):
         return False
     return all(start.only is not None and torch.equal(start.only, positions) for start in starts)
 
 
-def _training_examples(examples: Examples, start: TrainingStart) -> Examples:
-    """The selected ones of a site's examples, and those that a start adds behind them."""
-    if start.only is not None:
-        examples = examples.take(start.only.to(examples.labels.device))
-    if start.more is not None:
-        examples = examples + start.more.to(str(examples.labels.device))
-    return examples
+def _selected(examples: Examples, start: TrainingStart) -> Examples:
+    if start.only is None:
+        return examples
+    return examples.take(start.only)
 
 
 def uses_scores(plan: Plan) -> bool:

@@ -28,7 +28,7 @@ from fedstill.engines.clients import (
     stage_examples,
     stage_generator,
     uses_scores,
-    with_replacements,
+    with_network_of,
 )
 from fedstill.engines.cuda_graphs import Recorder, is_wanted, on_own_stream, whole_batches
 from fedstill.engines.optimiser import optimiser
@@ -73,7 +73,7 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
     The outcome depends on the arguments alone: all random numbers are drawn from the run's seed by
     key.
     """
-    view, inputs = with_replacements(start, view, setup.inputs)
+    view, inputs = with_network_of(start, view, setup.inputs)
     setup = replace(setup, inputs=inputs)
     device = stage_examples(view, setup.stage).labels.device
     with (

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from fedstill.core.keys import generator
 from fedstill.core.records import Examples, ModelSpec, Tensors
-from fedstill.core.trees import add, on_cpu
+from fedstill.core.trees import on_cpu
 from fedstill.data.inputs import SHARD, Inputs, channels_last
 from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import Precision, lowered, without_cudnn
 from fedstill.models import contract
 from fedstill.models.ensemble import Joined
-from fedstill.models.functional import body_layers, input_products
 
 LONG_SHARD = 0.002
 """Seconds from which a shard is long. With shorter ones, threads would wait for the interpreter as
@@ -93,31 +92,38 @@ class ModelPasses:
             }
             yield on_cpu(grads)
 
-    def input_products(self, params: Tensors, examples: Examples) -> Tensors:
-        """The sums of a a^T (d, d) over the inputs a of each layer of the body, float64."""
-        m = contract.module(self.model, "frozen").eval()
-        there = {k: channels_last(v.to(examples.values.device)) for k, v in params.items()}
-        sums = {name: torch.zeros(d, d, dtype=torch.float64) for name, d in body_layers(m).items()}
+    def run(
+        self,
+        function: Callable[[nn.Module, Tensors, Tensor], T],
+        params: Tensors,
+        examples: Examples,
+        model: ModelSpec | None = None,
+    ) -> Iterator[T]:
+        """``function(network, params, x)`` for each fixed shard of the examples, in their order."""
+        network = contract.module(model or self.model, "frozen").eval()
+        device = examples.values.device
+        tensors = {name: channels_last(tensor.to(device)) for name, tensor in params.items()}
         for x in shards(examples.values, self.inputs):
-            sums = add(sums, input_products(m, there, x))
-        return sums
+            with torch.no_grad():
+                output = function(network, tensors, x)
+            yield output
 
     def _each(
         self,
-        run: Callable[..., Tensor],
+        function: Callable[[nn.Module, Tensors, Tensor], Tensor],
         params: Tensors,
         examples: Examples,
         model: ModelSpec | None = None,
     ) -> Tensor:
-        m = contract.module(model or self.model, "frozen").eval()
-        params = {k: channels_last(v.to(examples.values.device)) for k, v in params.items()}
-        run_at = lowered(run, self.precision, examples.values.device)
-        with torch.no_grad():
-            out = [run_at(m, params, x) for x in shards(examples.values, self.inputs)]
-        if out:
-            return torch.cat(out)
+        run_at_precision = lowered(function, self.precision, examples.values.device)
+        outputs = list(self.run(run_at_precision, params, examples, model))
+        if outputs:
+            return torch.cat(outputs)
         spec = model or self.model
-        return torch.zeros(0, contract.width(spec) if run is contract.features else spec.classes)
+        columns = spec.classes
+        if function is contract.features:
+            columns = contract.width(spec)
+        return torch.zeros(0, columns)
 
 
 def _backward_of(module: nn.Module, device: torch.device) -> AbstractContextManager[Any]:

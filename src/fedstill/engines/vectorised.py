@@ -22,8 +22,7 @@ from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.core.work import ClientWork
 from fedstill.engines.clients import (
     TrainingSetup,
-    replaces_model_or_data,
-    stage_examples,
+    available_examples,
     uses_scores,
 )
 from fedstill.engines.footprint import activations
@@ -198,16 +197,13 @@ def _is_stackable(begun: Begun, setup: TrainingSetup) -> bool:
     ``Timetable`` has them.
     """
     start = begun.carry
-    if replaces_model_or_data(start) or not start.params:
+    if start.model is not None or not start.params:
         return False
-    stored = len(stage_examples(begun.view, setup.stage))
-    size = stored
+    available = available_examples(start, begun.view, setup.stage)
+    size = len(available)
     if start.only is not None:
         size = len(start.only)
-    if start.more is not None:
-        stored += len(start.more)
-        size += len(start.more)
-    return stored > 0 and not joins_last_example(begun.view.model, setup.plan, size)
+    return len(available) > 0 and not joins_last_example(begun.view.model, setup.plan, size)
 
 
 def _is_draw_under_vmap(error: Exception) -> bool:

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.fields import PackageTable
@@ -37,6 +37,8 @@ from fedstill.engines.serial import Sites
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.values import Values
 from fedstill.models import contract
+
+T = TypeVar("T")
 
 # Models that measures run: whole ones. A module fills in what a model lacks, with random weights of
 # its own.
@@ -72,15 +74,19 @@ class WholePasses(ModelPasses):
         """As ``ModelPasses.gradients``."""
         return super().gradients(whole(self.model, params), examples, loss, batch, seed)
 
-    def _each(
+    def run(
         self,
-        run: Callable[..., Tensor],
+        function: Callable[[nn.Module, Tensors, Tensor], T],
         params: Tensors,
         examples: Examples,
         model: ModelSpec | None = None,
-    ) -> Tensor:
-        part = "body." if run is contract.features else ""
-        return super()._each(run, whole(model or self.model, params, part), examples, model)
+    ) -> Iterator[T]:
+        """As ``ModelPasses.run``."""
+        part = ""
+        if function is contract.features:
+            part = "body."
+        entries = whole(model or self.model, params, part)
+        return super().run(function, entries, examples, model)
 
 
 # What a measure is: a hook after each stage, what it is shown there, what it needs, and what it

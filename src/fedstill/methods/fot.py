@@ -37,6 +37,7 @@ from fedstill.core.fields import NonNegative, Share
 from fedstill.core.records import (
     KEEP,
     SERVER,
+    ModelSpec,
     Payload,
     Plan,
     Reply,
@@ -49,11 +50,12 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
+from fedstill.core.trees import add
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING
 from fedstill.models.contract import module, trainable_names
-from fedstill.models.functional import beside_layers, body_layers
+from fedstill.models.functional import beside_layers, body_layers, input_products
 
 INPUTS = "inputs"
 
@@ -125,10 +127,7 @@ class FOT(FedAvg):
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != INPUTS:
             return super().expected_reply(client, stage, world)
-        layers = body_layers(module(world.model(client), "frozen"))
-        return Payload(
-            products={name: torch.zeros(d, d, dtype=torch.float64) for name, d in layers.items()}
-        )
+        return Payload(products=no_products(world.model(client)))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -154,7 +153,8 @@ class SendInputs(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        return TrainingStart(params={}, constants={"products": view.input_products(payload.params)})
+        products = summed_products(view, payload.params)
+        return TrainingStart(params={}, constants={"products": products})
 
     def end(
         self,
@@ -165,6 +165,20 @@ class SendInputs(ClientWork):
         world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(products=start["products"]), KEEP
+
+
+def no_products(model: ModelSpec) -> dict[str, Tensor]:
+    """The sums of no inputs: zeros (d, d), float64, by the weights of each layer of the body."""
+    layers = body_layers(module(model, "frozen"))
+    return {name: torch.zeros(d, d, dtype=torch.float64) for name, d in layers.items()}
+
+
+def summed_products(view: View, params: Tensors) -> dict[str, Tensor]:
+    """The sums of a a^T (d, d) over the inputs a of each layer on the client's data, float64."""
+    sums = no_products(view.model)
+    for products in view.passes.run(input_products, params, view.data):
+        sums = add(sums, products)
+    return sums
 
 
 def orthogonal(new: Tensor, old: Tensor, basis: Tensor) -> Tensor:

@@ -299,22 +299,25 @@ class Rehearse(ClientWork):
         kept = of_other_tasks(client_state, stream.task(self.round, view.client))
         if not kept or stream.kept or not m.size:
             return TrainingStart(params=payload.params)
-        more, own = Examples(kept.tensor("values"), kept.tensor("labels")), len(view.data)
+        kept_examples = Examples(kept.tensor("values"), kept.tensor("labels"))
+        own = len(view.data)
         constants: dict[str, Any] = {"own": own}
         if stream.head == "task":
             constants["seen"] = self.seen(view, world)
         if m.beta is not None or m.alpha:
-            both = own + len(more)
-            constants |= {"per_own": both / max(own, 1), "per_kept": both / len(more)}
+            both = own + len(kept_examples)
+            constants |= {"per_own": both / max(own, 1), "per_kept": both / len(kept_examples)}
         if m.alpha:
             blank = torch.zeros(
-                m.size - len(more), world.classes, dtype=kept.tensor("logits").dtype
+                m.size - len(kept_examples), world.classes, dtype=kept.tensor("logits").dtype
             )
             constants |= {
                 "logits": torch.cat([kept.tensor("logits"), blank]),
                 "columns": self.seen(view, world),
             }
-        return TrainingStart(params=payload.params, more=more, constants=constants)
+        return TrainingStart(
+            params=payload.params, examples=view.data + kept_examples, constants=constants
+        )
 
     def seen(self, view: View, world: World) -> Tensor:
         """The outputs with which kept examples take part, (C,) bool: those of the classes seen so
