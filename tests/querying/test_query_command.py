@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -41,7 +42,7 @@ def weak(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("weak") / "run", epochs=1)
 
 
-def trained(folder: Path, epochs: int) -> Path:
+def trained(folder: Path, epochs: int, **changes: Any) -> Path:
     torch.set_num_threads(1)
     experiment = Experiment(
         rounds=1,
@@ -54,7 +55,7 @@ def trained(folder: Path, epochs: int) -> Path:
         query={"fewer_than": 1},
         plan={"epochs": epochs, "lr": 0.01},
     )
-    run(experiment, folder)
+    run(replace(experiment, **changes), folder)
     return folder
 
 
@@ -286,6 +287,29 @@ def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
     assert second.before != first.after, "it trained alone on the new data first"
     alone = ask(local, 0, [other], short, later=Later(new=new))
     assert alone.before != second.before, "from another model"
+
+
+@pytest.mark.parametrize("kind", ["options in a table", "frozen entries"])
+def test_a_students_file_has_everything_of_its_network(kind: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "model": {"name": "low_rank", "of": "mlp", "arguments": {"hidden": (12,)}, "rank": 2}
+    }
+    if kind == "frozen entries":
+        plain = spec_for("mlp", (1, 8, 8), 10, {"hidden": (16,)})
+        save_model(tmp_path / "plain.safetensors", plain, initial(plain, 0))
+        changes = {
+            "start_from": str(tmp_path / "plain.safetensors"),
+            "train_only": ("head.",),
+        }
+    folder = trained(tmp_path / "run", epochs=1, **changes)
+    lacking, also_lacking = (row.tolist().index(0) for row in Result.of(folder).label_counts()[:2])
+    short = {"plan.transfer.epochs": 1, "plan.refine.epochs": 1}
+    first = ask(folder, 0, [lacking], short)
+    path = tmp_path / "student.safetensors"
+    save_model(path, first.model, first.params)
+    assert read_model(path)[0] == first.model
+    assert ask(folder, 0, [lacking], short, later=Later(path, None)).before == first.after
+    assert path.name in ask(folder, 1, [also_lacking], short, [path]).names.values()
 
 
 def test_what_a_later_query_holds_out_is_new(local: Path) -> None:

@@ -44,7 +44,15 @@ def state_at(round: int, stage: int = 0) -> State:
         extra,
         round,
         stage,
-        ModelSpec("mlp", (1, 4, 4), 5, (("deep", True), ("hidden", (8, 4)))),
+        ModelSpec(
+            name="mlp",
+            input_shape=(1, 4, 4),
+            classes=5,
+            fields=(("deep", True), ("hidden", (8, 4))),
+            trains=("head.",),
+            held="0" * 64,
+            adds=("own_head",),
+        ),
     )
 
 

@@ -4,6 +4,9 @@ them.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,13 @@ import torch
 import fedstill
 import toys
 from fedstill.config.resolve import settle
-from fedstill.core.errors import ConfigError, IncompatibleMethod
-from fedstill.core.records import SERVER
-from fedstill.models import contract
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod
+from fedstill.core.records import SERVER, Reply, Stage, State, World
+from fedstill.core.trees import same_bits
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models import contract, parameters
+from fedstill.models.model_file import read_model, save_model
 from fedstill.running.preparation import prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -92,6 +99,74 @@ def test_methods_train_parts_and_resume(
     fedstill.run(run, tmp_path / "b", data=toys.blobs())
     one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in "ab")
     assert one == two
+
+
+@registry.method("names_its_network")
+@dataclass(frozen=True)
+class NamesItsNetwork(FedAvg):
+    """Writes the network of its parameters into the state, as methods that change it do."""
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        after = super().aggregate(state, replies, stage, world)
+        return replace(after, model=world.model(SERVER))
+
+
+@registry.method("adds_to_its_network")
+@dataclass(frozen=True)
+class AddsToItsNetwork(NamesItsNetwork):
+    """The same with a second head."""
+
+    adds = ("own_head",)
+
+
+@pytest.mark.parametrize("method", ["names_its_network", "adds_to_its_network"])
+def test_a_checkpoint_has_all_that_a_state_says_of_its_network(
+    method: str, pretrained: Path, tmp_path: Path
+) -> None:
+    run = experiment(pretrained, method=method, rounds=2)
+
+    def stop(event: dict[str, Any]) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        fedstill.run(run, tmp_path / "run", data=toys.blobs(), on_round=stop)
+    resumed = fedstill.resume(tmp_path / "run", data=toys.blobs())
+    whole = fedstill.run(run, tmp_path / "whole", data=toys.blobs())
+    assert resumed.rounds()["accuracy"].tolist() == whole.rounds()["accuracy"].tolist()
+
+    test = toys.blobs().test
+    logits = fedstill.load_model(tmp_path / "run")(test.values)
+    accuracy = (logits.argmax(1) == test.labels).float().mean()
+    assert float(accuracy) == pytest.approx(resumed.accuracy)
+
+
+def test_a_model_file_has_the_entries_that_are_not_trained(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = prepare(settle(experiment(pretrained)), toys.blobs())
+    spec = ready.world.model(SERVER)
+    params = ready.world.initial(SERVER)
+    x = ready.sites.inputs.plain(ready.sites.train.values[:20])
+    expected = contract.predictor(spec, params)(x)
+    path = tmp_path / "model.safetensors"
+    save_model(path, spec, params)
+
+    # As in another process: what this one holds, and the modules that it has made, are gone.
+    monkeypatch.setattr(parameters, "_held", {})
+    monkeypatch.setattr(contract, "_modules", type(contract._modules)())
+    read_spec, read_params = read_model(path)
+    assert read_spec == spec
+    assert same_bits(read_params, params)
+    assert torch.equal(contract.predictor(read_spec, read_params)(x), expected)
+
+    entries = safetensors.torch.load_file(path)
+    entries["body.1.weight"] += 1
+    note = json.dumps(spec.to_dict())
+    path.write_bytes(safetensors.torch.save(entries, {"fedstill_model": note}))
+    with pytest.raises(CorruptFile, match=r"model\.safetensors"):
+        read_model(path)
 
 
 def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(

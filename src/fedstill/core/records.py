@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import (
+    Annotated,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from annotated_types import Interval
@@ -80,6 +90,24 @@ class ModelSpec:
     def __str__(self) -> str:
         """All of it: the seed of initial weights is made of this."""
         return self._with_options(self.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, of types that JSON has."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> ModelSpec:
+        """The spec that ``to_dict`` gave, also if JSON has made lists of tuples.
+
+        Raises TypeError or ValueError for anything else.
+        """
+        spec = cls(**{name: as_pairs(value) for name, value in dict(entries).items()})
+        for name, hint in get_type_hints(cls).items():
+            value = getattr(spec, name)
+            if not isinstance(value, get_origin(hint) or hint):
+                raise TypeError(f"{name} is a {type(value).__name__}")
+        dict(spec.fields)  # ValueError unless they are pairs
+        return spec
 
     @property
     def label(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import safetensors.torch
@@ -14,6 +13,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, write_whole
 from fedstill.core.records import ModelSpec, Tensors
 from fedstill.models import contract
+from fedstill.models.parameters import held_entries, hold, matches, sha256_of
 
 # The final model in a run's directory, and the SHA-256 that ``summary.json`` has of it.
 
@@ -49,14 +49,20 @@ _KEY = "fedstill_model"
 
 
 def save_model(path: Path, spec: ModelSpec, params: Tensors) -> None:
-    """Write a model to a file, whole or not at all; raises DiskFull if it cannot be written."""
-    own = {k: v.detach().cpu().contiguous().clone() for k, v in params.items()}
-    write_whole(path, safetensors.torch.save(own, {_KEY: json.dumps(asdict(spec))}))
+    """Write a model to a file, with the entries that its network holds.
+
+    The file is written whole or not at all; raises DiskFull if it cannot be written.
+    """
+    entries = {**params, **held_entries(spec)}
+    copies = {name: v.detach().cpu().contiguous().clone() for name, v in entries.items()}
+    note = json.dumps(spec.to_dict())
+    write_whole(path, safetensors.torch.save(copies, {_KEY: note}))
 
 
 def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The network and the parameters in a file that :func:`save_model` wrote.
 
+    The entries that the network holds are kept for the modules of this process.
     Raises ConfigError for a file that is not there or names no network, UnknownName for a network
     that does not exist here, CorruptFile for a file that is damaged, or whose parameters are not
     those of its network.
@@ -74,6 +80,12 @@ def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
             f"{path} does not say of which network it is; a model that `fedstill query` wrote does"
         )
     spec = _spec(path, note)
+    if spec.held:
+        held = {name: v for name, v in params.items() if not matches(name, spec.trains)}
+        if sha256_of(held) != spec.held:
+            raise CorruptFile(f"{path} lacks the entries that its {spec.label} holds")
+        hold(held)
+        params = {name: v for name, v in params.items() if name not in held}
     expected = contract.initial(spec, 0)
     wrong = sorted(
         k
@@ -92,15 +104,8 @@ def _apart(a: Tensor, b: Tensor) -> bool:
 
 def _spec(path: Path, note: str) -> ModelSpec:
     try:
-        told = json.loads(note)
-        fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in told["fields"])
-        shape, widths = tuple(told["input_shape"]), tuple(told.get("widths", ()))
-        adds = tuple(told.get("adds", ()))
-        vocabulary = int(told.get("vocabulary", 0))
-        return ModelSpec(
-            told["name"], shape, int(told["classes"]), fields, widths, vocabulary, adds=adds
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        return ModelSpec.from_dict(json.loads(note))
+    except (ValueError, TypeError) as error:
         raise CorruptFile(
             f"{path} names its network in a way that cannot be read: {error}"
         ) from error

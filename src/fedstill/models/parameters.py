@@ -86,12 +86,29 @@ def hold(entries: Tensors) -> str:
     """Keep entries for the modules of this process; the SHA-256 by which a ``ModelSpec`` names
     them.
     """
-    sum_ = hashlib.sha256()
+    sha256 = sha256_of(entries)
+    _held[sha256] = {name: value.detach() for name, value in entries.items()}
+    return sha256
+
+
+def sha256_of(entries: Tensors) -> str:
+    """The SHA-256 of entries with their names, shapes and types."""
+    sha256 = hashlib.sha256()
     for name, value in sorted(entries.items()):
-        sum_.update(f"{name} {tuple(value.shape)} {value.dtype}\0".encode())
-        sum_.update(value.detach().cpu().contiguous().numpy().tobytes())
-    _held[sum_.hexdigest()] = {name: value.detach() for name, value in entries.items()}
-    return sum_.hexdigest()
+        sha256.update(f"{name} {tuple(value.shape)} {value.dtype}\0".encode())
+        sha256.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def held_entries(spec: ModelSpec) -> Tensors:
+    """The entries that a network holds; raises ConfigError where this process lacks them."""
+    if not spec.held:
+        return {}
+    if spec.held not in _held:
+        raise ConfigError(
+            f"the entries that {spec.label} holds are not here; name their file in start_from"
+        )
+    return _held[spec.held]
 
 
 def moving(spec: ModelSpec, names: Iterable[str]) -> list[str]:
@@ -120,14 +137,9 @@ def put_in(made: nn.Module, spec: ModelSpec) -> nn.Module:
     """
     if not spec.held:
         return made
-    if spec.held not in _held:
-        raise ConfigError(
-            f"the entries that {spec.label} holds are not here; name their file in start_from"
-        )
-    own = {
-        name: value for name, value in _held[spec.held].items() if not matches(name, spec.trains)
-    }
-    made.load_state_dict(own, strict=False, assign=True)
+    held = held_entries(spec)
+    fixed = {name: value for name, value in held.items() if not matches(name, spec.trains)}
+    made.load_state_dict(fixed, strict=False, assign=True)
     for name, value in made.named_parameters():
-        value.requires_grad_(name not in own)
+        value.requires_grad_(name not in fixed)
     return made

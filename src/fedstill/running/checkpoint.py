@@ -12,14 +12,14 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, CorruptFile
 from fedstill.core.files import digest, make_folder, remove, write_together
-from fedstill.core.records import ModelSpec, Payload, State, as_pairs
+from fedstill.core.records import ModelSpec, Payload, State
 from fedstill.running.journal import Mark
 
 log = logging.getLogger("fedstill.checkpoint")
@@ -136,7 +136,7 @@ class Checkpoints:
         manifest = {
             "round": state.round,
             "stage": state.stage,
-            "model": asdict(state.model) if state.model else None,
+            "model": state.model.to_dict() if state.model else None,
             "groups": groups,
             "memory": {str(c): list(memory[c]) for c in sorted(memory)},
             "journal": journal,
@@ -174,15 +174,17 @@ class Checkpoints:
         groups: dict[str, Any] = {}
         for key, sha in manifest["groups"].items():
             (groups[key],) = self._group(sha).values()
-        model = manifest["model"]
-        if model:
-            fields = as_pairs(model["fields"])
-            shape, widths = tuple(model["input_shape"]), tuple(model.get("widths", ()))
-            model = ModelSpec(
-                model["name"], shape, model["classes"], fields, widths, model.get("vocabulary", 0)
-            )
+        model = None
+        if manifest["model"]:
+            model = ModelSpec.from_dict(manifest["model"])
         extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})
-        state = State(groups["params"], extra, manifest["round"], manifest["stage"], model)
+        state = State(
+            params=groups["params"],
+            extra=extra,
+            round=manifest["round"],
+            stage=manifest["stage"],
+            model=model,
+        )
         memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
         if self.memory is not None:
             for file, sha in memory.values():
