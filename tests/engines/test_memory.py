@@ -141,3 +141,6 @@ def test_what_is_to_be_kept_is_what_the_client_remembered_before(tmp_path: Path)
             memory.commit(Stage(1, index, "train", (1, 2)), (1, 2))
         assert memory.load(1).number("visits") == 3
         assert not memory.load(2), "there was nothing to keep"
+        memory.hold(1, Payload())
+        memory.commit(Stage(2, 0, "train", (1,)), (1,))
+        assert not memory.load(1), "an empty state is not the one of before"

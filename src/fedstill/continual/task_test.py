@@ -13,6 +13,7 @@ from fedstill.core.records import (
     KEEP,
     NOTHING,
     SERVER,
+    Keep,
     Payload,
     Reply,
     Stage,
@@ -45,7 +46,7 @@ class BeTested(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         return NOTHING, KEEP
 
 

@@ -19,6 +19,7 @@ from fedstill.core.extensions import RoundHook, StageActor
 from fedstill.core.method import Method
 from fedstill.core.records import (
     KEEP,
+    Keep,
     Payload,
     Reply,
     Stage,
@@ -54,7 +55,7 @@ class Census(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         return Payload(labels=view.counts), KEEP
 
 

@@ -5,8 +5,9 @@ and scalars.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -103,10 +104,18 @@ class Payload(Mapping[str, Group]):
 
 NOTHING = Payload()
 
-KEEP = Payload()
-"""What ``ClientWork.end`` gives in place of a memory where the client is to remember what it did
-before.
-"""
+
+class Keep(Enum):
+    """The type of ``KEEP``, which is its only value."""
+
+    KEEP = "KEEP"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+KEEP: Final = Keep.KEEP
+"""What ``ClientWork.end`` returns in place of a client state: the client keeps the one it has."""
 
 
 def many(name: str, groups: Mapping[int, Tensors]) -> dict[str, Group]:

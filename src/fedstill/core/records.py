@@ -33,7 +33,7 @@ from fedstill.core.fields import (
     check_ranges,
 )
 from fedstill.core.files import short_name
-from fedstill.core.payload import KEEP, NOTHING, Group, Payload, Tensors, many
+from fedstill.core.payload import KEEP, NOTHING, Group, Keep, Payload, Tensors, many
 from fedstill.core.stream import Stream
 from fedstill.querying.queries import Asking
 
@@ -43,6 +43,7 @@ __all__ = [
     "SERVER",
     "Examples",
     "Group",
+    "Keep",
     "ModelSpec",
     "Passes",
     "Payload",

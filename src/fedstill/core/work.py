@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedstill.core.records import (
     NOTHING,
+    Keep,
     ModelSpec,
     Payload,
     Step,
@@ -55,9 +56,9 @@ class ClientWork:
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
-        """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it
-        did before.
+    ) -> tuple[Payload, Payload | Keep]:
+        """What is sent up, and the client's state until it acts again; ``KEEP`` for the one it
+        has.
         """
         return Payload(params=params), NOTHING
 

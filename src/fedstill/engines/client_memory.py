@@ -11,7 +11,7 @@ from pathlib import Path
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, CorruptFile
 from fedstill.core.files import digest, make_folder, remove, write_together
-from fedstill.core.records import KEEP, NOTHING, Payload, Stage
+from fedstill.core.records import KEEP, NOTHING, Keep, Payload, Stage
 
 
 @dataclass
@@ -55,11 +55,13 @@ class Memory:
                 f"{path}, the memory of client {client}, cannot be used: {error}"
             ) from error
 
-    def hold(self, client: int, client_state: Payload) -> None:
-        """Take what a client remembers of a stage that is not committed yet; ``KEEP``: what it did
-        before.
+    def hold(self, client: int, client_state: Payload | Keep) -> None:
+        """Take a client's state after a stage that is not committed yet; ``KEEP``: the one before
+        the stage.
         """
-        self._held[client] = self.load(client) if client_state is KEEP else client_state
+        if client_state is KEEP:
+            client_state = self.load(client)
+        self._held[client] = client_state
 
     def held(self, client: int) -> Payload:
         """What a client remembers of a stage that is not committed yet; nothing, if it remembers

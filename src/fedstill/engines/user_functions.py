@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.core.errors import ChangedInPlace
-from fedstill.core.records import SERVER, Payload, TrainingStart
+from fedstill.core.records import SERVER, Keep, Payload, TrainingStart
 from fedstill.core.user_code import bad_return, definition, of_kind, returned
 from fedstill.core.work import ClientWork
 
@@ -98,17 +98,19 @@ def terms_of(function: Callable[..., object], value: object, batch: int) -> Mapp
     return value
 
 
-def sent_and_remembered(work: ClientWork, value: object) -> tuple[Payload, Payload]:
-    """The return value of ``end``. Raises BadReturn if it is not a pair of payloads."""
-    parts = value if isinstance(value, tuple) else ()
-    if len(parts) == 2 and all(isinstance(part, Payload) for part in parts):
-        content, client_state = parts
-        return content, client_state
-    kind = of_kind(value)
-    if parts:
-        kind = f"a tuple of {', '.join(of_kind(part) for part in parts)}"
+def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Payload | Keep]:
+    """What ``end`` gave; raises BadReturn for anything but two payloads, the second perhaps
+    ``KEEP``.
+    """
+    if isinstance(given, tuple) and len(given) == 2:
+        content, client_state = given
+        if isinstance(content, Payload) and isinstance(client_state, (Payload, Keep)):
+            return content, client_state
+    kinds = of_kind(given)
+    if isinstance(given, tuple) and given:
+        kinds = f"a tuple of {', '.join(map(of_kind, given))}"
     raise bad_return(
-        work.end, f"gives {kind}, not two Payloads: what is sent and what is remembered"
+        work.end, f"gives {kinds}, not two Payloads: what is sent and what is remembered"
     )
 
 

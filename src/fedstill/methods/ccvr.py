@@ -37,6 +37,7 @@ from fedstill.core.records import (
     NOTHING,
     SERVER,
     Examples,
+    Keep,
     ModelSpec,
     Payload,
     Plan,
@@ -194,7 +195,7 @@ class SendMoments(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         features, labels = view.features(start["params"]), view.data.labels.cpu()
         return class_moments(features, labels, world.classes, self.covariance), KEEP
 

@@ -27,6 +27,7 @@ from fedstill.core.fields import NonNegative
 from fedstill.core.records import (
     KEEP,
     NOTHING,
+    Keep,
     Payload,
     Plan,
     Reply,
@@ -119,5 +120,5 @@ class ForAll(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         return Payload(params=params), KEEP

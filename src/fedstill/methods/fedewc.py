@@ -37,6 +37,7 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Count, NonNegative, Share
 from fedstill.core.records import (
     KEEP,
+    Keep,
     Payload,
     Plan,
     Reply,
@@ -158,7 +159,7 @@ class Importance(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         mask = world.stream.mask(self.stage.round, view.client, world.classes)
         total = zeros_like(only(start["params"], sorted(trainable_names(view.model))))
         some, count = min(self.method.samples, len(view.data)), 0

@@ -24,6 +24,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import (
     KEEP,
     SERVER,
+    Keep,
     ModelSpec,
     Payload,
     Plan,
@@ -109,7 +110,7 @@ class Fit(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         content = Payload(params=params)
         return content, content if GOES_ON in start.constants else KEEP
 

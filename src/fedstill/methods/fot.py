@@ -37,6 +37,7 @@ from fedstill.core.fields import NonNegative, Share
 from fedstill.core.records import (
     KEEP,
     SERVER,
+    Keep,
     ModelSpec,
     Payload,
     Plan,
@@ -163,7 +164,7 @@ class SendInputs(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         return Payload(products=start["products"]), KEEP
 
 

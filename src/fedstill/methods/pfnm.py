@@ -37,6 +37,7 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import (
     KEEP,
     SERVER,
+    Keep,
     Payload,
     Reply,
     Stage,
@@ -173,7 +174,7 @@ class Tried(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         return Payload(right=start["right"]), KEEP
 
     def report(

@@ -46,6 +46,7 @@ from fedstill.core.records import (
     KEEP,
     SERVER,
     Examples,
+    Keep,
     Plan,
     Reply,
     Stage,
@@ -357,7 +358,7 @@ class Rehearse(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         return Payload(params=params), KEEP
 
 

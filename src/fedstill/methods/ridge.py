@@ -24,6 +24,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import (
     KEEP,
     SERVER,
+    Keep,
     ModelSpec,
     Payload,
     Plan,
@@ -185,7 +186,7 @@ class SendSums(ClientWork):
         result: TrainingResult,
         view: View,
         world: World,
-    ) -> tuple[Payload, Payload]:
+    ) -> tuple[Payload, Payload | Keep]:
         return feature_sums(
             view.features(start["params"]), view.data.labels.cpu(), world.classes
         ), KEEP
