@@ -111,6 +111,9 @@ def test_a_client_that_writes_into_what_it_was_sent_ends_the_run(
         pytest.skip("there training has a copy of its own, on the card")
     experiment = toys.toy(Writing(where=where), engine=engine, clients={"failures": failures})
     who = r"Written\.begin" if where == "begin" else "Written"
+    if engine == "pooled":
+        # Another client that was sent the same tensors may notice it first, in its begin.
+        who = r"Written(\.begin)?"
     line = rf"^{who} writes into params\.\S+ at client \d, which others share: make a new tensor"
     with pytest.raises(ChangedInPlace, match=line):
         run(experiment, tmp_path / "run", data=toys.blobs())

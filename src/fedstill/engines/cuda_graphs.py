@@ -187,7 +187,7 @@ class Recorder:
             mask=None,
             epoch=inputs.epoch,
         )
-        known = {id(tensor) for tensor in self.state()}
+        state_ids = {id(tensor) for tensor in self.state()}
         pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -204,7 +204,7 @@ class Recorder:
             self.recordings[epoch] = Recording(graph, recorded, detached)
 
         for tensor in self.state():
-            if id(tensor) not in known:
+            if id(tensor) not in state_ids:
                 # Momentum that begins in a recording has no value, because nothing was computed.
                 tensor.detach().zero_()
                 self._refuse("momentum begins late")
@@ -443,8 +443,8 @@ def watched(
     device = inputs.x.device
     random_state = (random.getstate(), _numpy_state())
     # Inputs may be in memory where the step before had a tensor.
-    kept = made_in_previous - _places([inputs.x, inputs.y, inputs.positions])
-    with StepWatch(device, state, kept) as watch, _sync_warnings(device) as waits:
+    made_in_previous = made_in_previous - _places([inputs.x, inputs.y, inputs.positions])
+    with StepWatch(device, state, made_in_previous) as watch, _sync_warnings(device) as waits:
         yield watch
     if waits or random_state != (random.getstate(), _numpy_state()):
         watch.cannot_replay = True

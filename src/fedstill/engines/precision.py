@@ -45,7 +45,9 @@ def check_machine(precision: Precision, device: str) -> None:
             "set device = 'cpu' for a new run, or install torch for CUDA"
         )
     if precision == "bf16" and not has_bfloat16(device):
-        kind = "CUDA device" if device == "cuda" else "processor"
+        kind = "processor"
+        if device == "cuda":
+            kind = "CUDA device"
         raise ConfigError(
             f"precision = 'bf16': this {kind} has no units for bfloat16, and would imitate it "
             "slowly; set 'fp32' for a new run"

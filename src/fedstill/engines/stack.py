@@ -184,8 +184,8 @@ class Stack(TrainingClients):
         self.examples = normalised_once(stored_examples, setup.inputs)
         self.augments = bool(setup.inputs.steps)
 
-        self.start = StackedStart.of(starts, self.device)
-        self._start_is_shared = is_shared(step_fields(self.start.axes))
+        self.stacked = StackedStart.of(starts, self.device)
+        self._start_is_shared = is_shared(step_fields(self.stacked.axes))
         # What is trained has a client axis even if all clients start from the same tensors.
         self.params = {
             name: value.detach().to(self.device)
@@ -201,7 +201,7 @@ class Stack(TrainingClients):
         if self.augments:
             self.pixel_draws = [stage_generator(view.client, setup, "pixels") for view in views]
 
-        build_modules(self.start.start.teachers, self.view.model)
+        build_modules(self.stacked.start.teachers, self.view.model)
         self._all_see_every_example = all(sees_every_example(setup.plan, e) for e in examples)
         self._teacher_tables: dict[tuple[str, str], Tensor] = {}
 
@@ -303,8 +303,8 @@ class Stack(TrainingClients):
 
     def _run_teacher(self, name: str, kind: str) -> Tensor:
         """A teacher's outputs for the examples of all clients, one client below another."""
-        if is_shared(self.start.axes.teachers[name]):
-            teacher = frozen(self.start.start.teachers[name], self.view.model)
+        if is_shared(self.stacked.axes.teachers[name]):
+            teacher = frozen(self.stacked.start.teachers[name], self.view.model)
             outputs = self._outputs(teacher, kind, self.examples)
             if self.has_common_examples:
                 return outputs.repeat(len(self.sizes), 1)
@@ -312,7 +312,7 @@ class Stack(TrainingClients):
 
         outputs_by_client = []
         for k, examples in enumerate(self._examples_of_clients()):
-            teacher = frozen(self.start.of_client(k).teachers[name], self.view.model)
+            teacher = frozen(self.stacked.of_client(k).teachers[name], self.view.model)
             outputs_by_client.append(self._outputs(teacher, kind, examples))
         return torch.cat(outputs_by_client)
 
@@ -332,13 +332,13 @@ class Stack(TrainingClients):
     def per_client(self, function: Callable[..., T], *values: Any) -> T:
         if self._start_is_shared:
             # Then vmap need not look through the start in every step.
-            return torch.func.vmap(functools.partial(function, self.start.start))(*values)
+            return torch.func.vmap(functools.partial(function, self.stacked.start))(*values)
 
         def run(fields: dict[str, Any], *client_values: Any) -> T:
             return function(TrainingStart(**fields), *client_values)
 
-        in_dims = (step_fields(self.start.axes), *(0 for _ in values))
-        return torch.func.vmap(run, in_dims=in_dims)(step_fields(self.start.start), *values)
+        in_dims = (step_fields(self.stacked.axes), *(0 for _ in values))
+        return torch.func.vmap(run, in_dims=in_dims)(step_fields(self.stacked.start), *values)
 
     def clip(self, leaves: Mapping[str, Tensor], norm: float) -> None:
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]

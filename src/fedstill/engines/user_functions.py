@@ -46,15 +46,19 @@ class MutationGuard:
 
 
 def _changed_in_place(name: str, function: Callable[..., Any], client: int | None) -> str:
-    where = ""
-    if client is not None:
-        where = " at the server" if client == SERVER else f" at client {client}"
-    place = definition(function)
-    in_file = f" ({place})" if place else ""
-    return (
-        f"{function.__qualname__} writes into {name}{where}, which others share: make a new tensor "
-        f"(x + 1, not x.add_(1)), or change x.clone(){in_file}"
+    place = ""
+    if client == SERVER:
+        place = " at the server"
+    elif client is not None:
+        place = f" at client {client}"
+    message = (
+        f"{function.__qualname__} writes into {name}{place}, which others share: make a new tensor "
+        "(x + 1, not x.add_(1)), or change x.clone()"
     )
+    line = definition(function)
+    if line:
+        message += f" ({line})"
+    return message
 
 
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -69,8 +73,9 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
+    prefix = f"{name}." if name else ""
     for key, item in items:
-        yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
+        yield from _named_tensors(item, f"{prefix}{key}")
 
 
 def carry_of(work: ClientWork, value: object) -> TrainingStart:
