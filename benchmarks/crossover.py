@@ -22,7 +22,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.records import Payload
 from fedstill.engines.cores import cores
 from fedstill.engines.serial import SerialEngine
-from fedstill.running.engine_choice import stages
+from fedstill.running.engine_choice import work_of_stages
 from fedstill.running.preparation import Prepared, prepare
 
 MODELS: tuple[tuple[str, tuple[int, int, int], dict[str, Any]], ...] = (
@@ -52,13 +52,8 @@ def measured(
                 work.experiment("fedavg", engine=e, device=device) for e in ("pooled", "vectorised")
             ]
             ready = [prepare(settle(one), data) for one in asked]
-            size = (
-                max(
-                    w.flops
-                    for w in stages(ready[0].settings, ready[0].world, clients * work.images)
-                )
-                / 1e6
-            )
+            stages = work_of_stages(ready[0].settings, ready[0].world, clients * work.images)
+            size = max(stage.flops for stage in stages) / 1e6
             pooled, vectorised = in_turn(ready, pairs)
             out.append((f"{label}, {'x'.join(map(str, shape))}", batch, size, pooled, vectorised))
     return sorted(out, key=lambda row: row[2])

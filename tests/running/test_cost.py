@@ -10,14 +10,14 @@ from fedstill.core.records import ModelSpec, Plan
 from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
 from fedstill.running import engine_choice
-from fedstill.running.engine_choice import Work, suited_engine
+from fedstill.running.engine_choice import StageWork, suited_engine
 
 
 def mlp(*hidden: int) -> ModelSpec:
     return contract.spec_for("mlp", (1, 8, 8), 10, {"hidden": hidden})
 
 
-SMALL = Work(Plan(batch=10), clients=10, specs={mlp(16)}, examples=100.0)
+SMALL = StageWork(Plan(batch=10), clients=10, specs={mlp(16)}, examples=100.0)
 LARGE = replace(SMALL, specs={mlp(2000, 2000)})
 LONE = replace(LARGE, clients=1)
 
@@ -61,7 +61,7 @@ LONE = replace(LARGE, clients=1)
         "dropout",
     ],
 )
-def test_each_reason_is_said(stages: list[Work], device: str, engine: str, words: str) -> None:
+def test_each_reason_is_said(stages: list[StageWork], device: str, engine: str, words: str) -> None:
     kind, why = suited_engine(stages, device)
     assert kind == engine
     assert words in why
@@ -70,7 +70,7 @@ def test_each_reason_is_said(stages: list[Work], device: str, engine: str, words
 def test_the_crossover_is_where_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, engine in ((SMALL.flops, "vectorised"), (SMALL.flops - 1, "pooled")):
         monkeypatch.setitem(engine_choice.CROSSOVER, "cpu", limit)
-        assert suited_engine([SMALL], "cpu")[0] == engine
+        assert suited_engine([SMALL], "cpu").engine == engine
 
 
 def test_a_step_is_three_forward_passes_of_a_batch_of_the_costliest_network() -> None:

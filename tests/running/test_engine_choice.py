@@ -16,7 +16,7 @@ from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
 from fedstill.running import engine_choice
 from fedstill.running.compare import make_way
-from fedstill.running.engine_choice import Work, suited_engine
+from fedstill.running.engine_choice import StageWork, suited_engine
 from fedstill.running.explain import arithmetic
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
@@ -33,23 +33,25 @@ def test_products_are_counted() -> None:
 
 
 def test_small_steps_of_many_clients_are_stacked() -> None:
-    few = Work(Plan(batch=10), 10, {MLP}, examples=7.0)
+    few = StageWork(Plan(batch=10), 10, {MLP}, examples=7.0)
     assert few.flops == 3 * 7 * forward_flops(MLP), "a batch is no larger than a client's data"
-    assert suited_engine([few], "cpu")[0] == "vectorised"
-    assert suited_engine([Work(Plan(batch=10), 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
+    assert suited_engine([few], "cpu").engine == "vectorised"
+    assert suited_engine([StageWork(Plan(batch=10), 1, {MLP}, 20.0)], "cpu").engine == "pooled"
     assert (
-        suited_engine([Work(Plan(batch=10), engine_choice.FEWEST - 1, {MLP}, 20.0)], "cpu")[0]
+        suited_engine(
+            [StageWork(Plan(batch=10), engine_choice.FEWEST - 1, {MLP}, 20.0)], "cpu"
+        ).engine
         == "pooled"
     )
     assert (
-        suited_engine([Work(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu")[0]
+        suited_engine([StageWork(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu").engine
         == "pooled"
     )
     kind, why = suited_engine([few], "cuda")
     assert kind == "pooled"
     assert "cuda" in why
     large = contract.spec_for("cnn", (3, 32, 32), 10, {})
-    kind, why = suited_engine([few, Work(Plan(batch=50), 10, {large}, 500.0)], "cpu")
+    kind, why = suited_engine([few, StageWork(Plan(batch=50), 10, {large}, 500.0)], "cpu")
     assert kind == "pooled"
     assert "MFLOP" in why
 

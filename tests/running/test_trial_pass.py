@@ -16,7 +16,7 @@ from fedstill.data.sources import from_tensors
 from fedstill.models import contract
 from fedstill.models.contract import built_size
 from fedstill.running.cautions import cautions
-from fedstill.running.engine_choice import chosen
+from fedstill.running.engine_choice import choose_engine
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 
@@ -163,7 +163,7 @@ def test_a_network_of_which_nothing_is_to_be_trained_is_refused() -> None:
 def test_a_network_that_cannot_be_stacked_is_told_before_the_run() -> None:
     prepared = ready("toy_branching", engine="auto")
     assert prepared.settings.engine == "pooled"
-    kind, why = chosen(prepared.settings, prepared.world, 300)
+    kind, why = choose_engine(prepared.settings, prepared.world, 300)
     assert (kind, why.split(":")[0]) == (
         "pooled",
         "model toy_branching cannot run under torch.func.vmap",

@@ -511,7 +511,7 @@ def too_few_compared(run: PlannedRun) -> str:
 
 def unstackable_clients(run: PlannedRun) -> str:
     """Clients that the vectorised engine cannot train as one stack."""
-    stages = engine_choice.stages(run.settings, run.world, len(run.sites.train))
+    stages = engine_choice.work_of_stages(run.settings, run.world, len(run.sites.train))
     stacked = [stage for stage in stages if stage.clients > 1]
     if not stacked:
         return (

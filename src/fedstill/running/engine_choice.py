@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fedstill.config.settings import Settings
 from fedstill.core.records import SERVER, ModelSpec, Plan
@@ -35,9 +35,9 @@ FEWEST = 4
 
 
 @dataclass(frozen=True)
-class Work:
-    """A stage as the cost model sees it: its plan, its clients, their architectures, the examples
-    of the mean one.
+class StageWork:
+    """A stage as the cost model sees it: its plan, how many clients it has, their architectures,
+    and the examples of an average client.
     """
 
     plan: Plan
@@ -54,70 +54,81 @@ class Work:
         return max(step_flops(spec, batch) for spec in self.specs)
 
 
-def suited_engine(
-    stages: Collection[Work], device: str
-) -> tuple[Literal["pooled", "vectorised"], str]:
-    """The engine for a run with these stages, "pooled" or "vectorised", and in words why."""
-    wide = [s for s in stages if s.clients > 1]
-    if not wide:
-        return "pooled", "one client acts at a time, so there is nothing to stack"
-    for stage in wide:
+class EngineChoice(NamedTuple):
+    """The engine that suits a run, and in words why."""
+
+    engine: Literal["pooled", "vectorised"]
+    reason: str
+
+
+def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
+    """The engine for a run with these stages."""
+    side_by_side = [stage for stage in work if stage.clients > 1]
+    if not side_by_side:
+        reason = "one client acts at a time, so there is nothing to stack"
+        return EngineChoice("pooled", reason)
+    for stage in side_by_side:
         for spec in stage.specs:
             if reason := why_not(spec, stage.plan):
-                return "pooled", reason
+                return EngineChoice("pooled", reason)
     if device not in CROSSOVER:
-        return (
-            "pooled",
-            f"it is not known when stacking is faster on {device}; engine = 'vectorised' tries it",
+        reason = (
+            f"it is not known when stacking is faster on {device}; engine = 'vectorised' tries it"
         )
-    least, most, limit = min(s.clients for s in wide), max(s.flops for s in wide), CROSSOVER[device]
-    said = f"{most / 1e6:.3g} MFLOP in a client's step, {least} clients in a stage"
-    if least < FEWEST:
-        return "pooled", f"{said}: stacking takes {FEWEST}"
-    if most > limit:
-        return "pooled", f"{said}: stacking pays up to {limit / 1e6:.3g} MFLOP"
-    return "vectorised", f"{said}: stacking pays up to {limit / 1e6:.3g} MFLOP"
+        return EngineChoice("pooled", reason)
+
+    clients = min(stage.clients for stage in side_by_side)
+    flops = max(stage.flops for stage in side_by_side)
+    limit = CROSSOVER[device]
+    costs = f"{flops / 1e6:.3g} MFLOP in a client's step, {clients} clients in a stage"
+    if clients < FEWEST:
+        return EngineChoice("pooled", f"{costs}: stacking takes {FEWEST}")
+    reason = f"{costs}: stacking pays up to {limit / 1e6:.3g} MFLOP"
+    if flops > limit:
+        return EngineChoice("pooled", reason)
+    return EngineChoice("vectorised", reason)
 
 
-# Which engine a run uses: what a config says, what an engine cannot do, and what ``auto`` chooses.
+# Which engine a run uses: what its config says, or what ``auto`` chooses.
 
 
 ENGINES = {"serial": SerialEngine, "pooled": PooledEngine, "vectorised": VectorisedEngine}
 """The engines by the name they have in a config."""
 
 
-def resolved(settings: Settings, world: RunWorld, examples: int) -> Settings:
-    """The settings with ``auto`` replaced by the chosen engine, so that config.toml names it and a
+def with_engine(settings: Settings, world: RunWorld, examples: int) -> Settings:
+    """The settings with the chosen engine in place of ``auto``, so that config.toml names it and a
     resume keeps it.
 
     examples: in the training set.
     """
     if settings.engine != "auto":
         return settings
-    return replace(settings, engine=chosen(settings, world, examples)[0])
+    return replace(settings, engine=choose_engine(settings, world, examples).engine)
 
 
-def chosen(
-    settings: Settings, world: RunWorld, examples: int
-) -> tuple[Literal["pooled", "vectorised"], str]:
-    """What the cost model says of a run: an engine, and why."""
-    return suited_engine(stages(settings, world, examples), settings.device)
+def choose_engine(settings: Settings, world: RunWorld, examples: int) -> EngineChoice:
+    """The engine that the cost model chooses for a run."""
+    return suited_engine(work_of_stages(settings, world, examples), settings.device)
 
 
-def stages(settings: Settings, world: RunWorld, examples: int) -> list[Work]:
+def work_of_stages(settings: Settings, world: RunWorld, examples: int) -> list[StageWork]:
     """The stages of the first and the last round in which clients train, as the cost model sees
     them.
     """
-    rounds = {1, settings.rounds}
     stages = {
-        s.name: s
-        for r in sorted(rounds)
-        for s in settings.schedule(r, world)
-        if s.clients != (SERVER,)
+        stage.name: stage
+        for round in (1, settings.rounds)
+        for stage in settings.schedule(round, world)
+        if stage.clients != (SERVER,)
     }
-    each = examples / settings.clients
     return [
-        Work(world.plans[s.name], len(s.clients), {world.model(c) for c in s.clients}, each)
-        for s in stages.values()
-        if s.name in world.plans
+        StageWork(
+            plan=world.plans[stage.name],
+            clients=len(stage.clients),
+            specs={world.model(client) for client in stage.clients},
+            examples=examples / settings.clients,
+        )
+        for stage in stages.values()
+        if stage.name in world.plans
     ]

@@ -20,7 +20,7 @@ from fedstill.core.stream import Stream
 from fedstill.data.inputs import examples_are
 from fedstill.measures.choice import measures
 from fedstill.models import contract
-from fedstill.running.engine_choice import chosen
+from fedstill.running.engine_choice import choose_engine
 from fedstill.running.extensions import run_extensions
 from fedstill.running.preparation import Prepared
 
@@ -204,8 +204,10 @@ def _engine(prepared: Prepared) -> str:
     own = prepared.settings.engine
     if prepared.settings.on_sites:
         return own
-    kind, why = chosen(prepared.settings, prepared.world, len(prepared.sites.train))
-    return f"{own} ({why})" if own == kind else f"{own} (auto would take {kind}: {why})"
+    choice = choose_engine(prepared.settings, prepared.world, len(prepared.sites.train))
+    if own == choice.engine:
+        return f"{own} ({choice.reason})"
+    return f"{own} (auto would take {choice.engine}: {choice.reason})"
 
 
 def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:

@@ -37,7 +37,7 @@ from fedstill.querying.rules import arrival_of
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
 from fedstill.running.data_sums import Moments
-from fedstill.running.engine_choice import ENGINES, resolved
+from fedstill.running.engine_choice import ENGINES, with_engine
 from fedstill.running.extensions import client_extensions
 from fedstill.running.hostile_clients import hostile_clients
 from fedstill.running.journal import read_journal
@@ -166,7 +166,7 @@ def prepare(
     check_run(settings, world, sites)
 
     return Prepared(
-        settings=resolved(settings, world, len(data.train)),
+        settings=with_engine(settings, world, len(data.train)),
         dataset=dataset,
         world=world,
         sites=sites,

@@ -88,19 +88,24 @@ def world_of(
         plain = contract.spec_for(name, shape, classes, fields, vocabulary)
         return replace(plain, adds=tuple(settings.method.adds.words))
 
-    server = spec_of(model.name, dict(model.values))
+    server_model = spec_of(model.name, dict(model.values))
     networks = assigned(settings.of_clients.models, settings.clients)
+    # Many clients share one network, of which the architecture is made once.
     distinct = {id(network): network for network in networks}
-    specs = {key: spec_of(*n) if n else server for key, n in distinct.items()}
-    others = tuple(specs[id(network)] for network in networks) if any(distinct.values()) else ()
+    specs = {}
+    for key, network in distinct.items():
+        specs[key] = server_model if network is None else spec_of(*network)
+    client_models: tuple[ModelSpec, ...] = ()
+    if any(distinct.values()):
+        client_models = tuple(specs[id(network)] for network in networks)
     return RunWorld(
-        settings.clients,
-        classes,
-        settings.rounds,
-        settings.seed,
-        settings.plans,
-        server,
-        others,
+        clients=settings.clients,
+        classes=classes,
+        rounds=settings.rounds,
+        seed=settings.seed,
+        plans=settings.plans,
+        server_model=server_model,
+        client_models=client_models,
         public=public,
     )
 
@@ -146,21 +151,25 @@ def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunW
         raise ConfigError(
             f"train_only = {list(train_only)} matches no entry; the network has {some}, …"
         )
-    if drawn := [name for name in start.new if name in others]:
+    missing = [name for name in start.new if name in others]
+    if missing:
         raise ConfigError(
-            f"start_from has no entry {drawn[0]!r}, so it cannot be kept from there; add "
-            f"{drawn[0]!r} to train_only"
+            f"start_from has no entry {missing[0]!r}, so it cannot be kept from there; add "
+            f"{missing[0]!r} to train_only"
         )
     spec = replace(world.server_model, trains=train_only, held=hold(others))
+    if world.plans_train_norms:
+        _check_statistics(spec)
+    return replace(world, server_model=spec, _initial={spec: named}, start=start)
+
+
+def _check_statistics(spec: ModelSpec) -> None:
+    """Raise ConfigError for a layer whose statistics would change in training, though its entries
+    are kept.
+    """
     for layer in contract.module(spec).modules():
-        if (
-            isinstance(layer, contract.NORMS)
-            and layer.track_running_stats
-            and world.plans_train_norms
-        ):
+        if isinstance(layer, contract.NORMS) and layer.track_running_stats:
             raise ConfigError(
                 f"train_only keeps the statistics of {type(layer).__name__}, and plan.norm = "
-                "'batch' changes them; "
-                "set plan.norm = 'frozen'"
+                "'batch' changes them; set plan.norm = 'frozen'"
             )
-    return replace(world, server_model=spec, _initial={spec: named}, start=start)
