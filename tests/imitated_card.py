@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedstill.engines import cuda_graphs, loop
+from fedstill.engines import cuda_graphs, loop, precision
 from fedstill.engines.cores import WORKERS
 
 aten = torch.ops.aten
@@ -113,9 +113,9 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         get_rng_state=torch.get_rng_state,
         set_rng_state=torch.set_rng_state,
     )
-    wanted = lambda device: os.environ.get(cuda_graphs.REPLAY, "1") != "0"  # noqa: E731
+    wanted = lambda device: os.environ.get(precision.REPLAY, "1") != "0"  # noqa: E731
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**{**vars(torch), "cuda": card}))
     monkeypatch.setattr(cuda_graphs, "_refused", set())
     monkeypatch.setenv(WORKERS, "1")  # a teacher's pass in another thread would not be noted
     for module in (cuda_graphs, loop):
-        monkeypatch.setattr(module, "is_wanted", wanted)
+        monkeypatch.setattr(module, "may_record_steps", wanted)

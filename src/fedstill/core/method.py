@@ -15,7 +15,6 @@ from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Wo
 from fedstill.core.trees import zeros_like
 from fedstill.core.user_code import reject_misspelt_hooks
 from fedstill.core.work import ClientWork
-from fedstill.models.contract import predictor
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,6 @@ class Method:
 
         As it stands the global model, if there is one.
         """
-        return (
-            {"global": predictor(state.model or world.model(SERVER), state.params)}
-            if state.params
-            else {}
-        )
+        if not state.params:
+            return {}
+        return {"global": world.predictor(state.params, state.model)}

@@ -544,6 +544,13 @@ class World(Protocol):
     def initial(self, client: int) -> Tensors:
         """Initial parameters of a client's architecture; equal architectures start equal."""
 
+    def predictor(
+        self, params: Tensors, model: ModelSpec | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """A function from inputs (B, ...) to the logits (B, C) of these parameters; of the server's
+        architecture, or of another.
+        """
+
 
 class Passes(Protocol):
     """The passes over a site's data that ``begin`` and ``end`` may ask the engine for."""

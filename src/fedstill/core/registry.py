@@ -23,8 +23,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
-from fedstill import manifest
-from fedstill.core import docstrings
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName
 from fedstill.core.files import digest
 
@@ -158,6 +156,8 @@ class Entry:
         """{name: sentence} of what a config may set, as far as sentences are written (see
         ``fedstill.core.docstrings``).
         """
+        from fedstill.core import docstrings  # for lists of fields, not for runs
+
         return {
             name: text.replace("``", "") for name, text in docstrings.sentences(self.target).items()
         }
@@ -290,6 +290,8 @@ def _import_home(kind: str) -> None:
     for module in _modules_of(kind):
         importlib.import_module(module)
     if kind == "measure":
+        from fedstill import manifest  # the core does not know the outer packages
+
         for part in manifest.measures():
             part.load()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.method import Method
 from fedstill.core.records import Stage, World
-from fedstill.core.topology import Topology
+
+if TYPE_CHECKING:
+    from fedstill.core.topology import Topology
 
 
 @dataclass(frozen=True)

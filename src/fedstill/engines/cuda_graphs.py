@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import random
 import threading
 import warnings
@@ -30,12 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 from fedstill.core.errors import on_one_line
 from fedstill.core.records import Plan
+from fedstill.engines.precision import may_record_steps
 from fedstill.engines.step import StepInputs
 
 log = logging.getLogger("fedstill.engine")
-
-REPLAY = "FEDSTILL_REPLAY"
-"""The environment variable that turns recording off if it is 0."""
 
 WARM_UP = 3
 """A client's steps up to the one after which a recording is made. The first step makes what later
@@ -288,11 +285,6 @@ def all_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return bool(torch.stack(equal).all())
 
 
-def is_wanted(device: torch.device) -> bool:
-    """Whether steps on a device may be recorded."""
-    return device.type == "cuda" and os.environ.get(REPLAY, "1") != "0"
-
-
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
     """Train on a CUDA card, in a stream in which steps can be recorded. On the CPU this does
@@ -305,7 +297,7 @@ def on_own_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     with _card_lock:
-        if not is_wanted(device):
+        if not may_record_steps(device):
             yield
             return
         recording_stream = _stream(device)

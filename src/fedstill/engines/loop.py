@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,14 +31,15 @@ from fedstill.engines.clients import (
     uses_scores,
     with_network_of,
 )
-from fedstill.engines.cuda_graphs import Recorder, is_wanted, on_own_stream, whole_batches
 from fedstill.engines.optimiser import optimiser
-from fedstill.engines.precision import products
-from fedstill.engines.stack import Stack
+from fedstill.engines.precision import may_record_steps, products
 from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.engines.user_functions import terms_of
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers, freeze_norms
+
+if TYPE_CHECKING:
+    from fedstill.engines.cuda_graphs import Recorder
 
 Terms = dict[str, Tensor]
 """The terms of an objective by name, each averaged over a batch."""
@@ -77,7 +79,7 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
     setup = replace(setup, inputs=inputs)
     device = stage_examples(view, setup.stage).labels.device
     with (
-        on_own_stream(device),
+        _own_stream(device),
         products(setup.precision, device),
         _dropout_by_key(view, setup),
         closing(Training(work, LoneClient(start, view, setup))) as training,
@@ -94,9 +96,20 @@ def train_stack(
     """Train several clients of one structure (``Structures``) at once. Up to rounding, the outcome
     is that of ``train`` for each client.
     """
+    from fedstill.engines.stack import Stack  # the serial engine needs no stacks
+
     device = stage_examples(views[0], setup.stage).labels.device
     with products(setup.precision, device):
         return Training(work, Stack(starts, views, setup)).run()
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """On a card, a stream of this thread's own."""
+    if device.type != "cuda":
+        return nullcontext()
+    from fedstill.engines.cuda_graphs import on_own_stream  # only a card has streams
+
+    return on_own_stream(device)
 
 
 def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[None]:
@@ -161,11 +174,13 @@ class Training:
     def _make_recorder(self) -> Recorder | None:
         """The recorder of steps as CUDA graphs; None if steps are not recorded."""
         clients = self.clients
-        if not isinstance(clients, LoneClient) or not is_wanted(clients.device):
+        if not isinstance(clients, LoneClient) or not may_record_steps(clients.device):
             return None
         # A step by a rule has batches of varying size; after_step makes a new trace in every step.
         if self.setup.rule is not None or self.acts_after_step:
             return None
+        from fedstill.engines.cuda_graphs import Recorder, whole_batches  # only for a card
+
         return Recorder(
             act=self._step,
             state=lambda: [*self.params.values(), *self.optimiser.state()],

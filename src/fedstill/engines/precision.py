@@ -160,3 +160,14 @@ def _floats(value: T) -> T:
     if hasattr(value, "_make"):  # a NamedTuple
         return value._make(parts)  # type: ignore[no-any-return]
     return tuple(parts)  # type: ignore[return-value]
+
+
+# ---- recorded steps --------------------------------------------------------------------------
+
+REPLAY = "FEDSTILL_REPLAY"
+"""The environment variable that turns recording off if it is 0."""
+
+
+def may_record_steps(device: torch.device) -> bool:
+    """Whether steps on a device may be recorded."""
+    return device.type == "cuda" and os.environ.get(REPLAY, "1") != "0"

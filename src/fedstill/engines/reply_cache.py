@@ -30,12 +30,12 @@ from fedstill.core import registry
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, write_whole
-from fedstill.core.records import Payload, Plan, Reply, Stage, View
+from fedstill.core.records import Payload, Reply, Stage
 from fedstill.core.registry import files_of
 from fedstill.core.reports import OWN
-from fedstill.core.work import ClientWork
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.precision import card_named
+from fedstill.engines.serial import ReplyInputs
 
 log = logging.getLogger("fedstill.reuse")
 
@@ -56,6 +56,35 @@ class KeptReplies:
     folder: Path
     stages: frozenset[str]
     most: int
+
+    def key(self, inputs: ReplyInputs) -> str:
+        """The key of a client's reply, as hexadecimal."""
+        work, stage, view, payload = inputs.work, inputs.stage, inputs.view, inputs.payload
+        fields_of_work: dict[str, str] = {}
+        if is_dataclass(work):
+            fields_of_work = {f.name: repr(getattr(work, f.name)) for f in fields(work)}
+        device = view.data.values.device
+        known = {
+            "stage": [stage.round, stage.index, stage.name, stage.view, view.client, inputs.seed],
+            "work": [class_identity(type(work)), fields_of_work],
+            "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
+            "plan": asdict(inputs.plan) if inputs.plan else None,
+            "machine": [
+                torch.__version__,
+                platform.machine(),
+                torch.backends.cpu.get_cpu_capability(),
+                _library(),
+            ],
+            "device": str(device)
+            + (f" {card_named(device.type)}" if device.type == "cuda" else ""),
+            "further": [str(value) for value in inputs.further],
+        }
+        key = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+        key.update(encode(payload))
+        key.update(encode(inputs.client_state))
+        for examples in (view.data, view.validation, view.public, view.test, inputs.test):
+            key.update(b"none" if examples is None else examples_digest(examples).encode())
+        return key.hexdigest()
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The reply kept under a key, or the one that ``make`` gives, kept from now on.
@@ -103,43 +132,6 @@ class KeptReplies:
 def _tell_of(folder: Path, why: str) -> None:
     """Warn, once in a process, of a folder in which nothing can be written."""
     log.warning("replies are not kept in %s for other runs: %s", folder, why)
-
-
-def key_of(
-    work: ClientWork,
-    stage: Stage,
-    view: View,
-    plan: Plan | None,
-    seed: int,
-    sent: Payload,
-    *more: Any,
-) -> str:
-    """The key of a client's reply in a stage, as hexadecimal; ``more``: whatever else it depends
-    on, as text.
-    """
-    own: dict[str, str] = (
-        {f.name: repr(getattr(work, f.name)) for f in fields(work)} if is_dataclass(work) else {}
-    )
-    there = view.data.values.device
-    known = {
-        "stage": [stage.round, stage.index, stage.name, stage.view, view.client, seed],
-        "work": [class_identity(type(work)), own],
-        "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
-        "plan": asdict(plan) if plan else None,
-        "machine": [
-            torch.__version__,
-            platform.machine(),
-            torch.backends.cpu.get_cpu_capability(),
-            _library(),
-        ],
-        "device": str(there) + (f" {card_named(there.type)}" if there.type == "cuda" else ""),
-        "more": [str(m) for m in more],
-    }
-    sum_ = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-    sum_.update(encode(sent))
-    for examples in (view.data, view.validation, view.public, view.test):
-        sum_.update(examples_digest(examples).encode() if examples is not None else b"none")
-    return sum_.hexdigest()
 
 
 def class_identity(thing: Any) -> list[str]:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from fedstill.core.checks import place
-from fedstill.core.codec import encode
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
-from fedstill.core.files import digest
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import (
@@ -28,6 +26,7 @@ from fedstill.core.records import (
     SERVER,
     Examples,
     Payload,
+    Plan,
     Reply,
     Stage,
     Tensors,
@@ -39,15 +38,12 @@ from fedstill.core.records import (
 from fedstill.core.reports import OWN
 from fedstill.core.user_code import reason
 from fedstill.core.work import ClientWork
-from fedstill.data.dataset import examples_digest
 from fedstill.data.inputs import Inputs
-from fedstill.engines.client_measures import AtClient
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
-from fedstill.engines.reply_cache import KeptReplies, key_of
 from fedstill.engines.user_functions import (
     MutationGuard,
     carry_of,
@@ -116,6 +112,38 @@ class Sites(Protocol):
 
 
 @dataclass(frozen=True)
+class ReplyInputs:
+    """Everything that a client's reply depends on, beside the library and the processor.
+
+    ``test``: the common test set, if a hook reads it in this stage.
+    """
+
+    work: ClientWork
+    stage: Stage
+    view: View
+    plan: Plan | None
+    seed: int
+    payload: Payload
+    client_state: Payload
+    test: Examples | None
+    further: tuple[object, ...]
+
+
+class ReplyCache(Protocol):
+    """Replies of other runs (``engines.reply_cache``)."""
+
+    @property
+    def stages(self) -> frozenset[str]:
+        """The stages whose replies may serve again."""
+
+    def key(self, inputs: ReplyInputs) -> str:
+        """The key of a reply."""
+
+    def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
+        """The cached reply of a key, or a new one that is cached from now on."""
+
+
+@dataclass(frozen=True)
 class Begun:
     """A client that has read what it was sent: what it sees, what it starts with, and the seconds
     that took.
@@ -147,7 +175,7 @@ class SerialEngine:
     threads: tuple[int, int] = (1, 1)
     precision: Precision = "fp32"
     hooks: tuple[ClientHook, ...] = ()
-    kept: KeptReplies | None = None
+    kept: ReplyCache | None = None
     stops: bool = False
 
     def run(
@@ -194,7 +222,7 @@ class SerialEngine:
     ) -> Reply:
         try:
             if self.kept is not None and stage.name in self.kept.stages:
-                key = self._key(work, stage, client, payload, seed)
+                key = self.kept.key(self._inputs_of_reply(work, stage, client, payload, seed))
                 return self.kept.reply(
                     key, stage, lambda: self._new(work, stage, client, payload, seed)
                 )
@@ -231,24 +259,32 @@ class SerialEngine:
         begun = self._begin(work, stage, client, payload)
         return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
 
-    def _key(self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int) -> str:
-        """Everything that a client's reply depends on, as a key."""
-        view = self.sites.view(client, stage)
-        test = self.sites.common_test
-        is_test_read = test is not None and any(h.reads_test_set(stage) for h in self.hooks)
-        further = [
+    def _inputs_of_reply(
+        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
+    ) -> ReplyInputs:
+        """Everything that a client's reply depends on."""
+        further: list[object] = [
             self.sites.inputs,
             torch.get_num_threads(),
             self.precision,
-            digest(encode(self.memory.load(client))),
-            examples_digest(test) if test is not None and is_test_read else "",
             tuple(hook.cache_key(stage) for hook in self.hooks),
         ]
         if self.world.stream.tasks > 1:
             head = self._head(stage, client)
             further.append(self.world.stream.within(stage.round))
             further.append("all" if head is None else head.tolist())
-        return key_of(work, stage, view, self.world.plans.get(stage.name), seed, payload, *further)
+        is_test_read = any(hook.reads_test_set(stage) for hook in self.hooks)
+        return ReplyInputs(
+            work=work,
+            stage=stage,
+            view=self.sites.view(client, stage),
+            plan=self.world.plans.get(stage.name),
+            seed=seed,
+            payload=payload,
+            client_state=self.memory.load(client),
+            test=self.sites.common_test if is_test_read else None,
+            further=tuple(further),
+        )
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, payload: Payload) -> Begun:
         start = time.perf_counter()
@@ -328,7 +364,7 @@ class SerialEngine:
             metrics[OWN] = report
         begun.sent.check(type(work), view.client)
         metrics["seconds_training"] = seconds
-        if params and start.model is None:
+        if self.hooks and params and start.model is None:
             by_epoch = trained.by_epoch if trained else ()
             models = [start.params, params, *by_epoch]
             answers = [frozen(work.answer(model, view.model), view.model) for model in models]
@@ -351,6 +387,8 @@ class SerialEngine:
         """What the hooks measure. ``models``: what the client answers with before and after its
         work, and after each epoch if that is kept; ``sent``: the groups of its reply.
         """
+        from fedstill.engines.client_measures import AtClient  # not every run measures
+
         before, after, *by_epoch = (model.params for model in models)
         seen = AtClient(
             stage=stage,

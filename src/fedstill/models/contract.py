@@ -28,10 +28,8 @@ from fedstill.core.keys import put_aside, seed_global
 from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
 from fedstill.core.user_code import reason
 from fedstill.models.functional import features, forward, head, run_part, run_with
-from fedstill.models.layer_chain import levels, with_widths
 from fedstill.models.network import ImageShape, RowShape, SeriesShape
 from fedstill.models.parameters import moving, put_in, with_additions
-from fedstill.models.resnet import slim_stage
 
 __all__ = [
     "NORMS",
@@ -172,7 +170,10 @@ def build(spec: ModelSpec) -> nn.Module:
     """
     refuse_other_inputs(registry.lookup("model", spec.name).target, spec)
     made = built(spec.name, spec, dict(spec.fields))
-    made = with_widths(made, spec.widths) if spec.widths else made
+    if spec.widths:
+        from fedstill.models.layer_chain import with_widths  # few networks have other widths
+
+        made = with_widths(made, spec.widths)
     whole: nn.Module = put_in(with_additions(made, spec) if spec.adds else made, spec)
     return whole.cpu()
 
@@ -278,6 +279,9 @@ def trainable_names(spec: ModelSpec) -> set[str]:
 
 def capabilities(spec: ModelSpec) -> Need:
     """The needs of a method that a network meets by its structure (``OF_NETWORKS``)."""
+    from fedstill.models.layer_chain import levels
+    from fedstill.models.resnet import slim_stage
+
     m = module(spec)
     offered = Need.NOTHING
     if _has_parts(m, "own", "shared"):

@@ -62,6 +62,12 @@ class RunWorld:
             return self.server_model
         return self.client_models[client % len(self.client_models)]
 
+    def predictor(
+        self, params: Tensors, model: ModelSpec | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """What these parameters answer, of the server's architecture or of another."""
+        return contract.predictor(model or self.server_model, params)
+
     def initial(self, client: int) -> Tensors:
         """Initial parameters, keyed by architecture: equal ones start equal, and nothing needs to
         be sent.
