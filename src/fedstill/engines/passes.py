@@ -1,5 +1,7 @@
-"""Passes over data without training: logits and features of frozen parameters, gradients,
-class-wise counts.
+"""Passes over data without training: logits, features and gradients at fixed parameters, and counts
+of right predictions.
+
+Examples are passed in shards of a fixed size, so that the bits depend on nothing else.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ long as they compute.
 """
 
 Predict = Callable[[Tensor], Tensor]
+"""From inputs to logits."""
+
 T = TypeVar("T")
 
 
@@ -53,7 +57,7 @@ class ModelPasses:
 
     def logits(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
         """Logits (n, C) in the order of the examples, of this architecture or of another."""
-        return self._each(contract.forward, params, examples, model)
+        return self._outputs(contract.forward, params, examples, model)
 
     def features(
         self, params: Tensors, examples: Examples, model: ModelSpec | None = None
@@ -61,36 +65,41 @@ class ModelPasses:
         """Penultimate features (n, D) in the order of the examples, of this architecture or of
         another.
         """
-        return self._each(contract.features, params, examples, model)
+        return self._outputs(contract.features, params, examples, model)
 
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
     ) -> Iterator[Tensors]:
-        """For each batch of a fixed mixed order, the gradient of its mean
-        ``loss(logits, labels) -> (B,)``.
+        """The gradient of the mean ``loss(logits, labels) -> (B,)``, for each batch of a shuffled
+        order, which is the same in every call.
 
-        ``seed``: what images are augmented from, as in training; without one they are as they are.
+        seed: augments images as in training; without it they are not augmented.
         """
-        m = contract.module(self.model, "frozen").eval()
-        names = contract.trainable_names(self.model)
-        order = torch.randperm(len(examples), generator=generator(0))
-        varied = None if seed is None else generator(seed)
+        module = contract.module(self.model, "frozen").eval()
+        trainable = contract.trainable_names(self.model)
         device = examples.values.device
-        there = {k: channels_last(v.detach().to(device)) for k, v in params.items()}
+        entries = {name: channels_last(v.detach().to(device)) for name, v in params.items()}
+        pixel_draws = None
+        if seed is not None:
+            pixel_draws = generator(seed)
+
+        order = torch.randperm(len(examples), generator=generator(0))
         for index in torch.split(order, batch):
-            leaves = {k: v.clone().requires_grad_(k in names) for k, v in there.items()}
-            values = examples.values[index]
-            x = channels_last(
-                self.inputs.trained_on(values, varied) if varied else self.inputs.plain(values)
-            )
-            with _backward_of(m, device):
-                loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
-            grads = {
-                k: torch.zeros_like(v) if v.grad is None else v.grad
-                for k, v in leaves.items()
-                if k in names
+            # Fresh leaves for each batch: in the old ones, gradients would add up.
+            leaves = {
+                name: v.clone().requires_grad_(name in trainable) for name, v in entries.items()
             }
-            yield on_cpu(grads)
+            x = self._inputs(examples.values[index], pixel_draws)
+            with _backward_of(module, device):
+                losses = loss(contract.forward(module, leaves, x), examples.labels[index])
+                losses.mean().backward()
+            trained = {name: leaf for name, leaf in leaves.items() if name in trainable}
+            yield on_cpu({name: _gradient(leaf) for name, leaf in trained.items()})
+
+    def _inputs(self, values: Tensor, pixel_draws: torch.Generator | None) -> Tensor:
+        if pixel_draws is None:
+            return channels_last(self.inputs.plain(values))
+        return channels_last(self.inputs.trained_on(values, pixel_draws))
 
     def run(
         self,
@@ -108,7 +117,7 @@ class ModelPasses:
                 output = function(network, tensors, x)
             yield output
 
-    def _each(
+    def _outputs(
         self,
         function: Callable[[nn.Module, Tensors, Tensor], Tensor],
         params: Tensors,
@@ -124,6 +133,13 @@ class ModelPasses:
         if function is contract.features:
             columns = contract.width(spec)
         return torch.zeros(0, columns)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """A leaf's gradient; zeros if the loss does not depend on the leaf."""
+    if leaf.grad is None:
+        return torch.zeros_like(leaf)
+    return leaf.grad
 
 
 def _backward_of(module: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
@@ -170,7 +186,9 @@ def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool
         return False
     # The library's predictors run in a module of each thread's own; nothing is known of others.
     inner = inspect.unwrap(predict)
-    predictors = inner.each if isinstance(inner, Joined) else [inner]
+    predictors: Sequence[Any] = [inner]
+    if isinstance(inner, Joined):
+        predictors = inner.each
     return all(isinstance(p, contract.Predictor) for p in predictors)
 
 
