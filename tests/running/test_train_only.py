@@ -18,6 +18,7 @@ import fedstill
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.capabilities import Addition
 from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod
 from fedstill.core.records import SERVER, Reply, Stage, State, World
 from fedstill.core.trees import same_bits
@@ -118,7 +119,7 @@ class NamesItsNetwork(FedAvg):
 class AddsToItsNetwork(NamesItsNetwork):
     """The same with a second head."""
 
-    adds = ("own_head",)
+    adds = Addition.OWN_HEAD
 
 
 @pytest.mark.parametrize("method", ["names_its_network", "adds_to_its_network"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -40,14 +41,15 @@ from fedstill.models.parameters import is_added
 
 
 PICKLED = (".pt", ".pth")
-"""How files end that torch.save wrote."""
+"""The endings of files that torch.save wrote."""
 
-WRAPPED = ("state_dict", "model_state_dict", "model")
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 """Where training programs put the state dict, in a checkpoint that holds more."""
 
-TO_DO = "write torch.save(model.state_dict(), PATH)"  # tensors, never a pickle of anything else
+REMEDY = "write torch.save(model.state_dict(), PATH)"
+"""What makes a file that can be read: with tensors, never a pickle of anything else."""
 
-PARALLEL = "module."
+PARALLEL_PREFIX = "module."
 """What torch's DataParallel puts before each name."""
 
 
@@ -56,20 +58,23 @@ def file_of(place: str) -> Path:
 
     Raises ConfigError where there is none.
     """
-    path = Path(place) / FINAL if Path(place).is_dir() else Path(place)
+    path = Path(place)
+    if path.is_dir():
+        path = path / FINAL
     if not path.is_file():
         raise ConfigError(
             f"start_from = {place!r}: there is no model; name the directory of a finished run, or "
-            "a .safetensors, "
-            ".pt or .pth file"
+            "a .safetensors, .pt or .pth file"
         )
     return path
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from: all parameters of its architecture; the names of those that the file
-    has not, and of what is in the file and not in them.
+    """What a run starts from.
+
+    params: all parameters of its architecture. new: the names of those that the file lacks.
+    left_out: the names of those in the file that the architecture lacks.
     """
 
     params: Tensors
@@ -77,20 +82,14 @@ class Start:
     left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        new = (
-            f"{len(self.new)} entries are new ({', '.join(self.new)})"
-            if self.new
-            else "no entry is new"
-        )
-        out = (
-            f"{len(self.left_out)} left out ({', '.join(self.left_out)})"
-            if self.left_out
-            else "none left out"
-        )
-        return (
-            f"{len(self.params) - len(self.new)} of {len(self.params)} entries are the file's; "
-            f"{new}; {out}"
-        )
+        new = "no entry is new"
+        if self.new:
+            new = f"{len(self.new)} entries are new ({', '.join(self.new)})"
+        left_out = "none left out"
+        if self.left_out:
+            left_out = f"{len(self.left_out)} left out ({', '.join(self.left_out)})"
+        from_file = len(self.params) - len(self.new)
+        return f"{from_file} of {len(self.params)} entries are the file's; {new}; {left_out}"
 
 
 def start_of(
@@ -98,35 +97,40 @@ def start_of(
 ) -> Start:
     """The parameters of an architecture that a run starts from.
 
-    ``partial``: entries of the file that fit by name, shape and type are taken, the others are
-    those of ``drawn``. What a method adds to the network may be missing. Raises ConfigError for a
-    model of another architecture, or a file of which nothing fits; CorruptFile for a file that is
-    damaged.
+    drawn: gives initial parameters. partial: entries of the file that fit by name, shape and type
+    are taken, and the others are those of ``drawn``. What a method adds to the network may be
+    missing. Raises ConfigError for a model of another architecture, or a file of which nothing
+    fits; CorruptFile for a file that is damaged.
     """
-    wanted = contract.initial(spec, 0)
-    stored = {**{n: v for n, v in wanted.items() if is_added(spec, n)}, **_stored(file_of(place))}
-    apart = [
-        n for n in sorted({*stored, *wanted}) if _shape(stored.get(n)) != _shape(wanted.get(n))
+    expected = contract.initial(spec, 0)
+    added = {name: value for name, value in expected.items() if is_added(spec, name)}
+    stored = {**added, **_stored(file_of(place))}
+    misfits = [
+        name
+        for name in sorted(stored.keys() | expected.keys())
+        if _form(stored.get(name)) != _form(expected.get(name))
     ]
-    if not apart:
-        return Start({name: stored[name] for name in wanted})
+    if not misfits:
+        return Start({name: stored[name] for name in expected})
     if not partial:
-        one, other = (_shape(tensors.get(apart[0])) for tensors in (stored, wanted))
+        name = misfits[0]
         raise ConfigError(
-            f"start_from = {place!r} is no {spec.label}: its {apart[0]!r} is {one}, not {other}; "
-            "set [model] as it was "
+            f"start_from = {place!r} is no {spec.label}: its {name!r} is "
+            f"{_form(stored.get(name))}, not {_form(expected.get(name))}; set [model] as it was "
             "there, or start_from_partial = true to take what fits"
         )
-    new, left = (tuple(n for n in tensors if n in apart) for tensors in (wanted, stored))
-    if len(new) == len(wanted):
-        some = ", ".join(list(stored)[:3])
+    new = tuple(name for name in expected if name in misfits)
+    left_out = tuple(name for name in stored if name in misfits)
+    if len(new) == len(expected):
         raise ConfigError(
             f"start_from = {place!r}: nothing in it fits {spec} by name, shape and type; the file "
-            f"has {some}, "
-            f"the network {', '.join(list(wanted)[:3])}"
+            f"has {', '.join(list(stored)[:3])}, the network {', '.join(list(expected)[:3])}"
         )
-    own = drawn()
-    return Start({n: own[n] if n in new else stored[n] for n in wanted}, new, left)
+    initial = drawn()
+    params = {}
+    for name in expected:
+        params[name] = initial[name] if name in new else stored[name]
+    return Start(params, new, left_out)
 
 
 def seal(place: str) -> str:
@@ -149,56 +153,67 @@ def _stored(path: Path) -> dict[str, Tensor]:
 def _state_dict(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):
-            whole: Any = torch.load(path, map_location="cpu", weights_only=True)  # never a pickle
+            # Only tensors are read: a pickle could run any code.
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a hostile file makes of it
         if "weights_only" in str(error):
             raise ConfigError(
                 f"start_from = {str(path)!r} holds more than tensors, and could run code when it "
-                f"is opened; {TO_DO} "
-                "where it comes from, and name that file"
+                f"is opened; {REMEDY} where it comes from, and name that file"
             ) from error
         raise CorruptFile(
             f"{path} is damaged, or no file of torch.save: {on_one_line(error)[:120]}"
         ) from error
-    tensors = _inside(whole)
-    strange = [k for k, v in tensors.items() if not (isinstance(k, str) and isinstance(v, Tensor))]
-    if strange or not tensors:
-        what = (
-            f"its {strange[0]!r} is no tensor" if strange else f"it holds a {type(whole).__name__}"
-        )
+    tensors = _find_state_dict(content)
+    problem = ""
+    if not tensors:
+        problem = f"it holds a {type(content).__name__}"
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            problem = f"its {name!r} is no tensor"
+            break
+    if problem:
         raise ConfigError(
-            f"start_from = {str(path)!r} is no state dict, names with tensors: {what}; {TO_DO}"
+            f"start_from = {str(path)!r} is no state dict, names with tensors: {problem}; {REMEDY}"
         )
-    bare = all(name.startswith(PARALLEL) for name in tensors)
-    return {name.removeprefix(PARALLEL) if bare else name: _own(v) for name, v in tensors.items()}
+    if all(name.startswith(PARALLEL_PREFIX) for name in tensors):
+        tensors = {name.removeprefix(PARALLEL_PREFIX): value for name, value in tensors.items()}
+    return {name: _copied(value) for name, value in tensors.items()}
 
 
-def _inside(whole: Any) -> Mapping[Any, Any]:
+def _find_state_dict(content: Any) -> Mapping[Any, Any]:
     """The state dict in what a file holds; empty where there is none."""
-    if not isinstance(whole, Mapping):
+    if not isinstance(content, Mapping):
         return {}
-    return next((whole[k] for k in WRAPPED if isinstance(whole.get(k), Mapping)), whole)
+    for key in STATE_DICT_KEYS:
+        if isinstance(content.get(key), Mapping):
+            state_dict: Mapping[Any, Any] = content[key]
+            return state_dict
+    return content
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A copy that shares memory with no other, of what has values and no holes; others as they are,
-    to be refused.
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy that shares memory with no other tensor. One that is not dense stays as it is, since
+    it fits no network.
     """
-    plain = tensor.detach()
-    return plain.clone(memory_format=torch.contiguous_format) if _dense(plain) else plain
+    detached = tensor.detach()
+    if not _is_dense(detached):
+        return detached
+    return detached.clone(memory_format=torch.contiguous_format)
 
 
-def _dense(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     return (
         tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     )
 
 
-def _shape(tensor: Tensor | None) -> str:
+def _form(tensor: Tensor | None) -> str:
+    """By what a tensor fits a network or not: its shape and type, in words."""
     if tensor is None:
         return "missing"
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return f"{tuple(tensor.shape)} {kind}{'' if _dense(tensor) else ', not dense'}"
+    form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return form if _is_dense(tensor) else f"{form}, not dense"
 
 
 # A frozen backbone is a data set: its features are computed once an example and kept, and only a
@@ -216,16 +231,17 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
     examples and of the model's file, the network and torch's version. Raises ConfigError for data
     or a file that have no features.
     """
-    asked = settings.data.features_of
-    if asked is None:
+    backbone = settings.data.features_of
+    if backbone is None:
         return dataset
-    _refuse(settings, dataset)
-    spec, place = _network(asked, dataset.input_shape, len(dataset.classes), dataset.vocabulary)
+    _check_data(settings, dataset)
+    place = backbone["file"]
+    spec = _network(backbone, dataset.input_shape, len(dataset.classes), dataset.vocabulary)
     params = _params(spec, place)
     passes = ModelPasses(spec, Inputs(dataset.mean, dataset.std, (), dataset.about))
 
-    def seen(examples: Examples) -> Examples:
-        return replace(examples, values=_kept(passes, params, examples, place))
+    def features(examples: Examples) -> Examples:
+        return replace(examples, values=_features(passes, params, examples, place))
 
     note = (
         f"examples are the features of {spec.label} with the weights of {Path(place).name}, "
@@ -233,9 +249,9 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
     )
     return replace(
         dataset,
-        train=seen(dataset.train),
-        test=seen(dataset.test),
-        validation=dataset.validation and seen(dataset.validation),
+        train=features(dataset.train),
+        test=features(dataset.test),
+        validation=dataset.validation and features(dataset.validation),
         mean=(),
         std=(),
         about=About("vector", owners=dataset.about.owners, notes=(*dataset.about.notes, note)),
@@ -244,14 +260,15 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
 
 
 def body_of(
-    asked: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int, sha: str
+    backbone: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int, sha: str
 ) -> nn.Module:
     """The body of ``data.features_of``: inputs (N, *shape) -> features (N, D), in evaluation mode.
 
     sha: the seal that the run noted of its file. Raises ConfigError where the file is not here,
     CorruptFile where it holds another model.
     """
-    spec, place = _network(asked, shape, classes, vocabulary)
+    place = backbone["file"]
+    spec = _network(backbone, shape, classes, vocabulary)
     if not Path(place).exists():
         raise ConfigError(
             f"the run's examples are features of {place}, which is not here; put it back"
@@ -264,7 +281,8 @@ def body_of(
     return contract.predictor(spec, _params(spec, place)).as_module().get_submodule("body")
 
 
-def _refuse(settings: Settings, dataset: Dataset) -> None:
+def _check_data(settings: Settings, dataset: Dataset) -> None:
+    """Raise ConfigError for data that cannot be replaced by features."""
     data = settings.data
     if dataset.about.kind in ("table", "series"):
         raise ConfigError(
@@ -279,8 +297,7 @@ def _refuse(settings: Settings, dataset: Dataset) -> None:
     if data.public_from not in ("train", "noise"):
         raise ConfigError(
             "with data.features_of the public set can only come from the training set or from "
-            "noise; "
-            "leave data.public_from out"
+            "noise; leave data.public_from out"
         )
     if settings.on_sites:
         raise ConfigError(
@@ -290,10 +307,10 @@ def _refuse(settings: Settings, dataset: Dataset) -> None:
 
 
 def _network(
-    asked: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int
-) -> tuple[ModelSpec, str]:
-    fields = {key: value for key, value in asked.items() if key not in ("name", "file")}
-    return contract.spec_for(asked["name"], shape, classes, fields, vocabulary), asked["file"]
+    backbone: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int
+) -> ModelSpec:
+    fields = {key: value for key, value in backbone.items() if key not in ("name", "file")}
+    return contract.spec_for(backbone["name"], shape, classes, fields, vocabulary)
 
 
 def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
@@ -303,39 +320,40 @@ def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
             f"data.features_of: {spec.label} has no body, whose output features are"
         )
     start = start_of(place, spec, lambda: contract.initial(spec, 0), partial=True)
-    if absent := [name for name in start.new if name.startswith("body.")]:
+    missing = [name for name in start.new if name.startswith("body.")]
+    if missing:
         raise ConfigError(
-            f"data.features_of: {Path(place).name} has no {absent[0]!r} that fits {spec.label}"
+            f"data.features_of: {Path(place).name} has no {missing[0]!r} that fits {spec.label}"
         )
     return start.params
 
 
-def _kept(
+def _features(
     passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples, place: str
 ) -> Tensor:
     """Features (n, D) of examples, from the cache folder or else computed."""
-    told = [
+    identity = [
         examples_digest(replace(examples, owners=None)),
         seal(place),
         repr(passes.model),
         repr(passes.inputs),
         "one thread",  # earlier versions used as many as the process had, with other last bits
+        str(torch.__version__),
     ]
-    key = hashlib.sha256(json.dumps([*told, str(torch.__version__)]).encode()).hexdigest()[:24]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
     path = cache_folder() / "features" / f"{key}.safetensors"
-    try:
-        stored = safetensors.torch.load_file(path)["features"]
-        if len(stored) == len(examples):
-            return stored
-    except (OSError, SafetensorError, KeyError):
-        pass  # not there yet, or damaged: it is made again
+    # A file that is not there yet, or is damaged, is made again.
+    with contextlib.suppress(OSError, SafetensorError, KeyError):
+        cached = safetensors.torch.load_file(path)["features"]
+        if len(cached) == len(examples):
+            return cached
     log.info("features of %s examples are computed once", f"{len(examples):,}")
-    made = _computed(passes, params, examples).cpu().contiguous()
+    features = _computed(passes, params, examples).cpu().contiguous()
     try:
-        _write(path, made)
+        _write(path, features)
     except OSError as error:
         log.warning("features cannot be kept in %s: %s", path.parent, error.strerror)
-    return made
+    return features
 
 
 def _computed(passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples) -> Tensor:
@@ -352,12 +370,12 @@ def _computed(passes: ModelPasses, params: Mapping[str, Tensor], examples: Examp
     return torch.cat(side_by_side(jobs, cores))
 
 
-def _write(path: Path, made: Tensor) -> None:
+def _write(path: Path, features: Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
-        safetensors.torch.save_file({"features": made}, aside)
+        safetensors.torch.save_file({"features": features}, aside)
         Path(aside).replace(path)
     finally:
         Path(aside).unlink(missing_ok=True)
