@@ -1,0 +1,91 @@
+"""By what a run is known again: what its journal notes, and in what the present differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.config.resolve import settle
+from fedstill.core.errors import CorruptFile
+from fedstill.running.same_run import (
+    RunIdentity,
+    check_same,
+    code_digests,
+    comparable_start,
+    settings_but_seed,
+)
+from newcomer import mine
+
+START = {
+    "event": "start",
+    "classes": ["a", "b"],
+    "test_counts": [3, 4],
+    "inputs": {"mean": [0.5], "std": [0.25]},
+    "examples_sha256": {"train": "1", "test": "2"},
+    "torch": "9.0",
+    "sources": {"/home/me/mine.py": "abc"},
+    "seconds_since_1970": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "changed"),
+    [
+        ({}, []),
+        ({"inputs": {"mean": [0.5 * (1 + 1e-7)], "std": [0.25]}}, []),
+        ({"inputs": {"mean": [0.5 * (1 + 1e-3)], "std": [0.25]}}, ["inputs"]),
+        ({"inputs": {"mean": [0.5]}}, ["inputs"]),
+        ({"classes": ["b", "a"], "test_counts": [4, 3]}, ["classes", "test_counts"]),
+        ({"torch": "8.0"}, []),
+    ],
+)
+def test_data_are_the_same_up_to_rounding(changes: dict[str, object], changed: list[str]) -> None:
+    assert RunIdentity.noted_in(START).changed_data({**START, **changes}) == changed
+
+
+def test_what_a_run_did_not_note_is_not_compared() -> None:
+    identity = RunIdentity.noted_in({"event": "start", "classes": ["a"]})
+    assert identity.changed_data(START) == ["classes"]
+    assert not identity.has_other_examples({"train": "3"})
+    assert RunIdentity.noted_in(START).has_other_examples({"train": "1", "test": "3"})
+    assert not RunIdentity.noted_in(START).has_other_examples({"train": "1"})
+
+
+def test_code_is_known_by_its_digest_and_modules_only_if_they_were_noted(tmp_path: Path) -> None:
+    experiment, _ = mine(tmp_path)
+    file = tmp_path / "mine.py"
+    module = tmp_path / "beside.py"
+    module.write_text("VALUE = 1\n")
+    file.write_text(f"import beside\n{file.read_text()}")
+    settings = settle(experiment)
+    noted = code_digests(settings)
+    assert noted.keys() == {str(file), str(module)}
+    assert not RunIdentity.noted_in({"sources": noted}).changed_code(settings)
+
+    module.write_text("VALUE = 2\n")
+    assert RunIdentity.noted_in({"sources": noted}).changed_code(settings) == [str(module)]
+    without_module = {str(file): noted[str(file)]}
+    assert not RunIdentity.noted_in({"sources": without_module}).changed_code(settings)
+    assert RunIdentity.noted_in({"sources": {}}).changed_code(settings) == [str(file)]
+    with pytest.raises(CorruptFile, match=str(module)):
+        check_same(settings, {"sources": noted}, {})
+
+
+def test_runs_on_two_machines_begin_alike() -> None:
+    other = {**START, "torch": "8.0", "sources": {}, "seconds_since_1970": 2.0}
+    assert comparable_start(START) == comparable_start(other)
+    assert comparable_start({**START, "test_counts": [4, 3]}) != comparable_start(START)
+
+
+def test_runs_of_several_seeds_share_the_run_that_they_start_from() -> None:
+    first, second = (
+        settings_but_seed({"seed": n, "start_from": f"runs/base/seed{n}/model.safetensors"}, START)
+        for n in (1, 2)
+    )
+    assert first == second == {"start_from": "base", "sources.mine.py": "abc"}
+
+
+def test_settings_of_toys_have_no_code_but_what_came_from_python() -> None:
+    assert code_digests(settle(toys.toy("fedavg"))) == {}
