@@ -88,18 +88,19 @@ class Prepared:
         reply_cache = None
         if settings.reuse and not site and not settings.lives:
             reply_cache = self._reply_cache()
+        client_measures = ClientMeasures()
+        if measured:
+            client_measures = self.client_measures(site=site)
+        hooks = client_extensions(
+            settings, self.world, client_measures, is_real_site=site and settings.on_sites
+        )
         return kind(
-            self.world,
-            self.sites,
-            memory or Memory(),
-            settings.threads,
-            settings.precision,
-            client_extensions(
-                settings,
-                self.world,
-                self.client_measures(site=site) if measured else ClientMeasures(),
-                is_real_site=site and settings.on_sites,
-            ),
+            world=self.world,
+            sites=self.sites,
+            memory=memory or Memory(),
+            threads=settings.threads,
+            precision=settings.precision,
+            hooks=hooks,
             kept=reply_cache,
             **options,
         )
@@ -360,5 +361,12 @@ def _without_examples(settings: Settings) -> Dataset:
     pixel_level = (0.5,) * shape[0] if about.kind == "image" else ()
     empty = Examples(torch.zeros(0, *shape, dtype=dtype), torch.zeros(0, dtype=torch.int64))
     return Dataset(
-        NO_DATA, empty, empty, None, settings.flower.classes, pixel_level, pixel_level, about
+        name=NO_DATA,
+        train=empty,
+        test=empty,
+        validation=None,
+        classes=settings.flower.classes,
+        mean=pixel_level,
+        std=pixel_level,
+        about=about,
     )
