@@ -17,6 +17,7 @@ import toys
 from double import NEAR
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
+from fedstill.methods.fit import queries_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared
 from fedstill.running.runner import run
@@ -35,7 +36,7 @@ class Plain:
     """The models that clients trained alone, as modules, and what CLUE makes of them."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self.fed, self.queries = Federation(prepared), prepared.world.queries
+        self.fed, self.queries = Federation(prepared), queries_of(prepared.world)
         local = drive(ready("local_only", **SINGLE))[0][-1].extra.many("model")
         self.nets = {c: self.fed.net(p).eval() for c, p in local.items()}
 

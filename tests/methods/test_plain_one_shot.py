@@ -16,6 +16,7 @@ import toys
 from double import NEAR
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import State
+from fedstill.methods.fit import queries_of
 from fedstill.methods.qkt import PartlyRefined
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared
@@ -44,7 +45,7 @@ class Plain:
 
     def __init__(self, prepared: Prepared, mean: bool = False) -> None:
         self.fed, self.ready, self.mean = Federation(prepared), prepared, mean
-        self.queries = prepared.world.queries
+        self.queries = queries_of(prepared.world)
         self.local = {c: self.fit(c) for c in range(6)}
 
     def train(
@@ -177,7 +178,7 @@ SUM_AND_MEAN = pytest.mark.parametrize("over", ["sum", "mean"])
 def test_naive_kd_distils_all_peers(over: str) -> None:
     prepared = ready({"name": "naive_kd", "alpha": 0.7, "over_teachers": over})
     plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
-    assert set(students) == set(prepared.world.queries)
+    assert set(students) == set(queries_of(prepared.world))
     for c, params in students.items():
         check(params, plain.last(plain.local[c], c, 1, plain.naive(c)).state_dict())
 
@@ -338,7 +339,7 @@ def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(
         assert float(scores[kept].min()) >= float(scores[~kept].max())
         rows = kept[: params["head.weight"].numel()].reshape(params["head.weight"].shape)
         assert told[c]["frozen_rows"] == [sum(row) / len(row) for row in rows.tolist()]
-        assert told[c]["query"] == list(prepared.world.queries[c])
+        assert told[c]["query"] == list(queries_of(prepared.world)[c])
 
 
 def test_phase_two_moves_the_head_alone_and_leaves_running_statistics() -> None:

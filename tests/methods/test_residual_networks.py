@@ -19,6 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Tensors
 from fedstill.data.dataset import Dataset
+from fedstill.methods.fit import queries_of
 from fedstill.running.preparation import Prepared, prepare
 
 RESNET = {"name": "resnet10", "norm": "batch"}
@@ -99,7 +100,7 @@ def test_the_head_is_refined_on_features_in_evaluation_mode_and_nothing_else_mov
     prepared = ready(method, plan=plan, **lacking())
     local, two = local_and_students(prepared)
     fed = Federation(prepared)
-    assert set(two) == set(prepared.world.queries) == set(one)
+    assert set(two) == set(queries_of(prepared.world)) == set(one)
     for c, params in two.items():
         for key in set(params) - {"head.weight", "head.bias"}:
             assert torch.equal(params[key], one[c][key]), key

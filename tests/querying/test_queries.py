@@ -11,6 +11,7 @@ import toys
 from fedstill.config.overrides import parse_overrides
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.methods.fit import Queries, anyone_asks, queries_of
 from fedstill.querying.queries import (
     Asking,
     Standing,
@@ -73,13 +74,13 @@ def test_reasons_to_ask_may_be_typed_with_commas(typed: str, by: tuple[str, ...]
 def test_all_methods_of_a_run_share_the_queries() -> None:
     split = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "multi", "fewer_than": 8}}
     asked = [
-        prepare(settle(toys.toy(m, **split)), toys.blobs()).world.queries
+        queries_of(prepare(settle(toys.toy(m, **split)), toys.blobs()).world)
         for m in ("local_only", "qkt")
     ]
     fed = toys.toy("fedavg", **{**split, "rounds": 3})
-    assert asked[0] == asked[1] == prepare(settle(fed), toys.blobs()).world.queries != {}
+    assert asked[0] == asked[1] == queries_of(prepare(settle(fed), toys.blobs()).world) != {}
     other = toys.toy("qkt", **{**split, "query": {"draw": "multi", "fewer_than": 8, "seed": 4}})
-    assert prepare(settle(other), toys.blobs()).world.queries != asked[0]
+    assert queries_of(prepare(settle(other), toys.blobs()).world) != asked[0]
 
 
 @pytest.mark.parametrize(
@@ -248,3 +249,17 @@ def test_of_sites_whose_labels_nobody_sees_the_classes_are_checked() -> None:
     assert check_unseen({1: (3, 0, 3)}, 4) == {1: (0, 3)}
     with pytest.raises(ConfigError, match=r"client 1: .*class 4.* 0 to 3"):
         check_unseen({1: (4,)}, 4)
+
+
+def test_a_world_has_one_record_of_a_kind_and_none_until_it_is_added() -> None:
+    world = prepare(settle(toys.toy()), toys.blobs()).world
+    assert world.get(Queries) is None
+    assert queries_of(world) == {}
+    assert not anyone_asks(world)
+    first = world.extend(Queries({0: (1,)}))
+    second = first.extend(Queries(raised="all"))
+    assert queries_of(first) == {0: (1,)}
+    assert queries_of(second) == {}
+    assert anyone_asks(first)
+    assert anyone_asks(second)
+    assert world.get(Queries) is None

@@ -19,6 +19,7 @@ from fedstill.core.files import digest
 from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.engines.passes import ModelPasses
 from fedstill.querying.hooks import ASKS, QueriesAtClient, QueriesAtServer, queries_raised
+from fedstill.querying.queries import Asking
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
@@ -279,7 +280,7 @@ def test_what_cannot_raise_a_query_is_refused_before_round_1(
 def test_what_a_client_says_is_checked_and_what_it_is_sent_too() -> None:
     prepared = ready(by_accuracy())
     world, fit, later = prepared.world, Stage(1, 0, "fit", (0,)), Stage(1, 1, "transfer", (0,))
-    asking = world.asking
+    asking = world.get(Asking)
     server, client = QueriesAtServer(asking), QueriesAtClient(asking)
     expected = prepared.settings.method.expected_reply(0, fit, world)
     assert set(server.extend_expected(expected, 0, fit, world)) == {"params", ASKS}

@@ -20,7 +20,7 @@ from fedstill.core.results import StageResult
 from fedstill.core.rounds import run_round
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.serial import SerialEngine
-from fedstill.methods.fit import FIT
+from fedstill.methods.fit import FIT, queries_of
 from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import exact, two_ends
 from fedstill.models import contract
@@ -156,7 +156,7 @@ def taught_by_peers(
         known = {name: _known(kept, client, after) for name, after in whole.after.items()}
     return Taught(
         client,
-        tuple(world_in(kept.prepared, fit).queries.get(client, ())),
+        tuple(queries_of(world_in(kept.prepared, fit)).get(client, ())),
         kept.prepared.sites.counts(client, round),
         known[FIT],
         {name: known[name] - known[was] for was, name in pairwise(known)},

@@ -35,7 +35,6 @@ from fedstill.core.fields import (
 from fedstill.core.files import short_name
 from fedstill.core.payload import KEEP, NOTHING, Group, Keep, Payload, Tensors, many
 from fedstill.core.stream import Stream
-from fedstill.querying.queries import Asking
 
 __all__ = [
     "KEEP",
@@ -522,21 +521,8 @@ class World(Protocol):
     @property
     def plans(self) -> Mapping[str, Plan]: ...
     @property
-    def queries(self) -> Mapping[int, tuple[int, ...]]:
-        """The classes that each client asks for; a client that asks for none is left out."""
-
-    @property
     def stream(self) -> Stream:
         """Which tasks there are, and who is in which when."""
-
-    @property
-    def asking(self) -> Asking | None:
-        """The rule by which clients raise their queries in the run; None: ``queries`` are known
-        before.
-        """
-
-    def with_queries(self, queries: Mapping[int, tuple[int, ...]]) -> World:
-        """The same world with other queries."""
 
     def model(self, client: int) -> ModelSpec:
         """The architecture of a client, or of the server."""
@@ -550,6 +536,12 @@ class World(Protocol):
         """A function from inputs (B, ...) to the logits (B, C) of these parameters; of the server's
         architecture, or of another.
         """
+
+    def get(self, kind: type[T]) -> T | None:
+        """The record of a kind that a capability has added; None without such a record."""
+
+    def extend(self, *records: object) -> World:
+        """The same world with further records, in place of those of the same kinds."""
 
 
 class Passes(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fedstill.data.sources.catalog import KNOWN, Known
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.frozen_teachers import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
+from fedstill.methods.fit import Queries
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.ensemble import Joined
@@ -255,9 +256,8 @@ def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -
     )
     if settings.train_only:  # what stays as it is, is in that file alone
         made = started(settings, made)
-    return replace(
-        made, queries={int(c): tuple(asked) for c, asked in start.get("queries", {}).items()}
-    )
+    asked = start.get("queries", {})
+    return made.extend(Queries({int(client): tuple(query) for client, query in asked.items()}))
 
 
 def _last(folder: Path) -> tuple[State, Versions]:

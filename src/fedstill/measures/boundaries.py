@@ -16,6 +16,7 @@ from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
 from fedstill.measures.base import Measure, Numbers, Room, WholePasses, rounded_lists
+from fedstill.methods.fit import queries_of
 from fedstill.metrics import class_accuracy
 from fedstill.models import contract
 
@@ -50,13 +51,15 @@ class Boundaries(Measure):
         along x and the i-th along y. ``accuracy``: (C,) on the whole test set, None for a class
         without images.
         """
-        if not room.world.queries:
+        queries = queries_of(room.world)
+        if not queries:
             return None
-        client = min(room.world.queries)
+        client = min(queries)
         params, spec = seen.local_models.get(client), room.world.model(client)
         if params is None or Need.FEATURES not in contract.capabilities(spec):
             return None
-        query, counts = room.world.queries[client], room.sites.view(client, seen.stage).counts
+        query = queries[client]
+        counts = room.sites.view(client, seen.stage).counts
         own = [c for c, n in enumerate(counts.tolist()) if n and c not in query]
         wanted = torch.isin(room.test.labels.cpu(), torch.tensor([*query, *own]))
         images = room.test.take(wanted.nonzero().flatten().to(room.test.labels.device))

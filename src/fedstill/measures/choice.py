@@ -12,6 +12,7 @@ from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.records import SERVER, Stage, World
 from fedstill.core.schedule import Schedule
 from fedstill.measures.base import LOGITS, Measure, SaysLogits
+from fedstill.methods.fit import anyone_asks
 from fedstill.models import contract
 
 NEEDS = frozenset(
@@ -106,7 +107,7 @@ def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
 
 def _lacks(need: str, setting: MeasuredRun) -> str:
     spec, world = setting.world.model(SERVER), setting.world
-    if need == "queries" and not world.queries and world.asking is None:
+    if need == "queries" and not anyone_asks(world):
         return (
             "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
             "write [query.classes]"

@@ -52,7 +52,7 @@ from fedstill.core.teachers import as_inputs, noise
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
-from fedstill.methods.fit import FIT, probe_seed, probed
+from fedstill.methods.fit import FIT, Queries, probe_seed, probed, queries_of
 from fedstill.methods.local_only import LocalOnly, answered, fitted, with_students
 from fedstill.methods.naive_kd import TRANSFER, own_and_peers
 from fedstill.methods.qkt import highest
@@ -80,9 +80,10 @@ class CLUE(LocalOnly):
     """Clients that take part in one exchange, the one that asks included; 0 is all."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if world.asking is not None and world.asking.draw != "single":
+        queries = world.get(Queries) or Queries()
+        if queries.raised not in (None, "single"):
             return "it answers queries for one class; set query.draw = 'single'"
-        many = {c: len(query) for c, query in world.queries.items() if len(query) > 1}
+        many = {c: len(query) for c, query in queries.by_client.items() if len(query) > 1}
         for client, count in sorted(many.items()):
             return (
                 f"it answers queries for one class, and client {client} asks for {count}; set "
@@ -95,11 +96,9 @@ class CLUE(LocalOnly):
     ) -> Payload | None:
         if stage.name == FIT:
             return super().payload_for_client(state, client, stage, world)
-        return (
-            own_and_peers(state, client, self.participants, world)
-            if client in world.queries
-            else None
-        )
+        if client not in queries_of(world):
+            return None
+        return own_and_peers(state, client, self.participants, world)
 
     def work(self, stage: Stage) -> ClientWork:
         return super().work(stage) if stage.name == FIT else Patched(self)

@@ -13,8 +13,8 @@ client ended with.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -65,6 +65,32 @@ FITTING = Plan(
     keep="best",
 )
 """QKT's settings for models that clients train alone."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What clients ask their peers for. A run's world has this record if its clients ask."""
+
+    by_client: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The classes of each client that asks, as far as they are known."""
+    raised: Literal["single", "multi", "all"] | None = None
+    """How many classes a query has that a client raises in the run, after the stage ``fit``; None
+    if all queries are known before.
+    """
+
+
+def queries_of(world: World) -> Mapping[int, tuple[int, ...]]:
+    """The classes of each client that asks, as far as they are known; empty if nobody asks."""
+    queries = world.get(Queries)
+    if queries is None:
+        return {}
+    return queries.by_client
+
+
+def anyone_asks(world: World) -> bool:
+    """Whether a client asks its peers, or may ask them later in the run."""
+    queries = world.get(Queries)
+    return queries is not None and bool(queries.by_client or queries.raised)
 
 
 def probe_seed(world: World) -> int:

@@ -42,7 +42,7 @@ from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.ensemble import asked_peers
-from fedstill.methods.fit import FIT, FITTING, Fit
+from fedstill.methods.fit import FIT, FITTING, Fit, queries_of
 from fedstill.methods.local_only import LocalOnly, fitted, with_students
 
 TRANSFER = "transfer"
@@ -75,7 +75,8 @@ class NaiveKD(LocalOnly):
     ) -> Payload | None:
         if stage.name == FIT:
             return super().payload_for_client(state, client, stage, world)
-        if world.queries and client not in world.queries:
+        queries = queries_of(world)
+        if queries and client not in queries:
             return None
         return self.with_peers(state, client, world)
 

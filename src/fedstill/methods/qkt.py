@@ -65,7 +65,7 @@ from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, masked_ce
-from fedstill.methods.fit import FIT, FITTING, Fit, probed
+from fedstill.methods.fit import FIT, FITTING, Fit, probed, queries_of
 from fedstill.methods.local_only import answered
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
@@ -124,7 +124,7 @@ class QKT(NaiveKD):
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        if client not in world.queries and stage.name != FIT:
+        if client not in queries_of(world) and stage.name != FIT:
             return None
         if stage.name != REFINE:
             return super().payload_for_client(state, client, stage, world)

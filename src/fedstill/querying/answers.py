@@ -25,14 +25,14 @@ from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
 from fedstill.data.views import Division, SiteViews
 from fedstill.engines.passes import correct_by_class
-from fedstill.methods.fit import FIT, probed
+from fedstill.methods.fit import FIT, probed, queries_of
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.model_file import read_model
 from fedstill.querying.hooks import why_asked
 from fedstill.querying.queries import Why, picked
-from fedstill.querying.rules import rule_of
+from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
@@ -149,7 +149,7 @@ def fitted_again(
     """
     unasked = replace(
         prepared,
-        world=replace(prepared.world, asking=None),
+        world=with_known_queries(prepared.world, queries_of(prepared.world)),
         settings=with_method(prepared.settings, method),
     )
     state = State({}, Payload({**many("model", models), **sizes}))
@@ -167,11 +167,11 @@ def with_method(settings: Settings, method: Method) -> Settings:
 def with_query_of(prepared: Prepared, client: int, query: tuple[int, ...]) -> Prepared:
     """The run in which one client asks, for these classes, and no other does."""
     queries = {client: query}
-    world, sites = (
-        replace(prepared.world, queries=queries, asking=None),
-        replace(prepared.sites, queries=queries),
+    return replace(
+        prepared,
+        world=with_known_queries(prepared.world, queries),
+        sites=replace(prepared.sites, queries=queries),
     )
-    return replace(prepared, world=world, sites=sites)
 
 
 def raised_by(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why]:
@@ -310,7 +310,7 @@ def ask(
     guests = tuple(_guest(path, prepared) for path in teachers)
     prepared, models, sizes = by_now(prepared, folder, client, later or Later())
     why = raised_by(prepared, client, models[client]) if isinstance(query, Mapping) else {}
-    prepared = with_query_of(prepared, client, tuple(why) or prepared.world.queries[client])
+    prepared = with_query_of(prepared, client, tuple(why) or queries_of(prepared.world)[client])
     world = _world(prepared, guests)
     everyone = {**models, **{world.own + i: g.params for i, g in enumerate(guests)}}
     probe = {
@@ -318,7 +318,7 @@ def ask(
         for c, p in everyone.items()
         if c != client
     }
-    used = [c for c, p in probe.items() if method.useful(p, world.queries[client])]
+    used = [c for c, p in probe.items() if method.useful(p, queries_of(world)[client])]
     params = _learn(prepared, world, method, everyone, sizes, client) if used else models[client]
     spec, shares = (
         world.model(client),
@@ -326,7 +326,7 @@ def ask(
     )
     return Answer(
         client,
-        world.queries[client],
+        queries_of(world)[client],
         prepared.dataset.classes,
         method.threshold,
         {c: world.name(c) for c in probe},
@@ -381,16 +381,15 @@ def _guest(path: Path, prepared: Prepared) -> Guest:
 
 def _world(prepared: Prepared, guests: tuple[Guest, ...]) -> WithGuests:
     w = prepared.world
-    number = w.clients + len(guests)
     return WithGuests(
-        number,
-        w.classes,
-        1,
-        w.seed,
-        w.plans,
-        w.server_model,
-        w.client_models,
-        w.queries,
+        clients=w.clients + len(guests),
+        classes=w.classes,
+        rounds=1,
+        seed=w.seed,
+        plans=w.plans,
+        server_model=w.server_model,
+        client_models=w.client_models,
+        extensions=w.extensions,
         guests=guests,
         own=w.clients,
     )

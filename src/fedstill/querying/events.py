@@ -14,9 +14,10 @@ from fedstill.core.extensions import ClientHook, Event, Fields, Observer
 from fedstill.core.records import World
 from fedstill.core.reports import WHY
 from fedstill.core.results import RoundResult, StageResult
-from fedstill.methods.fit import FIT
+from fedstill.methods.fit import FIT, queries_of
 from fedstill.metrics.queries import answers
 from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, queries_raised
+from fedstill.querying.queries import Asking
 from fedstill.querying.rules import reasons_before
 from fedstill.running.evaluation import tests_by_class
 from fedstill.running.extensions import Extensions
@@ -42,8 +43,8 @@ class RunQueries(Observer):
     def __post_init__(self) -> None:
         settings, world, sites = self.prepared.settings, self.prepared.world, self.prepared.sites
         self.personal = settings.method.personal
-        self._asking = world.asking
-        self._queries = {c: tuple(query) for c, query in world.queries.items()}
+        self._asking = world.get(Asking)
+        self._queries = {c: tuple(query) for c, query in queries_of(world).items()}
         if settings.query.by is not None and sites.split is not None:
             before = reasons_before(settings, world, sites.all_counts)
             self._why = {
@@ -109,7 +110,7 @@ class RunQueries(Observer):
 
 def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
     """What queries add to a run at the server."""
-    asking = prepared.world.asking
+    asking = prepared.world.get(Asking)
     hooks = () if asking is None else (QueriesAtServer(asking),)
     return Extensions(round_hooks=hooks, observers=(RunQueries(prepared),))
 
@@ -118,6 +119,7 @@ def client_extensions(
     settings: Settings, world: World, is_real_site: bool
 ) -> tuple[ClientHook, ...]:
     """What queries add to a run's clients."""
-    if world.asking is None:
+    asking = world.get(Asking)
+    if asking is None:
         return ()
-    return (QueriesAtClient(world.asking),)
+    return (QueriesAtClient(asking),)

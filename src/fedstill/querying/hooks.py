@@ -23,10 +23,10 @@ from fedstill.core.errors import BadPayload
 from fedstill.core.extensions import ClientHook, Fields, RoundHook
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors, View, World
 from fedstill.core.reports import WHY
-from fedstill.methods.fit import FIT
+from fedstill.methods.fit import FIT, Queries, queries_of
 from fedstill.querying.queries import (
     Asking,
-    Queries,
+    ClassesByClient,
     Standing,
     Why,
     picked,
@@ -62,7 +62,7 @@ class QueriesAtServer(RoundHook):
         if client == SERVER or stage.name == FIT or Need.QUERIES not in needs:
             return payload
         query = torch.zeros(world.classes, dtype=torch.int8)
-        query[list(world.queries.get(client, ()))] = 1
+        query[list(queries_of(world).get(client, ()))] = 1
         return Payload(payload, **{QUERY: query})
 
     def extend_expected(
@@ -124,9 +124,9 @@ class QueriesAtClient(ClientHook):
         return repr(self.asking) if stage.name == FIT else ""
 
 
-def queries_raised(asking: Asking, replies: Sequence[Reply], stage: Stage) -> Queries:
+def queries_raised(asking: Asking, replies: Sequence[Reply], stage: Stage) -> ClassesByClient:
     """What clients ask for, of the classes for which they have reason."""
-    queries: Queries = {}
+    queries: ClassesByClient = {}
     for reply in replies:
         wanted = reply.content.tensor(ASKS).nonzero().flatten().tolist()
         classes = picked(asking, reply.client, wanted, stage.round)
@@ -140,9 +140,11 @@ def with_queries_of(state: State, world: World) -> World:
     if ASKED not in state.extra:
         return world
     rows = enumerate(state.extra.tensor(ASKED))
-    return world.with_queries(
-        {client: tuple(row.nonzero().flatten().tolist()) for client, row in rows if row.any()}
-    )
+    by_client = {
+        client: tuple(row.nonzero().flatten().tolist()) for client, row in rows if row.any()
+    }
+    queries = world.get(Queries) or Queries()
+    return world.extend(replace(queries, by_client=by_client))
 
 
 def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:

@@ -30,8 +30,8 @@ from torch import Tensor
 from fedstill.core.errors import ConfigError
 from fedstill.core.keys import generator, seed_for
 
-Queries = dict[int, tuple[int, ...]]
-"""The classes that a client asks for, sorted, by client."""
+ClassesByClient = dict[int, tuple[int, ...]]
+"""Classes of each client, sorted."""
 
 Trigger = Literal["lack", "accuracy", "need"]
 """What raises a query: too few examples of a class, a model that is too often wrong on it, or a
@@ -173,7 +173,7 @@ def picked(asking: Asking, client: int, wanted: Sequence[int], number: int = 1) 
     return tuple(sorted(left[torch.randperm(len(left), generator=draw)[:most]].tolist()))
 
 
-def drawn(asking: Asking, counts: Tensor) -> Queries:
+def drawn(asking: Asking, counts: Tensor) -> ClassesByClient:
     """A query for every client that has reason to ask for a class which another client has, from
     label counts alone.
 
@@ -189,7 +189,7 @@ def drawn(asking: Asking, counts: Tensor) -> Queries:
     return {client: classes for client, classes in asked.items() if classes}
 
 
-def offers(counts: Tensor) -> Queries:
+def offers(counts: Tensor) -> ClassesByClient:
     """For each client the classes of which another one has an example, from label counts (clients,
     C).
     """
@@ -199,7 +199,7 @@ def offers(counts: Tensor) -> Queries:
 
 def check_queries(
     queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int | None = 50
-) -> Queries:
+) -> ClassesByClient:
     """Queries as they were written, each sorted; raises ConfigError, in one line, for one that no
     client can answer.
 
@@ -207,7 +207,7 @@ def check_queries(
     that the client has (``fewer_than`` examples of it or more; None: it may), and one of which no
     other client has an example.
     """
-    checked: Queries = {}
+    checked: ClassesByClient = {}
     for client, classes in sorted(queries.items()):
         if not 0 <= client < len(counts):
             raise ConfigError(
@@ -223,7 +223,7 @@ def check_queries(
     return checked
 
 
-def check_unseen(queries: Mapping[int, Sequence[int]], classes: int) -> Queries:
+def check_unseen(queries: Mapping[int, Sequence[int]], classes: int) -> ClassesByClient:
     """The same of real sites, whose label counts nobody sees; raises ConfigError for a class that
     does not exist.
     """

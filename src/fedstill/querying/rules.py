@@ -14,10 +14,10 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import SERVER
 from fedstill.data.arrival import Arrival
-from fedstill.methods.fit import FIT, Fit
+from fedstill.methods.fit import FIT, Fit, Queries, anyone_asks, queries_of
 from fedstill.querying.queries import (
     Asking,
-    Queries,
+    ClassesByClient,
     Standing,
     Why,
     check_queries,
@@ -41,14 +41,17 @@ def with_asking(settings: Settings, world: RunWorld, table: Callable[[], Tensor]
     counts = table()
     asking = rule_of(settings, counts)
     if asking is None:
-        return replace(
-            world, queries=_written(settings.query.classes, counts, settings.query.fewer_than)
-        )
-    return (
-        replace(world, asking=asking)
-        if _in_the_run(settings)
-        else replace(world, queries=drawn(asking, counts))
-    )
+        written = _written(settings.query.classes, counts, settings.query.fewer_than)
+        return world.extend(Queries(written))
+    if _in_the_run(settings):
+        return world.extend(Queries(raised=asking.draw), asking)
+    return world.extend(Queries(drawn(asking, counts)))
+
+
+def with_known_queries(world: RunWorld, by_client: Mapping[int, tuple[int, ...]]) -> RunWorld:
+    """The world in which there are these queries, and clients raise none in the run."""
+    others = {kind: record for kind, record in world.extensions.items() if kind is not Asking}
+    return replace(world, extensions=others).extend(Queries(by_client))
 
 
 def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
@@ -78,12 +81,13 @@ def reasons_before(
     """Why clients ask for what they ask, by client and class, of queries that are drawn before the
     run; else empty.
     """
-    if settings.query.draw == "none" or world.asking is not None:
+    if settings.query.draw == "none" or world.get(Asking) is not None:
         return {}
     asking = rule_of(settings, counts := table())
     assert asking is not None
-    known = {c: reasons(asking, c, Standing(counts[c])) for c in world.queries}
-    return {c: {q: known[c][q] for q in query} for c, query in world.queries.items()}
+    queries = queries_of(world)
+    known = {c: reasons(asking, c, Standing(counts[c])) for c in queries}
+    return {c: {q: known[c][q] for q in query} for c, query in queries.items()}
 
 
 def arrival_of(settings: Settings) -> Arrival | None:
@@ -104,7 +108,9 @@ def _in_the_run(settings: Settings) -> bool:
     )
 
 
-def _written(lists: Mapping[str, Sequence[int]], counts: Tensor, fewer_than: int | None) -> Queries:
+def _written(
+    lists: Mapping[str, Sequence[int]], counts: Tensor, fewer_than: int | None
+) -> ClassesByClient:
     written = {int(client): classes for client, classes in lists.items()}
     return (
         check_queries(written, counts, fewer_than)
@@ -118,12 +124,13 @@ def _written(lists: Mapping[str, Sequence[int]], counts: Tensor, fewer_than: int
 
 def asks_in_the_run(run: PlannedRun) -> bool:
     """Whether clients raise their queries themselves, after they have trained alone."""
-    return run.world.asking is not None
+    return run.world.get(Asking) is not None
 
 
 def asks_by_accuracy(run: PlannedRun) -> bool:
     """Whether a low accuracy on held-out data raises a query."""
-    return run.world.asking is not None and "accuracy" in run.world.asking.by
+    asking = run.world.get(Asking)
+    return asking is not None and "accuracy" in asking.by
 
 
 def asks_again_by_accuracy(run: PlannedRun) -> bool:
@@ -194,7 +201,7 @@ def other_held_out_data(run: PlannedRun) -> str:
 
 def missing_queries(run: PlannedRun) -> str:
     """No client that asks."""
-    if run.world.queries or run.world.asking is not None:
+    if anyone_asks(run.world):
         return ""
     return (
         f"method {run.method_name} needs queries: set query.draw = 'single', 'multi' or 'all', or "
@@ -204,8 +211,9 @@ def missing_queries(run: PlannedRun) -> str:
 
 def _trigger(run: PlannedRun) -> str:
     """The key that says what raises a query, for messages."""
-    assert run.world.asking is not None  # asks_in_the_run
-    return f"query.by = {list(run.world.asking.by)}"
+    asking = run.world.get(Asking)
+    assert asking is not None  # asks_in_the_run
+    return f"query.by = {list(asking.by)}"
 
 
 RULES: tuple[Rule[PlannedRun], ...] = (

@@ -8,6 +8,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fedstill.data.arrival import Arrival
+from fedstill.methods.fit import queries_of
 from fedstill.metrics import (
     average_accuracy,
     query_accuracy_gain,
@@ -15,7 +16,7 @@ from fedstill.metrics import (
     uniform_accuracy,
 )
 from fedstill.querying.answers import Answer
-from fedstill.querying.queries import because
+from fedstill.querying.queries import Asking, because
 from fedstill.querying.rules import reasons_before
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table, tell
@@ -40,11 +41,12 @@ def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
     known by now.
     """
     world, sites, table = prepared.world, prepared.sites, prepared.settings.query
-    if world.asking is not None:
-        by = " or ".join(WORDS[trigger] for trigger in world.asking.by)
+    asking = world.get(Asking)
+    if asking is not None:
+        by = " or ".join(WORDS[trigger] for trigger in asking.by)
         said = (
             "Clients raise their queries in the run, after the stage 'fit', for "
-            f"{AMOUNTS[world.asking.draw]} {by}."
+            f"{AMOUNTS[asking.draw]} {by}."
         )
         said = said.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
         return said + (f" {_growing(sites.arrival)}" if sites.arrival else ""), []
@@ -53,14 +55,15 @@ def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
         prepared.dataset.classes,
     )
     rows = []
-    for client, query in sorted(world.queries.items())[:MOST_ASKERS]:
+    queries = queries_of(world)
+    for client, query in sorted(queries.items())[:MOST_ASKERS]:
         told = (
             "; ".join(f"{names[c]}: {because(why[client][c])}" for c in query)
             if why
             else "written in the config"
         )
         rows.append((f"{client}", ", ".join(names[c] for c in query), told))
-    more = len(world.queries) - len(rows)
+    more = len(queries) - len(rows)
     return f"and {more} more clients" if more else "", rows
 
 

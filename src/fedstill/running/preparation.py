@@ -32,7 +32,7 @@ from fedstill.engines.reply_cache import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
-from fedstill.methods.fit import FIT, ONLY_FIT
+from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
 from fedstill.querying.rules import arrival_of
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
@@ -266,7 +266,7 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
         public=_on_device(data.public, device),
         common_test=_on_device(data.test, device),
         own_tests={client: tests.to(device) for client, tests in data.client_tests.items()},
-        queries=world.queries,
+        queries=queries_of(world),
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
         arrival=arrival_of(settings),

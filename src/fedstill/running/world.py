@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -17,8 +17,9 @@ from fedstill.core.records import SERVER, ModelSpec, Plan, Tensors
 from fedstill.core.stream import ONE_TASK, Stream
 from fedstill.models import contract
 from fedstill.models.parameters import ADDED, hold, matches
-from fedstill.querying.queries import Asking
 from fedstill.running.start_weights import Start, start_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,9 @@ class RunWorld:
     """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the
     server's if empty.
 
-    ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
-    ``asking``: the rule by which they raise their queries in the run. ``public``: how many public
-    examples there are.
-    ``stream``: which tasks there are, and who is in which when. ``start``: what ``start_from``
-    gave.
+    ``public``: how many public examples there are. ``stream``: which tasks there are, and who is in
+    which when. ``extensions``: records of capabilities, by their kind. ``start``: what
+    ``start_from`` gave.
     """
 
     clients: int
@@ -40,10 +39,9 @@ class RunWorld:
     plans: Mapping[str, Plan]
     server_model: ModelSpec
     client_models: tuple[ModelSpec, ...] = ()
-    queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     public: int = 0
     stream: Stream = ONE_TASK
-    asking: Asking | None = None
+    extensions: Mapping[type[Any], Any] = field(default_factory=dict)
     start: Start | None = field(default=None, compare=False, repr=False)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
 
@@ -52,9 +50,14 @@ class RunWorld:
         """Whether a stage trains normalisation layers with the statistics of the batch."""
         return any(plan.norm != "frozen" for plan in self.plans.values())
 
-    def with_queries(self, queries: Mapping[int, tuple[int, ...]]) -> RunWorld:
-        """The same world with other queries."""
-        return replace(self, queries=queries)
+    def get(self, kind: type[T]) -> T | None:
+        """The record of a kind that a capability has added; None without such a record."""
+        return self.extensions.get(kind)
+
+    def extend(self, *records: object) -> Self:
+        """The same world with further records, in place of those of the same kinds."""
+        added = {type(record): record for record in records}
+        return replace(self, extensions={**self.extensions, **added})
 
     def model(self, client: int) -> ModelSpec:
         """The architecture of a client, or of the server."""
