@@ -1,9 +1,9 @@
 """What it is worth that torch's threads fall asleep soon:
 ``python -m benchmarks.waiting [--busy 0,1,2] [--pairs 3]``.
 
-Rounds of a chain (W2, two clients, one epoch) and of stacked clients (W4), alone and beside
-processes that do nothing but take time, with GNU OpenMP's own waiting and with fedstill's. Every
-measurement is a process of its own.
+Rounds of a chain (W2, two clients, one epoch) and of stacked clients (W4), with a torch thread a
+core (``threads = [1, cores]``), alone and beside processes that do nothing but take time, with GNU
+OpenMP's own waiting and with fedstill's. Every measurement is a process of its own.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ import sys, time
 from dataclasses import replace
 from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
+from fedstill.engines.cores import cores
 from fedstill.running.preparation import prepare
 from fedstill.config.resolve import settle
 name, rounds = sys.argv[1], int(sys.argv[2])
 work = WORKLOADS[name]
 if name == "W2":
     work = replace(work, clients=2, sampled=2, plan={**work.plan, "epochs": 1})
-run = Ours(prepare(settle(work.experiment(work.methods[0], engine="auto")), work.dataset()))
+experiment = work.experiment(work.methods[0], engine="auto", threads=[1, cores()])
+run = Ours(prepare(settle(experiment), work.dataset()))
 for _ in range(rounds):
     began = time.perf_counter()
     run.run_round()

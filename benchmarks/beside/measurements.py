@@ -233,7 +233,7 @@ def _workload(name: str, method: str, engine: str, pairs: int, rounds: int) -> R
         pairs=pairs,
         rounds=rounds,
         warm_up=1,
-        experiment=workload.values(method, engine=engine, plan=plan),
+        experiment=workload.values(method, engine=engine, plan=plan, threads=[1, cores()]),
         workload=name,
     )
 

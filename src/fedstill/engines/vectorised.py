@@ -56,9 +56,9 @@ class VectorisedEngine(PooledEngine):
     """Stacks clients of similar size and equal structure, and trains one stack after another. It is
     fast for many small models.
 
-    A stack has all torch threads, as a lone client has (the second number of ``threads``). Stacks
-    in threads would wait for the interpreter's lock. A stage of one client, and a client that fits
-    on no other, train as in the serial engine.
+    A stack has as many torch threads as a lone client (the second number of ``threads``). Stacks in
+    threads would wait for the interpreter's lock. A stage of one client, and a client that fits on
+    no other, train as in the serial engine.
     """
 
     max_clients: int = field(default_factory=lambda: MAX_STACK)

@@ -20,14 +20,14 @@ from fedstill.running.world import RunWorld
 # A timing would choose differently from run to run, and the engines' last bits differ.
 
 
-CROSSOVER = {"cpu": 60e6}
+CROSSOVER = {"cpu": 30e6}
 """Up to so many floating-point operations in a client's step, stacking clients beats training them
-side by side.
+side by side on a few cores.
 
-``python -m benchmarks.crossover`` on two quiet cores, 16 clients, stages in turn: from 3.3 to 60
-MFLOP stacks were 1.7 to 3.8 times as fast; at 105 and 110 MFLOP 1.5 times for a small network, at
-112 MFLOP 0.6 times for one of 1.9 million parameters, whose numbers no longer fit into the cache;
-above 500 MFLOP 0.7 to 0.8 times.
+A stack has one torch thread, as everything has unless ``threads`` says otherwise. In CPU seconds,
+16 clients one after another took 1.7 to 3.5 times as long as their stack from 3.3 to 28 MFLOP; 1.2
+to 1.5 times from 60 to 112 MFLOP, less than a second core gains; 0.9 to 1.1 times above 500 MFLOP.
+``python -m benchmarks.crossover`` compares stages of the two engines in wall-clock seconds.
 """
 
 FEWEST = 4
