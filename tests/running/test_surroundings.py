@@ -22,7 +22,7 @@ import torch
 import fedstill
 import toys
 from fedstill.core.errors import Interrupted
-from fedstill.core.process_settings import process_settings, set_environment, when_settled
+from fedstill.core.process_settings import at_the_end, process_settings, set_environment
 from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
@@ -325,9 +325,9 @@ def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(3)
     with process_settings():
-        when_settled(lambda: undone.append("first"))
+        at_the_end(lambda: undone.append("first"))
         with process_settings():
-            when_settled(lambda: undone.append("second"))
+            at_the_end(lambda: undone.append("second"))
             assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float32, 1)
         assert (torch.get_default_dtype(), undone) == (torch.float32, [])
     assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 3)
@@ -356,8 +356,8 @@ def test_threads_that_test_shards_end_with_the_block() -> None:
         used = set(side_by_side([name] * 4, 2))
         assert used <= {thread.name for thread in threading.enumerate()}
     assert not used & {thread.name for thread in threading.enumerate()}
-    with process_settings():
-        assert len(side_by_side([name] * 4, 2)) == 4
+    used = set(side_by_side([name] * 4, 2))
+    assert not used & {thread.name for thread in threading.enumerate()}
 
 
 def test_what_a_run_on_a_card_sets_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

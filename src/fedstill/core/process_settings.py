@@ -63,15 +63,20 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(found)
 
 
-def when_settled(undo: Callable[[], object]) -> None:
+def is_settled() -> bool:
+    """Whether a thread is within ``process_settings``."""
+    return _process.users > 0
+
+
+def at_the_end(undo: Callable[[], object]) -> None:
     """Call something when the last thread leaves ``process_settings``; never if none is in it."""
-    _process.when_settled(undo)
+    _process.at_the_end(undo)
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
     """Set environment variables, until the last thread leaves ``process_settings``."""
     for name, value in variables.items():
-        when_settled(partial(_restore_variable, name, os.environ.get(name)))
+        at_the_end(partial(_restore_variable, name, os.environ.get(name)))
         os.environ[name] = value
 
 
@@ -105,27 +110,27 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._users = 0
+        self.users = 0
         self._undo = ExitStack()
 
     def enter(self) -> None:
         """Standardise the settings, if no other thread has."""
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            self.users += 1
+            if self.users == 1:
                 self._standardise()
 
     def leave(self) -> None:
         """Put the settings back, if no other thread needs them."""
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
+            self.users -= 1
+            if self.users == 0:
                 self._undo.close()
 
-    def when_settled(self, undo: Callable[[], object]) -> None:
+    def at_the_end(self, undo: Callable[[], object]) -> None:
         """Have something undone together with the settings."""
         with self._lock:
-            if self._users > 0:
+            if self.users > 0:
                 self._undo.callback(undo)
 
     def _standardise(self) -> None:

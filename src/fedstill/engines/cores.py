@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.process_settings import torch_threads, when_settled
+from fedstill.core.process_settings import at_the_end, is_settled, process_settings, torch_threads
 
 WORKERS = "FEDSTILL_WORKERS"
 """The environment variable with the number of jobs side by side; by default one per core."""
@@ -47,6 +47,9 @@ def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     if min(workers, len(jobs)) < 2:
         with torch_threads(1):
             return [job() for job in jobs]
+    if not is_settled():
+        with process_settings():  # which ends the threads
+            return side_by_side(jobs, workers)
     futures = [_pool(workers).submit(job) for job in jobs]
     return [future.result() for future in futures]
 
@@ -62,7 +65,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
         _pool.cache_clear()
         pool.shutdown()
 
-    when_settled(end)
+    at_the_end(end)
     return pool
 
 
