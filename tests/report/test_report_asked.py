@@ -67,12 +67,12 @@ def test_the_page_has_both_sections_and_a_run_without_queries_none(
     one: Path, finished: Path
 ) -> None:
     found = groups([one])
-    text = asked(found, Style(found)).text + noise_probes(found).text  # type: ignore[union-attr]
+    text = asked(found, Style(found)).text + noise_probes(found, Style(found)).text  # type: ignore[union-attr]
     for words in ("Forgetting against gain", "Phases, epoch by epoch", "Noise probe", "error 0."):
         assert words in text
     others = groups([finished])
     assert asked(others, Style(others)) is None
-    assert noise_probes(others) is None
+    assert noise_probes(others, Style(others)) is None
 
 
 def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:
@@ -192,4 +192,4 @@ def test_what_is_damaged_is_named(one: Path, tmp_path: Path, event: str) -> None
     (tmp_path / "run" / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in told))
     found = groups([tmp_path / "run"])
     with pytest.raises(CorruptFile, match=r"journal\.jsonl.*queries"):
-        asked(found, Style(found)) if event == "round" else noise_probes(found)
+        asked(found, Style(found)) if event == "round" else noise_probes(found, Style(found))
