@@ -426,9 +426,6 @@ class Step(Protocol):
     def mean(self, values: Tensor) -> Tensor:
         """The mean () of values (B,) over real examples."""
 
-    def share(self, raw: Tensor) -> Tensor:
-        """Raw weights (B,) >= 0 divided by their sum over real examples: (B,)."""
-
 
 # The frozen records that the parts of the library pass to each other; they hold data and do
 # nothing.

@@ -159,12 +159,6 @@ class BatchStep:
             return values.mean()
         return (values * mask).sum() / mask.sum()
 
-    def share(self, raw: Tensor) -> Tensor:
-        mask = self._inputs.mask
-        if mask is not None:
-            raw = raw * mask
-        return raw / raw.sum()
-
     def on(self, logits: Tensor) -> Tensor:
         head = self._start.head
         if head is None:

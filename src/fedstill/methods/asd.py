@@ -83,11 +83,11 @@ class Weighted(FromGlobal):
         entropy = -(logs.exp() * logs).sum(1)  # (B,)
         # in log space, and the largest weight is 1
         power = -m.b1 * entropy - m.b2 * start["rarity"][step.y]
-        raw = (power - power.max()).exp()
+        raw = (power - power.max()).exp() * step.mask
         far = (
             nckd(student, teacher, step.y, m.temperature)
             if m.classes == "not_true"
             else kd(student, teacher, m.temperature)
         )
-        weighted = (step.share(raw) * far).sum() / m.temperature**2
+        weighted = (raw / raw.sum() * far).sum() / m.temperature**2
         return {**super().terms(step, start), "self_distillation": m.weight * weighted}
