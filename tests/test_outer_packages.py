@@ -87,4 +87,4 @@ def test_every_part_of_the_manifest_is_there(part: manifest.Part) -> None:
 def test_every_config_table_has_a_place() -> None:
     names = list(record_tables())
     for table in manifest.config_tables():
-        assert names.index(table.name) > names.index(table.after)
+        assert names.index(table.name) > names.index(table.follows)

@@ -22,6 +22,7 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich import box
@@ -54,6 +55,9 @@ REGISTRARS = frozenset({"register", "method", "partition", "command"})
 
 PRAGMA = re.compile(r"#\s*(noqa|type:|pragma|fmt:|ruff:|mypy:|!)")
 """A comment for a tool, not for a reader."""
+
+TARGET = re.compile(r"(fedstill(?:\.\w+)+):\w+")
+"""An import string of the manifest or of a command; it registers the module that it names."""
 
 TEXT_MODE = re.compile("[rwax][+t]*")
 """A mode in which ``Path.open`` opens a text."""
@@ -356,8 +360,11 @@ def _with_single_importer(modules: list[Module]) -> set[str]:
         for name in _imported(module, names):
             importers[name].add(module.name)
 
+    targets = set(chain.from_iterable(map(_targets, modules)))
     single = set()
     for module in modules:
+        if module.name in targets:
+            continue
         other_modules = importers[module.name] - {module.name}
         if module.has_own_name and len(other_modules) == 1 and not _registers(module):
             single.add(module.name)
@@ -378,6 +385,15 @@ def _imported(module: Module, names: set[str]) -> Iterator[str]:
                     yield submodule
                 else:
                     yield node.module
+
+
+def _targets(module: Module) -> Iterator[str]:
+    """The modules that import strings in a module name."""
+    for node in module.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = TARGET.fullmatch(node.value)
+            if match:
+                yield match[1]
 
 
 def _registers(module: Module) -> bool:

@@ -37,9 +37,9 @@ class Part:
 
 @dataclass(frozen=True)
 class PlacedPart(Part):
-    """A part that has a place among others. ``after``: the name of the one that it follows."""
+    """A part that has a place among others. ``follows``: the name of the one that it follows."""
 
-    after: str
+    follows: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class OuterPackage:
 
     ``commands``: functions or cyclopts apps, for ``fedstill NAME``.
     ``config_tables``: subclasses of ``core.fields.PackageTable``, each of them a table of a config;
-    ``after`` is the table that it follows there.
+    ``follows`` is the table that it follows there.
     ``config_checks``: ``(settings)``, which raise ConfigError or IncompatibleMethod for what cannot
     be meant together, before any data are read.
     ``compatibility_rules``: sequences of ``running.compatibility.Rule``, what the package asks of a
@@ -57,7 +57,7 @@ class OuterPackage:
     ``explanations``: ``(console, prepared)``, which print the last part of ``fedstill explain``;
     ``split_explanations``: what it prints above the split of the data, if that is drawn.
     ``report_sections``: ``(groups, style)``, which return a section of the HTML page or None;
-    ``after`` is the section that they follow there.
+    ``follows`` is the section that they follow there.
     ``comparison_notes``: ``(runs by label)``, which return a sentence for below the table of a
     comparison, or "".
     ``world_extensions``: ``(settings, world, label_counts)``, which return a run's world with what
@@ -117,7 +117,7 @@ PACKAGES = (
                 "why",
                 "Which clients contributed to a class's rise or fall.",
                 "fedstill.attribution.report:contributors",
-                after="classes",
+                follows="classes",
             ),
         ),
     ),
@@ -180,7 +180,7 @@ PACKAGES = (
                 "privacy",
                 "Protection of logits, private training and secure sums.",
                 "fedstill.privacy.noise:Privacy",
-                after="clients",
+                follows="clients",
             ),
         ),
         config_checks=(
@@ -241,7 +241,7 @@ PACKAGES = (
                 "query",
                 "Which classes clients ask for, and when.",
                 "fedstill.querying.table:QueryTable",
-                after="flower",
+                follows="flower",
             ),
         ),
         config_checks=(
@@ -270,13 +270,13 @@ PACKAGES = (
                 "asked",
                 "What clients asked for, gained and forgot.",
                 "fedstill.querying.report:asked",
-                after="results",
+                follows="results",
             ),
             PlacedPart(
                 "probe",
                 "What models predict on noise, beside the label shares of their clients.",
                 "fedstill.querying.report:noise_probes",
-                after="split",
+                follows="split",
             ),
         ),
         comparison_notes=(
@@ -403,7 +403,7 @@ def placed(
 ) -> dict[str, Value]:
     """Named values, with those of packages' parts behind the ones that the parts follow.
 
-    >>> part = PlacedPart("middle", "", "", after="first")
+    >>> part = PlacedPart("middle", "", "", follows="first")
     >>> placed({"first": 1, "last": 3}, [(part, 2)])
     {'first': 1, 'middle': 2, 'last': 3}
     """
@@ -411,5 +411,5 @@ def placed(
     result: dict[str, Value] = {}
     for name, value in inner.items():
         result[name] = value
-        result.update({part.name: own for part, own in parts if part.after == name})
+        result.update({part.name: added for part, added in parts if part.follows == name})
     return result

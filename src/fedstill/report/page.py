@@ -402,8 +402,8 @@ def page(compared: Sequence[Group], against: str = "") -> str:
     }
     outer = []
     for part in manifest.report_sections():
-        made = part.load()
-        outer.append((part, made(compared, style)))
+        make_section = part.load()
+        outer.append((part, make_section(compared, style)))
     sections = manifest.placed(inner, outer)
     main = "\n".join(p.text for p in (_head(compared), *sections.values()) if p is not None)
     return document(_title(compared), main)
