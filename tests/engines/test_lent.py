@@ -26,7 +26,7 @@ from fedstill.core.records import (
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.core.work import ClientWork
-from fedstill.engines.client_measures import AtClient
+from fedstill.engines.at_client import AtClient
 from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.runner import run

@@ -19,7 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, TooFewReplies
 from fedstill.core.records import Examples
 from fedstill.core.registry import register
-from fedstill.engines.client_measures import AtClient
+from fedstill.engines.at_client import AtClient
 from fedstill.flower.client_app import client_app
 from fedstill.flower.loopback import LoopbackGrid
 from fedstill.flower.site import Clerk

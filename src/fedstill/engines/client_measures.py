@@ -15,11 +15,11 @@ from torch import Tensor
 from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import ClientHook
-from fedstill.core.records import SERVER, Examples, Stage, Tensors, View, World
+from fedstill.core.records import SERVER, Stage
 from fedstill.core.reports import ENGINE, OWN, PROBE, TAKEN
 from fedstill.core.stream import OFF
 from fedstill.core.user_code import reason
-from fedstill.data.inputs import Inputs
+from fedstill.engines.at_client import AtClient
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.reply_cache import class_identity
 from fedstill.engines.user_functions import MutationGuard, journal_fields
@@ -28,46 +28,6 @@ from fedstill.models.contract import predictor
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
 """Fields of a client's event that no measure gives."""
-
-
-@dataclass(frozen=True)
-class AtClient:
-    """A stage that is done, as a measure sees it at one client.
-
-    ``start``, ``end``: the model's parameters before and after the client's work. ``by_epoch``:
-    after each local epoch, where a measure with ``each_epoch`` asks for them and the client trained
-    on its own data. ``test``: the common test set, None on real sites. ``public``: the public set
-    with its labels, which no method may see. ``sent``: the groups of its reply.
-    """
-
-    stage: Stage
-    view: View
-    start: Tensors
-    end: Tensors
-    by_epoch: Sequence[Tensors]
-    test: Examples | None
-    public: Examples | None
-    inputs: Inputs
-    world: World
-    sent: frozenset[str] = frozenset()
-
-    @property
-    def classes(self) -> int:
-        """The number of classes."""
-        return self.world.classes
-
-    @property
-    def is_server(self) -> bool:
-        """Whether the client is the server, at work on public data."""
-        return self.view.client == SERVER
-
-    def correct_by_class(self, params: Tensors, examples: Examples) -> list[int]:
-        """How many examples of each class (C,) these parameters of the client's network predict
-        right.
-        """
-        predict = predictor(self.view.model, params)
-        counts: list[int] = correct_by_class(predict, examples, self.inputs, self.classes).tolist()
-        return counts
 
 
 class ClientMeasure(Protocol):

@@ -387,7 +387,7 @@ class SerialEngine:
         """What the hooks measure. ``models``: what the client answers with before and after its
         work, and after each epoch if that is kept; ``sent``: the groups of its reply.
         """
-        from fedstill.engines.client_measures import AtClient  # not every run measures
+        from fedstill.engines.at_client import AtClient  # not every run measures
 
         before, after, *by_epoch = (model.params for model in models)
         seen = AtClient(

@@ -31,7 +31,8 @@ from fedstill.core.schedule import Schedule
 from fedstill.core.user_code import reject_misspelt_hooks
 from fedstill.data.dataset import stratified
 from fedstill.data.inputs import Inputs
-from fedstill.engines.client_measures import AtClient, ClientMeasures
+from fedstill.engines.at_client import AtClient
+from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
 from fedstill.metrics import class_accuracy

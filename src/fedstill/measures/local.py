@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fedstill.core.registry import register
-from fedstill.engines.client_measures import AtClient
+from fedstill.engines.at_client import AtClient
 from fedstill.measures.base import Measure, Numbers, Reports, are_counts
 from fedstill.metrics.local_models import local_accuracies
 

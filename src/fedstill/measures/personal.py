@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedstill.core.registry import register
-from fedstill.engines.client_measures import AtClient
+from fedstill.engines.at_client import AtClient
 from fedstill.measures.base import Measure, Numbers, Reports, are_counts
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.local_models import over_clients, personal_accuracies

@@ -11,7 +11,7 @@ import torch
 
 from fedstill.core.registry import register
 from fedstill.core.reports import wrong_table
-from fedstill.engines.client_measures import AtClient
+from fedstill.engines.at_client import AtClient
 from fedstill.measures.base import Measure, Numbers, Reports
 from fedstill.metrics.local_models import private_public
 
