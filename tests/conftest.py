@@ -8,13 +8,17 @@ times.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
+import re
 import shutil
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from blocking.sitecustomize import VARIABLE, block
 
 MEMORY, ROOM = Path("/dev/shm"), 2 << 30
 """A file system in memory, and the bytes that it must have to spare: the suite writes a fifth of
@@ -63,9 +67,61 @@ if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--block PACKAGE``: run the tests as if one outer package were not there."""
+    parser.addoption("--block", metavar="PACKAGE", help="run without this package of fedstill")
+
+
+def _blocked_package() -> str:
+    """The package of ``--block``; workers of pytest-xdist have it from the environment."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--block", default=os.environ.get(VARIABLE, ""))
+    options, _ = parser.parse_known_args()
+    return str(options.block)
+
+
+BLOCKED = _blocked_package()
+if BLOCKED:  # here, since the conftest.py files of folders import fedstill
+    block(BLOCKED)
+    os.environ[VARIABLE] = BLOCKED
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent / "blocking"), os.environ.get("PYTHONPATH", "")]
+    )
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the blocked package, its own tests, and test files that import it."""
+    if not BLOCKED:
+        return None
+    root = Path(__file__).parents[1]
+    if collection_path in (root / "src" / "fedstill" / BLOCKED, root / "tests" / BLOCKED):
+        return True
+    if not collection_path.name.startswith("test_"):
+        return None
+    imports = rf"^(from|import) fedstill\.{BLOCKED}\b|^from fedstill import .*\b{BLOCKED}\b"
+    text = collection_path.read_text(encoding="utf-8")
+    return re.search(imports, text, re.MULTILINE) is not None or None
+
+
+def _leave_out_users(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that are marked as users of the blocked package."""
+    users = []
+    others = []
+    for item in items:
+        packages = [name for mark in item.iter_markers("uses") for name in mark.args]
+        if BLOCKED in packages:
+            users.append(item)
+        else:
+            others.append(item)
+    items[:] = others
+    config.hook.pytest_deselected(items=users)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is fast comes first, so that what is wrong is mostly said within seconds."""
     tests = Path(__file__).parent
+    if BLOCKED:
+        _leave_out_users(config, items)
 
     def rank(item: pytest.Item) -> tuple[bool, int]:
         runs = (
