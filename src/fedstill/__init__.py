@@ -110,4 +110,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES})
+    # Here, since importing the manifest takes longer than importing this module.
+    from fedstill.manifest import PACKAGES
+
+    missing = [package.module for package in PACKAGES if not package.installed]
+    modules = [name for name in _MODULES if f"fedstill.{name}" not in missing]
+    names = [name for name, home in _HOMES.items() if home.rpartition(".")[0] not in missing]
+    return sorted({"__version__", *names, *modules})

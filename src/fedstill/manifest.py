@@ -62,6 +62,8 @@ class OuterPackage:
     comparison, or "".
     ``world_extensions``: ``(settings, world, label_counts)``, which return a run's world with what
     the package adds to it; ``label_counts()`` gives (clients, C), or (0, C) where they are unknown.
+    ``arrivals``: ``(settings)``, which return how the clients' data grow with the rounds
+    (``data.arrival.Arrival``), or None.
     ``sums``: ``(settings, about, shape)``, which return what clients send of their sums
     (``running.data_sums.SumUp``), or None for plain sums.
     ``run_extensions``: ``(prepared, folder)``, which return a run's hooks, middleware and observers
@@ -82,6 +84,7 @@ class OuterPackage:
     report_sections: tuple[PlacedPart, ...] = ()
     comparison_notes: tuple[Part, ...] = ()
     world_extensions: tuple[Part, ...] = ()
+    arrivals: tuple[Part, ...] = ()
     sums: tuple[Part, ...] = ()
     run_extensions: tuple[Part, ...] = ()
     client_extensions: tuple[Part, ...] = ()
@@ -293,6 +296,13 @@ PACKAGES = (
                 "fedstill.querying.rules:with_asking",
             ),
         ),
+        arrivals=(
+            Part(
+                "queries",
+                "The growing data of clients that ask again in every round.",
+                "fedstill.querying.rules:arrival_of",
+            ),
+        ),
         run_extensions=(
             Part(
                 "queries",
@@ -366,6 +376,11 @@ def comparison_notes() -> list[Part]:
 def world_extensions() -> list[Part]:
     """What all packages add to a run's world."""
     return list(chain.from_iterable(package.world_extensions for package in installed()))
+
+
+def arrivals() -> list[Part]:
+    """How the clients' data may grow, of all packages."""
+    return list(chain.from_iterable(package.arrivals for package in installed()))
 
 
 def sums() -> list[Part]:

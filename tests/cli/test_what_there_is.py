@@ -215,6 +215,7 @@ def test_explain_says_with_how_much_data_clients_ask_again(
     assert "round 1 with 25 %" in joined(said(tokens, capsys))
 
 
+@pytest.mark.uses("benchmark")
 def test_what_is_no_terminal_gets_no_spaces_at_the_end_of_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -243,6 +244,7 @@ def commands(group: App, above: tuple[str, ...] = ()) -> Iterator[list[str]]:
 COMMANDS = list(commands(app))
 
 
+@pytest.mark.uses("benchmark", "flower")
 def test_all_commands_are_looked_at() -> None:
     every = {" ".join(words) for words in COMMANDS}
     assert every >= {

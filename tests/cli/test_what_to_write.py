@@ -15,6 +15,9 @@ from fedstill.config.resolve import settle
 from fedstill.config.tables import TopKeys
 from fedstill.running.explain import resolved_values
 
+WHY = pytest.mark.uses("attribution")
+"""The mark of cases with the command ``why``."""
+
 CONFIG = (
     "rounds = 1\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\n"
     "epochs = 1\n"
@@ -71,8 +74,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run small.toml -s plan.lr=1.", "write 1.0"),
         ("run small.toml -s rounds=03", "write 3"),
         ("run small.toml -s plan.shuffle=False", "write false"),
-        ("why runs --from 2", "--without"),
-        ("why runs --rounds 3 --once", "--without"),
+        pytest.param("why runs --from 2", "--without", marks=WHY),
+        pytest.param("why runs --rounds 3 --once", "--without", marks=WHY),
         ("run small.toml more.toml", "'more.toml'"),
         ("list methodes", "'method'?"),
         ("list recipes", "dataset, measure, method, model, partition, stream, topology"),
@@ -94,6 +97,7 @@ def test_a_list_of_one_word_before_the_config_is_taken(words: str) -> None:
     assert call(["compare", *words.split(), "--out", "all", "-q", "--jobs", "1"]) == 0
 
 
+@pytest.mark.uses("benchmark", "querying")
 def test_every_option_that_takes_a_list_or_may_be_repeated_is_known() -> None:
     lists, repeated = set[str](), set[str]()
     for name in ("run", "compare", "demo", "reproduce", "query", "explain", "report", "forgetting"):
@@ -243,6 +247,7 @@ def test_what_was_typed_for_a_table_is_not_said_of_its_other_keys(
     )
 
 
+@pytest.mark.uses("benchmark")
 def test_the_maps_of_digits_say_nothing_of_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.config.unseen_data import NO_DATA, unseen_examples
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
 from fedstill.core.records import Examples
+from fedstill.data.arrival import Arrival
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
@@ -33,7 +35,6 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
-from fedstill.querying.rules import arrival_of
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
 from fedstill.running.data_sums import Moments
@@ -244,6 +245,16 @@ def _inputs(settings: Settings, dataset: Dataset, scaler: Scaler) -> Inputs:
     return Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
 
 
+def _arrival(settings: Settings) -> Arrival | None:
+    """How the clients' data grow with the rounds; None: all are there from the start."""
+    for part in manifest.arrivals():
+        arrival_of = part.load()
+        arrival: Arrival | None = arrival_of(settings)
+        if arrival is not None:
+            return arrival
+    return None
+
+
 def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: ClientData) -> SiteViews:
     """The data of clients and server, on the run's device."""
     device = settings.device
@@ -269,7 +280,7 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
         queries=queries_of(world),
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
-        arrival=arrival_of(settings),
+        arrival=_arrival(settings),
         tasks=tasks,
         flipped=flipped,
     )
