@@ -30,6 +30,12 @@ measure = []
 """
 
 
+def empty_app() -> str:
+    """A program with as many lazy commands as fedstill has."""
+    commands = [name for name in app if not name.startswith("-")]
+    return EMPTY_APP.replace("COMMANDS", str(len(commands)))
+
+
 def seconds(command: list[str], folder: Path) -> float:
     """How long a command takes from start to end; raises CalledProcessError if it fails."""
     began = time.perf_counter()
@@ -43,9 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "one.toml").write_text(CONFIG, encoding="utf-8")
-        commands_of_app = [name for name in app if not name.startswith("-")]
-        empty_app = EMPTY_APP.replace("COMMANDS", str(len(commands_of_app)))
-        (folder / "empty.py").write_text(empty_app, encoding="utf-8")
+        (folder / "empty.py").write_text(empty_app(), encoding="utf-8")
         commands = {
             "python, doing nothing": [*python, "-c", ""],
             "import fedstill": [*python, "-c", "import fedstill"],

@@ -52,14 +52,18 @@ def methods_that_build_on(package: str) -> list[str]:
     ]
 
 
+def without(package: str) -> dict[str, str]:
+    """The environment of a child process in which a package is blocked."""
+    paths = [str(TESTS / "blocking"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, VARIABLE: package, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @pytest.mark.parametrize("package", [*cases()])
 def test_everything_else_works_without_a_package(package: str, tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "without_a_package.py"), str(tmp_path)]
-    paths = [str(TESTS / "blocking"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, VARIABLE: package, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [*command, *methods_that_build_on(package)],
-        env=environment,
+        env=without(package),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -88,3 +92,25 @@ def test_every_config_table_has_a_place() -> None:
     names = list(record_tables())
     for table in manifest.config_tables():
         assert names.index(table.name) > names.index(table.follows)
+
+
+@pytest.mark.parametrize(
+    ("package", "setting"),
+    [
+        ("privacy", "privacy.clip=1"),
+        pytest.param(
+            "querying",
+            "query.draw=all",
+            marks=pytest.mark.xfail(strict=True, reason=NOT_YET["querying"]),
+        ),
+    ],
+)
+def test_the_table_of_a_missing_package_is_an_unknown_key(
+    package: str, setting: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "fedstill", "explain", "-s", setting]
+    done = subprocess.run(
+        command, env=without(package), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert f"fedstill.{package}" in done.stderr
