@@ -29,6 +29,7 @@ from fedstill.flower.secure_sums import STEPS, as_bytes, byte_tensors, question
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.masking import Masking
+from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY
 from fedstill.privacy.protocol import SEALED, unmasked
 from fedstill.running.journal import read_journal
@@ -462,7 +463,7 @@ def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
     }
     assert "two sums would show a single model" in server.reveal(0, (0, 1)).failure
     assert as_bytes(server.reveal(0).content.tensors("sum.revealed"), KEY) == revealed[0]
-    made = Masking.of(server.settings.privacy, server.settings.method)
+    made = Masking.of(server.settings.table(Privacy), server.settings.method)
     assert made is not None
     of, numbers = (
         made.begun(STAGE, STAGE.clients, "abc"),

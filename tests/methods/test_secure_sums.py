@@ -33,6 +33,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.privacy import masking
 from fedstill.privacy.compatibility import with_masking
 from fedstill.privacy.masking import MaskedEngine, Masking
+from fedstill.privacy.noise import Privacy
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
@@ -257,7 +258,7 @@ def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
 
 def test_a_threshold_of_one_s_own() -> None:
     settings = settle(secret(privacy={**ON, "secure_threshold": 0.8}))
-    made = Masking.of(settings.privacy, settings.method)
+    made = Masking.of(settings.table(Privacy), settings.method)
     assert made is not None
     stage = settings.schedule(1, prepare(settings, toys.blobs()).world)[0]
     assert made.begun(stage, range(10)).threshold == 9

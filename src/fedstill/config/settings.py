@@ -76,18 +76,6 @@ class Settings(TopKeys):
         """The table of an outer package, by its record."""
         return next(table for table in self.tables.values() if isinstance(table, kind))
 
-    # These two go when nothing in inner packages reads them any more.
-
-    @property
-    def privacy(self) -> Any:
-        """The table ``[privacy]``."""
-        return self.tables["privacy"]
-
-    @property
-    def query(self) -> Any:
-        """The table ``[query]``."""
-        return self.tables["query"]
-
     @property
     def exchange_each_round(self) -> bool:
         """Whether every round is a whole exchange between clients."""

@@ -27,7 +27,7 @@ from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.flower.site_storage import Desk
 from fedstill.privacy.masking import Masking
-from fedstill.privacy.noise import rows_of
+from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
 from fedstill.running.data_sums import SumUp, sums_of_run, sums_stage
 from fedstill.running.preparation import Prepared, prepare
@@ -59,7 +59,7 @@ def demand_budget(ready: Prepared, request: Request, desk: Desk) -> None:
     Each step counts with the probability that it had: data that grow make later steps cheaper, not
     earlier ones.
     """
-    privacy, (rate, steps) = ready.settings.privacy, private_visit(ready, request)
+    privacy, (rate, steps) = ready.settings.table(Privacy), private_visit(ready, request)
     if privacy.epsilon is None or not steps:
         return
     taken = desk.noised_steps(steps) + Counter({rate: steps})
@@ -121,7 +121,7 @@ class Clerk:
         """How the models of a stage are summed; None where its answer leaves the site as it is."""
         self._named_work(ready, request)  # the stage is the run's, and its clients
         counts = request.stage.name == CENSUS or request.stage == sums_stage(ready.world)
-        return None if counts else Masking.of(ready.settings.privacy, ready.settings.method)
+        return None if counts else Masking.of(ready.settings.table(Privacy), ready.settings.method)
 
     def _once(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         """The kept answer of a request, or the work done; with noise, one of each stage."""
@@ -133,7 +133,7 @@ class Clerk:
                 "answers no other request for it: two answers would show more than one"
             )
         answer = kept or self._work(ready, request, desk)
-        privacy = ready.settings.privacy
+        privacy = ready.settings.table(Privacy)
         trained = private_visit(ready, request, answer.examples) if privacy.trains else None
         rate, sent = trained or (None, rows_of(answer.content) * privacy.protects_logits)
         if ready.settings.on_sites and sent and not answer.failure:
@@ -142,28 +142,27 @@ class Clerk:
 
     def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         stage, client, settings = request.stage, request.client, ready.settings
+        privacy = settings.table(Privacy)
         work = self._named_work(ready, request)
-        if settings.privacy.protects_logits and not isinstance(work, SumUp):
+        if privacy.protects_logits and not isinstance(work, SumUp):
             most = rows_of(
                 settings.schedule.actor(stage).expected_reply(client, stage, ready.world)
             )
         else:
             most = work.rows if isinstance(work, SumUp) else 0
-        if most and not settings.privacy.allows(
-            _sums_before(ready, stage) + desk.noised_rows(most) + most
-        ):
+        if most and not privacy.allows(_sums_before(ready, stage) + desk.noised_rows(most) + most):
             raise Refused(
                 f"{most} more rows of logits would cost this site more than privacy.epsilon allows "
                 "it"
             )
-        if settings.privacy.trains:
+        if privacy.trains:
             demand_budget(ready, request, desk)
         memory = Memory.of({client: desk.remembered(request.memory)})
         engine = ready.engine(memory, site=True)
         (reply,) = engine.run(work, stage, {client: request.payload}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
-        if settings.privacy.protects_logits and rows_of(reply.content) > most:
+        if privacy.protects_logits and rows_of(reply.content) > most:
             raise Refused(
                 f"the request asks for {rows_of(reply.content)} rows of logits, where the run has "
                 f"{most}"
@@ -273,7 +272,7 @@ def _sums_before(ready: Prepared, stage: Stage) -> int:
     of their own.
     """
     if (
-        not ready.settings.privacy.protects_logits
+        not ready.settings.table(Privacy).protects_logits
         or ready.scaler.origin != "summed"
         or stage == sums_stage(ready.world)
     ):

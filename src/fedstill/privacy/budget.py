@@ -50,7 +50,7 @@ class TrainingBudget(Observer):
         settings, world, sites = prepared.settings, prepared.world, prepared.sites
         clients = () if settings.on_sites else range(settings.clients)
         known = {(name, c): sites.trains_on(c, name) for name in settings.plans for c in clients}
-        return TrainingBudget(settings.privacy, world, known, on_sites=settings.on_sites)
+        return TrainingBudget(settings.table(Privacy), world, known, on_sites=settings.on_sites)
 
     def visit(self, stage: Stage, client: int, said: int | None) -> tuple[float, int]:
         """With which probability a step takes an example, and the steps, of a client that says it
@@ -156,7 +156,12 @@ class Budget(Observer):
             dict.fromkeys(range(settings.clients), sums) if sums and not settings.on_sites else {}
         )
         return Budget(
-            settings.privacy, settings.schedule, prepared.world, sums, sent, settings.on_sites
+            settings.table(Privacy),
+            settings.schedule,
+            prepared.world,
+            sums,
+            sent,
+            settings.on_sites,
         )
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:

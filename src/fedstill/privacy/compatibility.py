@@ -326,7 +326,7 @@ def with_masking(engine: Engine, settings: Settings, folder: Path | None = None)
     """The engine of a run; where its config asks for them, with secure sums. ``folder``: the run's
     directory.
     """
-    masking = Masking.of(settings.privacy, settings.method)
+    masking = Masking.of(settings.table(Privacy), settings.method)
     if masking is None:
         return engine
     return (

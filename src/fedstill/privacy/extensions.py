@@ -12,7 +12,7 @@ from fedstill.core.results import StageResult
 from fedstill.privacy.budget import Budget, TrainingBudget, WithinBudget
 from fedstill.privacy.compatibility import with_masking
 from fedstill.privacy.masking import bytes_of
-from fedstill.privacy.noise import NoisedLogits
+from fedstill.privacy.noise import NoisedLogits, Privacy
 from fedstill.privacy.private_training import Private, PrivateTraining
 from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
@@ -32,18 +32,19 @@ class MaskedBytes(Observer):
 def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
     """What privacy adds to a run at the server."""
     settings = prepared.settings
-    kind = TrainingBudget if settings.privacy.trains else Budget
+    privacy = settings.table(Privacy)
+    kind = TrainingBudget if privacy.trains else Budget
     budget = kind.of(prepared)
     middleware: list[Middleware] = []
     observers: list[Observer] = [budget]
-    if settings.privacy.secure_sum:
+    if privacy.secure_sum:
         observers.append(MaskedBytes())
 
         def mask(engine: Engine) -> Engine:
             return with_masking(engine, settings, folder)
 
         middleware.append(mask)
-    if settings.privacy.epsilon is not None:
+    if privacy.epsilon is not None:
         middleware.append(lambda engine: WithinBudget(engine, budget))
     return Extensions(middleware=tuple(middleware), observers=tuple(observers))
 
@@ -52,10 +53,11 @@ def client_extensions(
     settings: Settings, world: World, is_real_site: bool
 ) -> tuple[ClientHook, ...]:
     """What privacy adds to a run's clients; at real sites noise cannot be drawn again."""
+    privacy = settings.table(Privacy)
     hooks: list[ClientHook] = []
-    rule = Private.of(settings.privacy, is_real_site)
+    rule = Private.of(privacy, is_real_site)
     if rule is not None:
         hooks.append(PrivateTraining(rule))
-    if settings.privacy.protects_logits:
-        hooks.append(NoisedLogits(settings.privacy, is_real_site))
+    if privacy.protects_logits:
+        hooks.append(NoisedLogits(privacy, is_real_site))
     return tuple(hooks)

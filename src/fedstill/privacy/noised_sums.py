@@ -113,7 +113,7 @@ def noised_sums(settings: Settings, about: About, shape: tuple[int, ...]) -> Noi
 
     Raises ConfigError for a column without limits: then nothing bounds what its sums may show.
     """
-    privacy: Privacy = settings.privacy
+    privacy: Privacy = settings.table(Privacy)
     if not privacy.protects_logits:
         return None
     limits = settings.data.limits or {}

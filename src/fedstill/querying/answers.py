@@ -33,6 +33,7 @@ from fedstill.models.model_file import read_model
 from fedstill.querying.hooks import why_asked
 from fedstill.querying.queries import Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries
+from fedstill.querying.table import QueryTable
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
@@ -71,7 +72,7 @@ def by_now(
     if client not in models:
         raise ConfigError(f"client {client} trained no model in {folder}")
     if later.student is not None:
-        if "accuracy" in prepared.settings.query.triggers and later.new is None:
+        if "accuracy" in prepared.settings.table(QueryTable).triggers and later.new is None:
             raise ConfigError(
                 f"{later.student} was trained on all data of client {client}; its accuracy cannot "
                 "be measured on them; "
@@ -194,7 +195,7 @@ def raised_by(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why
 
 
 def _by(settings: Settings) -> str:
-    table, told = settings.query, dict[str, str]()
+    table, told = settings.table(QueryTable), dict[str, str]()
     told["lack"] = (
         f"it has {table.fewer_than} examples or more of each class that another client has"
     )
@@ -361,7 +362,7 @@ def _experiment(
         "rounds": 1,
         "method": {"name": "qkt"},
         "topology": {"kind": "peer_to_peer", "students": (client,), "clients": run.clients},
-        "query": {"fewer_than": run.query.fewer_than, **asked},
+        "query": {"fewer_than": run.table(QueryTable).fewer_than, **asked},
         "plan": {FIT: as_table(run.plans[FIT])},
     }
     return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, "command line")

@@ -19,6 +19,7 @@ from fedstill.metrics.queries import answers
 from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, queries_raised
 from fedstill.querying.queries import Asking
 from fedstill.querying.rules import reasons_before
+from fedstill.querying.table import QueryTable
 from fedstill.running.evaluation import tests_by_class
 from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
@@ -45,7 +46,7 @@ class RunQueries(Observer):
         self.personal = settings.method.personal
         self._asking = world.get(Asking)
         self._queries = {c: tuple(query) for c, query in queries_of(world).items()}
-        if settings.query.by is not None and sites.split is not None:
+        if settings.table(QueryTable).by is not None and sites.split is not None:
             before = reasons_before(settings, world, sites.all_counts)
             self._why = {
                 c: {str(q): dict(why) for q, why in each.items()} for c, each in before.items()

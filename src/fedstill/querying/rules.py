@@ -26,6 +26,7 @@ from fedstill.querying.queries import (
     offers,
     reasons,
 )
+from fedstill.querying.table import QueryTable
 from fedstill.running.compatibility import PlannedRun, Rule, needs
 from fedstill.running.world import RunWorld
 
@@ -36,12 +37,13 @@ def with_asking(settings: Settings, world: RunWorld, table: Callable[[], Tensor]
     table: gives label counts (clients, C) of a simulation; (0, C) of real sites, which are unknown.
     It is called only where clients ask. Raises ConfigError for a query without an answer.
     """
-    if settings.query.draw == "none" and not settings.query.classes:
+    query = settings.table(QueryTable)
+    if not query.asks:
         return world
     counts = table()
     asking = rule_of(settings, counts)
     if asking is None:
-        written = _written(settings.query.classes, counts, settings.query.fewer_than)
+        written = _written(query.classes, counts, query.fewer_than)
         return world.extend(Queries(written))
     if _in_the_run(settings):
         return world.extend(Queries(raised=asking.draw), asking)
@@ -58,7 +60,7 @@ def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
     """The rule by which clients ask, given label counts (clients, C); None where no query is
     drawn.
     """
-    table = settings.query
+    table = settings.table(QueryTable)
     if table.draw == "none":
         return None
     return Asking(
@@ -81,7 +83,7 @@ def reasons_before(
     """Why clients ask for what they ask, by client and class, of queries that are drawn before the
     run; else empty.
     """
-    if settings.query.draw == "none" or world.get(Asking) is not None:
+    if settings.table(QueryTable).draw == "none" or world.get(Asking) is not None:
         return {}
     asking = rule_of(settings, counts := table())
     assert asking is not None
@@ -92,7 +94,7 @@ def reasons_before(
 
 def arrival_of(settings: Settings) -> Arrival | None:
     """How the data of clients grow with the rounds; None: all are there from the start."""
-    table, rounds = settings.query, settings.rounds
+    table, rounds = settings.table(QueryTable), settings.rounds
     if table.again is None:
         return None
     at_first = 1 / rounds if table.data_at_first is None else table.data_at_first
@@ -101,11 +103,8 @@ def arrival_of(settings: Settings) -> Arrival | None:
 
 def _in_the_run(settings: Settings) -> bool:
     """Whether clients must raise their queries themselves: no one knows before what raises them."""
-    return (
-        "accuracy" in settings.query.triggers
-        or settings.query.again is not None
-        or settings.on_sites
-    )
+    query = settings.table(QueryTable)
+    return "accuracy" in query.triggers or query.again is not None or settings.on_sites
 
 
 def _written(

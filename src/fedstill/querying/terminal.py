@@ -18,6 +18,7 @@ from fedstill.metrics import (
 from fedstill.querying.answers import Answer
 from fedstill.querying.queries import Asking, because
 from fedstill.querying.rules import reasons_before
+from fedstill.querying.table import QueryTable
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table, tell
 from fedstill.running.preparation import Prepared
@@ -40,7 +41,7 @@ def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
     """When and by what queries are raised, as a sentence; client, classes and why of those that are
     known by now.
     """
-    world, sites, table = prepared.world, prepared.sites, prepared.settings.query
+    world, sites, table = prepared.world, prepared.sites, prepared.settings.table(QueryTable)
     asking = world.get(Asking)
     if asking is not None:
         by = " or ".join(WORDS[trigger] for trigger in asking.by)
