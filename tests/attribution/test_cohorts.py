@@ -9,15 +9,15 @@ import pytest
 
 import fedstill
 import toys
-from fedstill.attribution.cohorts import round_of_others
+from fedstill.attribution.cohorts import repeated_round
 from fedstill.attribution.falls import Moment
-from fedstill.attribution.replay import taken_up
 from fedstill.attribution.report import draws_of, lines_of_draws
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Stage, World
 from fedstill.core.topology import Parallel, Sequential
 from fedstill.report.runs import read_run
+from fedstill.running.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def made(folder: Path, method: str = "fedavg", **topology: object) -> Path:
 def test_each_draw_is_the_round_with_those_clients(method: str, tmp_path: Path) -> None:
     folder = made(tmp_path / "run", method)
     was = [e["class_accuracy"] for e in read_run(folder).rounds]
-    cohorts = round_of_others(taken_up(folder, 3, toys.blobs()), 3, 4, quiet)
+    cohorts = repeated_round(Replay.of_round(folder, 3, toys.blobs()), 3, 4, quiet)
     assert list(cohorts[0].after) == was[2]
     assert len({c.clients for c in cohorts}) == 5
     for i, cohort in enumerate(cohorts[1:3]):
@@ -64,20 +64,20 @@ def test_each_draw_is_the_round_with_those_clients(method: str, tmp_path: Path) 
 
 def test_a_chain_is_drawn_in_other_orders_too(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", "fedseq", sampled=6)
-    cohorts = round_of_others(taken_up(folder, 2, toys.blobs()), 2, 3, quiet)
+    cohorts = repeated_round(Replay.of_round(folder, 2, toys.blobs()), 2, 3, quiet)
     assert all(sorted(c.clients) == list(range(6)) for c in cohorts)
     assert len({c.clients for c in cohorts}) == 4
-    settings = taken_up(folder, 2, toys.blobs()).prepared.settings
+    settings = Replay.of_round(folder, 2, toys.blobs()).prepared.settings
     assert isinstance(settings.schedule.topology, Sequential)
 
 
 def test_where_nobody_else_can_be_drawn_it_is_said(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", sampled=6)
     with pytest.raises(ConfigError, match="3 other draws"):
-        round_of_others(taken_up(folder, 2, toys.blobs()), 2, 3, quiet)
+        repeated_round(Replay.of_round(folder, 2, toys.blobs()), 2, 3, quiet)
     few = made(tmp_path / "few", clients=3, sampled=2)
     with pytest.raises(ConfigError, match="10 other draws"):
-        round_of_others(taken_up(few, 2, toys.blobs()), 2, 10, quiet)
+        repeated_round(Replay.of_round(few, 2, toys.blobs()), 2, 10, quiet)
 
 
 def test_the_sentence_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_the_sentence_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
     fedstill.run(asked, tmp_path / "run")
     run = read_run(tmp_path / "run")
-    cohorts = round_of_others(taken_up(tmp_path / "run", 2), 2, 2, quiet)
+    cohorts = repeated_round(Replay.of_round(tmp_path / "run", 2), 2, 2, quiet)
     before, of = run.rounds[0]["class_accuracy"][1], 1
     moment = Moment(2, of, before, run.rounds[1]["class_accuracy"][of])
     after = [100 * (c.after[of] - before) for c in cohorts]  # type: ignore[operator]
@@ -110,8 +110,8 @@ def test_over_tasks_a_draws_clients_are_counted_with_what_they_have_in_the_round
     tasks = {"tasks": 2, "kind": "classes", "order": "given"}
     asked = toys.toy("fedavg", rounds=4, topology={"clients": 6, "sampled": 2}, stream=tasks)
     fedstill.run(asked, tmp_path / "run", data=toys.blobs())
-    kept = taken_up(tmp_path / "run", 3, toys.blobs())
-    cohorts = round_of_others(kept, 3, 2, quiet)
+    kept = Replay.of_round(tmp_path / "run", 3, toys.blobs())
+    cohorts = repeated_round(kept, 3, 2, quiet)
     ours = kept.prepared.world.stream.classes(1)
     assert 0 < len(ours) < 5
     for of in range(5):

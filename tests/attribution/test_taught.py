@@ -11,7 +11,6 @@ from torch import Tensor
 
 import fedstill
 import toys
-from fedstill.attribution.replay import taken_up
 from fedstill.attribution.report import lesson_of, lines_of_lesson
 from fedstill.attribution.teachers import Taught, taught_by_peers
 from fedstill.cli import call
@@ -24,6 +23,7 @@ from fedstill.models.contract import predictor
 from fedstill.report.runs import read_run
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import settings_of
+from fedstill.running.replay import Replay
 
 
 def quiet(round: int, last: int) -> None:
@@ -50,7 +50,7 @@ def last_state(folder: Path) -> State:
 
 
 def known(folder: Path, params: Tensors, client: int) -> Tensor:
-    kept = taken_up(folder, 1)
+    kept = Replay.of_round(folder, 1)
     sites, world = kept.prepared.sites, kept.prepared.world
     assert sites.common_test is not None
     right = correct_by_class(
@@ -64,7 +64,7 @@ def asker(folder: Path) -> int:
 
 
 def taught(folder: Path, client: int) -> Taught:
-    return taught_by_peers(taken_up(folder, 1), client, 1, quiet)
+    return taught_by_peers(Replay.of_round(folder, 1), client, 1, quiet)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_with_one_teacher_it_is_what_the_exchange_adds(tmp_path: Path) -> None:
 def test_many_teachers_are_asked_at_two_ends(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", "naive_kd", clients=6)
     told: list[int] = []
-    lesson = taught_by_peers(taken_up(folder, 1), asker(folder), 1, quiet, told.append)
+    lesson = taught_by_peers(Replay.of_round(folder, 1), asker(folder), 1, quiet, told.append)
     assert (lesson.rule, told) == ("two ends", [12])
     change = torch.stack(list(lesson.parts.values())).sum(0)
     miss = (torch.stack([lesson.alone, *lesson.teachers.values()]).sum(0) - change).abs()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import fedstill
 import toys
+from fedstill.attribution.contributions import measured_later
 from fedstill.attribution.falls import (
     Moment,
     all_falls,
@@ -21,12 +23,13 @@ from fedstill.attribution.falls import (
     the_moment,
     told_of,
 )
-from fedstill.attribution.replay import Without, accuracies, looked_at, taken_up
+from fedstill.attribution.without import accuracies_by_round
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage
 from fedstill.measures.contributions import Contributions
 from fedstill.running.later_looks import LATER_LOOKS, add_looks, looks_of
+from fedstill.running.replay import Replay, Without, unchanged
 
 CONFIG = """
 rounds = 6
@@ -87,36 +90,46 @@ def test_moments_are_in_order_of_their_fall_and_the_untrained_model_comes_last()
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn", "fedadkd"])
 def test_rounds_gone_through_again_have_the_same_bits(method: str, tmp_path: Path) -> None:
     folder = made(tmp_path, method, every=2, measure="[]")
-    kept = taken_up(folder, 5)
+    kept = Replay.of_round(folder, 5)
     assert kept.start == 5
-    assert accuracies(kept, 5, 6, None, quiet) == {r: a for r, a in rows(folder).items() if r > 4}
+    assert accuracies_by_round(kept, 5, 6, unchanged, quiet) == {
+        r: a for r, a in rows(folder).items() if r > 4
+    }
     shutil.rmtree(folder / "checkpoints")
-    kept = taken_up(folder, 5)
+    kept = Replay.of_round(folder, 5)
     assert kept.start == 1
-    assert accuracies(kept, 1, 6, None, quiet) == rows(folder)
+    assert accuracies_by_round(kept, 1, 6, unchanged, quiet) == rows(folder)
 
 
 def test_a_look_later_is_the_look_of_the_run(run: Path) -> None:
     (own,) = [look for look in looks_of(run) if look["round"] == 3]
-    (again,) = looked_at(taken_up(run, 3), 3, Contributions(), quiet)
+    (again,) = measured_later(Replay.of_round(run, 3), 3, Contributions(), quiet)
     for key in ("clients", "before", "after", "parts", "classes", "values", "gap"):
         assert again[key] == own[key], key
 
 
+def clients(stages: Sequence[Stage]) -> list[tuple[int, ...]]:
+    return [stage.clients for stage in stages]
+
+
 def test_a_client_is_left_out_for_good_or_once() -> None:
     stages = [Stage(4, 0, "train", (1, 2)), Stage(4, 1, "more", (2,))]
-    assert Without(2, since=5).leave_out(stages, 4) == stages
-    assert [s.clients for s in Without(2, since=4).leave_out(stages, 4)] == [(1,)]
-    assert Without(2, since=3, once=True).leave_out(stages, 4) == stages
-    assert Without(7, since=1).leave_out(stages, 4) == stages
+    two, seven = frozenset({2}), frozenset({7})
+    assert Without(two, first=5)(stages) == stages
+    assert clients(Without(two, first=4)(stages)) == [(1,)]
+    assert Without(two, first=3, last=3)(stages) == stages
+    assert Without(seven)(stages) == stages
+    assert clients(Without(frozenset({1, 2}), first=4, last=4)(stages)) == []
 
 
 def test_leaving_out_a_client_changes_the_rounds_from_there_on_alone(run: Path) -> None:
-    kept, was = taken_up(run, 3), rows(run)
-    acted = next(e["clients"][0] for e in looks_of(run) if e["round"] == 3)
-    without = accuracies(kept, 1 if kept.start == 1 else kept.start, 4, Without(acted, 4), quiet)
-    assert {r: a for r, a in without.items() if r < 4} == {r: was[r] for r in without if r < 4}
-    assert accuracies(kept, 3, 4, Without(acted, 3), quiet)[3] != was[3]
+    replay = Replay.of_round(run, 3)
+    was = rows(run)
+    acted = frozenset(next(e["clients"][:1] for e in looks_of(run) if e["round"] == 3))
+    without = accuracies_by_round(replay, replay.start, 4, Without(acted, 4), quiet)
+    earlier = {number: row for number, row in without.items() if number < 4}
+    assert earlier == {number: was[number] for number in earlier}
+    assert accuracies_by_round(replay, 3, 4, Without(acted, 3), quiet)[3] != was[3]
 
 
 def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_path: Path) -> None:
@@ -289,7 +302,7 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
         f'{text}[stream]\ntasks = 2\nkind = "classes"\norder = "given"\n'
     )
     fedstill.run(fedstill.load(tmp_path / "my.toml"), tmp_path / "run")
-    kept = taken_up(tmp_path / "run", 5).prepared
+    kept = Replay.of_round(tmp_path / "run", 5).prepared
     for look in looks_of(tmp_path / "run"):
         task = 1 if look["round"] <= 3 else 2
         assert look["tasks"] == [task] * len(look["clients"])

@@ -15,7 +15,6 @@ pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
 import toys
-from fedstill.attribution.replay import taken_up
 from fedstill.config.resolve import settle
 from fedstill.core import registry, trees
 from fedstill.core.capabilities import Need, Permit
@@ -36,6 +35,7 @@ from fedstill.privacy.masking import MaskedEngine, Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
 from loops import Collecting, context_of, first_state, next_state
 from run_bits import assert_same_bits, bits, stopped
@@ -253,7 +253,7 @@ def test_the_journal_counts_the_bytes_of_masked_models_and_no_examples(tmp_path:
 def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
     run(secret(), tmp_path / "run", toys.blobs())
     with pytest.raises(ConfigError, match="secure sums"):
-        taken_up(tmp_path / "run", 1, toys.blobs())
+        Replay.of_round(tmp_path / "run", 1, toys.blobs())
 
 
 def test_a_threshold_of_one_s_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +15,7 @@ from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
     from fedstill.attribution.falls import Moment
-    from fedstill.attribution.replay import OnAgain, TakenUp
+    from fedstill.running.replay import Announce, Replay
 
 
 # Which options of ``fedstill why`` go together: it answers four questions.
@@ -152,12 +153,13 @@ def _tell(
     quiet: bool,
 ) -> None:
     from fedstill.attribution import report as why_said
+    from fedstill.attribution.contributions import check_coalitions, measured_later
     from fedstill.attribution.falls import told_of
-    from fedstill.attribution.replay import looked_at, refuse_many, taken_up
     from fedstill.measures.contributions import Contributions
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
     from fedstill.running.later_looks import add_looks, looks_of
+    from fedstill.running.replay import Replay
 
     told = None if exact or game else told_of(moment, looks_of(directory))
     if told is None:
@@ -167,11 +169,12 @@ def _tell(
             if look["round"] == moment.round
             for c in look.get("classes", ())
         }
-        kept = taken_up(directory, moment.round)
+        replay = Replay.of_round(directory, moment.round)
         if exact:
-            refuse_many(kept, moment.round)
+            check_coalitions(replay, moment.round)
         measure = Contributions(game, exact, sorted({moment.of, *known}))
-        looks = looked_at(kept, moment.round, measure, _progress(kept, moment.round, quiet))
+        announce = _announcement(replay, moment.round, quiet)
+        looks = measured_later(replay, moment.round, measure, announce)
         if not (exact or game):
             add_looks(directory, looks)
         told = told_of(moment, looks)
@@ -203,22 +206,25 @@ def _without(
     directory: Path, moment: Moment, client: int, first: int, count: int, once: bool, quiet: bool
 ) -> int:
     from fedstill.attribution import report as why_said
-    from fedstill.attribution.replay import Without, accuracies, taken_up
+    from fedstill.attribution.without import accuracies_by_round
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
+    from fedstill.running.replay import Replay, Without
 
-    kept, run = taken_up(directory, first), read_run(directory)
-    clients, last = (
-        kept.prepared.settings.clients,
-        min(first + count - 1, kept.prepared.settings.rounds),
-    )
-    if client >= clients:
-        return say(f"--without {client}: the run has clients 0 to {clients - 1}", 2)
+    replay = Replay.of_round(directory, first)
+    run = read_run(directory)
+    settings = replay.prepared.settings
+    last = min(first + count - 1, settings.rounds)
+    if client >= settings.clients:
+        return say(f"--without {client}: the run has clients 0 to {settings.clients - 1}", 2)
     if first > last:
         return say(f"--from {first}: the run has rounds 1 to {last}", 2)
-    left_out = accuracies(
-        kept, first, last, Without(client, first, once), _progress(kept, last, quiet)
-    )
+
+    without_client = Without(frozenset({client}), first)
+    if once:
+        without_client = replace(without_client, last=first)
+    announce = _announcement(replay, last, quiet)
+    left_out = accuracies_by_round(replay, first, last, without_client, announce)
     was = {e["round"]: e["class_accuracy"] for e in run.rounds}
     rows = []
     for round, row in left_out.items():
@@ -250,17 +256,19 @@ def _without(
 
 def _draws(directory: Path, moment: Moment, count: int, quiet: bool) -> int:
     from fedstill.attribution import report as why_said
-    from fedstill.attribution.cohorts import round_of_others
-    from fedstill.attribution.replay import taken_up
+    from fedstill.attribution.cohorts import repeated_round
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
+    from fedstill.running.replay import Replay
 
     def done(number: int) -> None:
         if not quiet:
             say(f"draw {number} of {count}" if number else f"round {moment.round} as it was", 0)
 
-    kept, run = taken_up(directory, moment.round), read_run(directory)
-    cohorts = round_of_others(kept, moment.round, count, _progress(kept, moment.round, quiet), done)
+    replay = Replay.of_round(directory, moment.round)
+    run = read_run(directory)
+    announce = _announcement(replay, moment.round, quiet)
+    cohorts = repeated_round(replay, moment.round, count, announce, done)
     screen = terminal.console(sentences=True)
     terminal.tell(screen, why_said.draws_of(run, moment, cohorts))
     screen.print(terminal.table(*why_said.lines_of_draws(moment, cohorts)))
@@ -269,13 +277,14 @@ def _draws(directory: Path, moment: Moment, count: int, quiet: bool) -> int:
 
 def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
     from fedstill.attribution import report as why_said
-    from fedstill.attribution.replay import taken_up
     from fedstill.attribution.teachers import taught_by_peers
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
+    from fedstill.running.replay import Replay
 
-    kept, run = taken_up(directory, round), read_run(directory)
-    settings = kept.prepared.settings
+    replay = Replay.of_round(directory, round)
+    run = read_run(directory)
+    settings = replay.prepared.settings
     if client >= settings.clients or round > settings.rounds:
         return say(
             f"the run has clients 0 to {settings.clients - 1} and rounds 1 to {settings.rounds}", 2
@@ -289,7 +298,8 @@ def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
                 0,
             )
 
-    taught = taught_by_peers(kept, client, round, _progress(kept, round, quiet), exchanges)
+    announce = _announcement(replay, round, quiet)
+    taught = taught_by_peers(replay, client, round, announce, exchanges)
     screen = terminal.console(sentences=True)
     terminal.tell(screen, why_said.lesson_of(run, taught))
     screen.print(terminal.table(*why_said.lines_of_lesson(run, taught)))
@@ -297,32 +307,33 @@ def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
     return 0
 
 
-def _progress(kept: TakenUp, last: int, quiet: bool) -> OnAgain:
-    """Say which rounds are gone through again, what that costs by the journal, and where it is."""
+def _announcement(replay: Replay, last: int, quiet: bool) -> Announce:
+    """Say which rounds are replayed, what that costs by the journal, and where it is."""
     import time
 
     from fedstill.report.runs import read_run
 
-    seconds = {e["round"]: e["seconds_training"] for e in read_run(kept.folder).rounds}
-    total = sum(seconds.get(round, 0.0) for round in range(kept.start, last + 1))
-    said = [time.monotonic()]
+    seconds = {e["round"]: e["seconds_training"] for e in read_run(replay.folder).rounds}
+    total = sum(seconds.get(round, 0.0) for round in range(replay.start, last + 1))
+    last_message = time.monotonic()
 
-    def again(round: int, last: int) -> None:
+    def announce(round: int, last: int) -> None:
+        nonlocal last_message
         if quiet:
             return
-        if round == kept.start:
-            where = (
-                f"from the checkpoint before round {round}"
-                if kept.restored is not None
-                else "from round 1"
-            )
-            rounds = f"rounds {round} to {last}" if round < last else f"round {round}"
-            say(f"going through {rounds} again, {where}: about {total:.0f} s, as then", 0)
-        elif time.monotonic() - said[0] > 5:
-            said[0] = time.monotonic()
+        if round == replay.start:
+            origin = "from round 1"
+            if replay.restored is not None:
+                origin = f"from the checkpoint before round {round}"
+            rounds = f"round {round}"
+            if round < last:
+                rounds = f"rounds {round} to {last}"
+            say(f"going through {rounds} again, {origin}: about {total:.0f} s, as then", 0)
+        elif time.monotonic() - last_message > 5:
+            last_message = time.monotonic()
             say(f"round {round} of {last}", 0)
 
-    return again
+    return announce
 
 
 def _open(directory: Path) -> None:

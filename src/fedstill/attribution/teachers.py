@@ -1,30 +1,28 @@
-"""What a client learned from its peers: by phase, and by teacher, its exchange gone through again
-with some of them.
+"""What a client learned from its peers: by phase, and by teacher, its exchange replayed with some
+of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fedstill.attribution.replay import OnAgain, TakenUp, as_in_company, gone_to
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import NoRecorder
 from fedstill.core.records import SERVER, Stage, State
 from fedstill.core.results import StageResult
-from fedstill.core.rounds import run_round
 from fedstill.engines.passes import correct_by_class
-from fedstill.engines.serial import SerialEngine
 from fedstill.methods.fit import FIT, queries_of
 from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import exact, two_ends
 from fedstill.models import contract
-from fedstill.running.context import run_context, world_in
+from fedstill.running.context import world_in
+from fedstill.running.preparation import Prepared
+from fedstill.running.replay import Announce, Replay, Session
 
 FEW = 4
 """Teachers up to which all coalitions are asked (16 exchanges); more are asked at two ends (2m +
@@ -66,116 +64,142 @@ class _Exchange(NoRecorder):
     def stage(self, result: StageResult) -> None:
         """Keep the state after a stage (``core.extensions.Recorder``)."""
         stage = result.stage
-        payloads = result.payloads
         self.after[stage.name] = result.after
-        if stage.name != FIT and self.client in payloads:
-            said = [
-                r.metrics.get("report", {}).get("teachers")
-                for r in result.accepted
-                if r.client == self.client
-            ]
-            used = (
-                said[0]
-                if said and said[0] is not None
-                else list(payloads[self.client].many("peer"))
-            )
-            self.teachers = self.teachers or sorted(map(int, used))
+        if stage.name != FIT and self.client in result.payloads and not self.teachers:
+            self.teachers = sorted(map(int, self._teachers(result)))
+
+    def _teachers(self, result: StageResult) -> Sequence[int]:
+        """Those that the client reports, or else those whose models it was sent."""
+        for reply in result.accepted:
+            if reply.client == self.client:
+                reported: Sequence[int] | None = reply.metrics.get("report", {}).get("teachers")
+                if reported is not None:
+                    return reported
+        return list(result.payloads[self.client].many("peer"))
 
 
 @dataclass(frozen=True)
 class _Lesson:
-    """One client's exchange, which can be gone through again with some of its teachers."""
+    """One client's exchange, which can be replayed with some of its teachers.
 
-    kept: TakenUp
+    ``session``: before the round of the exchange. ``stages``: those of the round.
+    """
+
+    session: Session
     client: int
-    engine: SerialEngine
     stages: Sequence[Stage]
 
-    def through(self, state: State) -> _Exchange:
-        """The rest of a round's stages, in which nobody asks but the client."""
-        seen = _Exchange(self.client)
-        own = [
-            s if s.name == FIT or SERVER in s.clients else replace(s, clients=(self.client,))
-            for s in self.stages
-        ]
-        engine = replace(as_in_company(self.engine), memory=self.engine.memory.in_process())
-        run_round(state, own, run_context(self.kept.prepared, engine, seen))
-        return seen
+    @property
+    def prepared(self) -> Prepared:
+        """The run."""
+        return self.session.replay.prepared
 
-    def with_some(self, fit: State, teachers: Sequence[int]) -> Tensor:
-        """What the client knows (C,) after the exchange, given the state after the stage ``fit``,
-        with these alone.
+    def replayed(self, state: State) -> _Exchange:
+        """The rest of the round, in which nobody asks but the client."""
+        exchange = _Exchange(self.client)
+        stages = [self._of_client(stage) for stage in self.stages]
+        self.session.fork(state).in_company().run(stages, exchange)
+        return exchange
+
+    def taught_by(self, fit: State, teachers: Sequence[int]) -> Tensor:
+        """What the client knows (C,) after the exchange with these teachers alone, given the state
+        after the stage ``fit``.
         """
-        there = {self.client, *teachers}
-        others = (
-            f"{kind}.{c}" for c in fitted(fit) if c not in there for kind in ("model", "size")
-        )
-        return _known(
-            self.kept, self.client, list(self.through(fit.without(*others)).after.values())[-1]
-        )
+        present = {self.client, *teachers}
+        absent = [client for client in fitted(fit) if client not in present]
+        models = [f"model.{client}" for client in absent]
+        sizes = [f"size.{client}" for client in absent]
+        exchange = self.replayed(fit.without(*models, *sizes))
+        return self.known(list(exchange.after.values())[-1])
+
+    def known(self, state: State) -> Tensor:
+        """Class accuracies (C,) float64 of the client's model, or of what it answers with; NaN
+        without test examples.
+        """
+        sites = self.prepared.sites
+        test = sites.common_test
+        assert test is not None  # taught_by_peers has checked
+        world = world_in(self.prepared, state)
+        predictors = self.prepared.settings.method.predictors(state, world)
+        predict = predictors.get(f"client {self.client}")
+        if predict is None:
+            params = answered(state).get(self.client) or fitted(state)[self.client]
+            predict = contract.predictor(world.model(self.client), params)
+        right = correct_by_class(predict, test, sites.inputs, world.classes)
+        totals = torch.bincount(test.labels.cpu(), minlength=world.classes)
+        return right.double().cpu() / totals
+
+    def _of_client(self, stage: Stage) -> Stage:
+        """A stage of the exchange for the client alone."""
+        if stage.name == FIT or SERVER in stage.clients:
+            return stage
+        return replace(stage, clients=(self.client,))
 
 
 def taught_by_peers(
-    kept: TakenUp,
+    replay: Replay,
     client: int,
     round: int,
-    again: OnAgain,
+    announce: Announce,
     exchanges: Callable[[int], None] = lambda count: None,
 ) -> Taught:
     """A client's exchange with its peers in a round, by phase and by teacher.
 
     The phases sum to the change. Teachers are the players of a game: what some of them are worth is
     what the client knows after the exchange with these alone; all coalitions are asked of at most
-    ``FEW``, two ends of more. ``exchanges`` is told how often the client's exchange will be gone
-    through. Raises ConfigError for a method without such an exchange, a client that had no teacher,
-    or no common test set.
+    ``FEW``, two ends of more. ``exchanges`` is told how often the client's exchange will be
+    replayed. Raises ConfigError for a method without such an exchange, a client that had no
+    teacher, or no common test set.
     """
-    stages = list(kept.prepared.settings.schedule(round, kept.prepared.world))
-    if stages[0].name != FIT or len(stages) == 1 or kept.prepared.sites.common_test is None:
+    prepared = replay.prepared
+    stages = list(prepared.settings.schedule(round, prepared.world))
+    has_exchange = stages[0].name == FIT and len(stages) > 1
+    if not has_exchange or prepared.sites.common_test is None:
         raise ConfigError(
-            f"{kept.folder} has no exchange between clients that is measured on a common test set"
+            f"{replay.folder} has no exchange between clients that is measured on a common test set"
         )
-    memory = kept.memory()
-    with kept.computing(), closing(kept.prepared.engine(memory, measured=False)) as engine:
-        lesson = _Lesson(kept, client, engine, stages)
-        state = gone_to(kept, engine, round, again)
-        again(round, round)
-        whole = lesson.through(state)
-        fit, players = whole.after[FIT], len(whole.teachers)
-        if not players:
+
+    # The stage fit may take the models that the run's clients trained from the cache of replies.
+    with replay.session(reuse_replies=True) as session:
+        session.go_to(round, announce)
+        lesson = _Lesson(session, client, stages)
+        announce(round, round)
+        exchange = lesson.replayed(session.state)
+        teachers = exchange.teachers
+        if not teachers:
             raise ConfigError(
                 f"client {client} learned from nobody in round {round}: it asked for nothing, or "
                 "in vain"
             )
-        few = players <= FEW
-        exchanges(2**players if few else 2 * players + 2)
-        divided = (exact if few else two_ends)(
-            lambda some: lesson.with_some(fit, [whole.teachers[i] for i in some]), players
-        )
-        nobody = lesson.with_some(fit, [])
-        known = {name: _known(kept, client, after) for name, after in whole.after.items()}
+
+        fit = exchange.after[FIT]
+        players = len(teachers)
+
+        def worth(coalition: Sequence[int]) -> Tensor:
+            return lesson.taught_by(fit, [teachers[player] for player in coalition])
+
+        if players <= FEW:
+            rule = "exact"
+            exchanges(2**players)
+            divided = exact(worth, players)
+        else:
+            rule = "two ends"
+            exchanges(2 * players + 2)
+            divided = two_ends(worth, players)
+        alone = lesson.taught_by(fit, [])
+        known = {name: lesson.known(state) for name, state in exchange.after.items()}
+
+    parts = {}
+    for phase_before, phase in pairwise(known):
+        parts[phase] = known[phase] - known[phase_before]
     return Taught(
-        client,
-        tuple(queries_of(world_in(kept.prepared, fit)).get(client, ())),
-        kept.prepared.sites.counts(client, round),
-        known[FIT],
-        {name: known[name] - known[was] for was, name in pairwise(known)},
-        nobody - known[FIT],
-        dict(zip(whole.teachers, divided.values, strict=True)),
-        divided.gap,
-        "exact" if few else "two ends",
+        client=client,
+        query=tuple(queries_of(world_in(prepared, fit)).get(client, ())),
+        own=prepared.sites.counts(client, round),
+        before=known[FIT],
+        parts=parts,
+        alone=alone - known[FIT],
+        teachers=dict(zip(teachers, divided.values, strict=True)),
+        gap=divided.gap,
+        rule=rule,
     )
-
-
-def _known(kept: TakenUp, client: int, state: State) -> Tensor:
-    """Class accuracies (C,) float64 of a client's model, or of what it answers with; NaN without
-    test examples.
-    """
-    test, world = kept.prepared.sites.common_test, world_in(kept.prepared, state)
-    assert test is not None
-    predict = kept.prepared.settings.method.predictors(state, world).get(f"client {client}")
-    if predict is None:
-        params = answered(state).get(client) or fitted(state)[client]
-        predict = contract.predictor(world.model(client), params)
-    right = correct_by_class(predict, test, kept.prepared.sites.inputs, world.classes)
-    return right.double().cpu() / torch.bincount(test.labels.cpu(), minlength=world.classes)

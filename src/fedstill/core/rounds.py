@@ -82,7 +82,9 @@ def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> Sta
     # A resumed round has begun with stages in which somebody was asked.
     is_anyone_asked = state.stage > 0
 
-    for stage in stages[state.stage :]:
+    # By index, not by place: a replay may leave out stages.
+    remaining = [stage for stage in stages if stage.index >= state.stage]
+    for stage in remaining:
         with drawing_from(seed_for(context.world.seed, number, stage.index, SERVER, "server")):
             requests = build_requests(state, stage, context)
             is_anyone_asked = is_anyone_asked or bool(requests.payloads)
@@ -195,7 +197,7 @@ def _is_optional(stage: Stage, stages: Sequence[Stage], state: State) -> bool:
     """
     if not stage.sequential:
         return False
-    later = stages[stage.index + 1 :]
+    later = [other for other in stages if other.index > stage.index]
     return ANSWERED in state.extra or any(other.sequential for other in later)
 
 

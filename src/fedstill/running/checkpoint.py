@@ -28,6 +28,14 @@ CHECKPOINTS_KEPT = 3
 """How many checkpoints are kept."""
 
 
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where in a run a checkpoint stands: before this stage of this round."""
+
+    round: int
+    stage: int
+
+
 @dataclass(frozen=True)
 class Restored:
     """What a checkpoint holds: the state, which memory files count, where the journal stood."""
@@ -101,6 +109,14 @@ class Checkpoints:
                 with suppress(CorruptFile):
                     return self._load(name)
         return None
+
+    def positions(self) -> list[Position]:
+        """Where the kept checkpoints stand, the oldest first."""
+        return [_position(name) for name in reversed(self._names())]
+
+    def at(self, position: Position) -> Restored:
+        """The checkpoint of a position; raises CorruptFile if it is not there, or damaged."""
+        return self._load(_name(position.round, position.stage))
 
     def _names(self) -> list[str]:
         """Names from the newest that ``LATEST`` points to; one written later was never
@@ -248,6 +264,12 @@ class Checkpoints:
 
 def _name(round: int, stage: int) -> str:
     return f"{round:07d}-{stage:07d}.json"
+
+
+def _position(name: str) -> Position:
+    """The position in a checkpoint's name."""
+    round, _, stage = name.removesuffix(".json").partition("-")
+    return Position(int(round), int(stage))
 
 
 def _read_whole(path: Path, sha: str) -> bytes:

@@ -1,0 +1,91 @@
+"""Which clients contributed to what a round did, measured later: the round is replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import NoRecorder
+from fedstill.core.results import StageResult
+from fedstill.engines.client_measures import ClientMeasures
+from fedstill.measures.base import Measure, Room
+from fedstill.metrics.shapley import MOST_EXACT
+from fedstill.running.context import world_in
+from fedstill.running.observers import look
+from fedstill.running.preparation import Prepared
+from fedstill.running.replay import Announce, Replay
+
+MEASURE = "contributions"
+
+
+@dataclass
+class _RoundMeasure(NoRecorder):
+    """Shows the stages of one round to a measure, and keeps the events that it would have added to
+    the journal.
+    """
+
+    measure: Measure
+    round: int
+    room: Room
+    prepared: Prepared
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def stage(self, result: StageResult) -> None:
+        """Look at a stage that is done (``core.extensions.Recorder``)."""
+        stage = result.stage
+        if stage.round != self.round:
+            return
+        room = replace(self.room, world=world_in(self.prepared, result.after))
+        numbers = look(MEASURE, self.measure, result, room)
+        if numbers is not None:
+            self.events.append(
+                {
+                    "event": "measure",
+                    "measure": MEASURE,
+                    "round": stage.round,
+                    "stage": stage.index,
+                    "name": stage.name,
+                    **numbers,
+                    "seconds": 0.0,
+                }
+            )
+
+
+def check_coalitions(replay: Replay, round: int) -> None:
+    """Raise ConfigError if a stage that makes the global model has more clients than all coalitions
+    are asked of.
+    """
+    settings = replay.prepared.settings
+    most = 0
+    for stage in settings.schedule(round, replay.prepared.world):
+        if not stage.sequential and stage.name not in settings.method.personal:
+            most = max(most, len(stage.clients))
+    if most > MOST_EXACT:
+        raise ConfigError(
+            f"--exact: round {round} has {most} clients, and all coalitions of at most "
+            f"{MOST_EXACT} are asked; "
+            "leave it out"
+        )
+
+
+def measured_later(
+    replay: Replay, round: int, measure: Measure, announce: Announce
+) -> list[dict[str, Any]]:
+    """What a measure sees in a round, as events of the journal, after the rounds since the
+    checkpoint have been replayed.
+
+    Raises ConfigError for a run without a common test set.
+    """
+    prepared = replay.prepared
+    measures = ClientMeasures({MEASURE: measure}, frozenset({round}))
+    with replay.session(hooks=[measures]) as session:
+        room = prepared.room(None, session.engine.memory)
+        if room is None:
+            raise ConfigError(
+                f"{replay.folder} has no common test set, and contributions are measured on one"
+            )
+        recorder = _RoundMeasure(measure, round, room, prepared)
+        for _ in session.rounds(round, recorder=recorder, announce=announce):
+            pass
+    return recorder.events

@@ -1,0 +1,124 @@
+"""Replay of a run: the bits of its checkpoints, from any of them, and rounds with other clients."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.config.experiment import Experiment
+from fedstill.core.codec import encode
+from fedstill.core.errors import CorruptFile
+from fedstill.core.extensions import NoRecorder
+from fedstill.core.records import Payload, State
+from fedstill.core.results import StageResult
+from fedstill.running.checkpoint import Position
+from fedstill.running.replay import Replay, Without, checkpoints_of
+from fedstill.running.runner import run
+
+CHAIN = toys.toy("fedseq", rounds=3, topology={"clients": 4, "sampled": 3})
+"""Three links a round, so that checkpoints in the middle of a round are kept."""
+
+EXPERIMENTS = {
+    "scaffold": toys.toy("scaffold"),
+    "chain": CHAIN,
+    "queries": toys.asking_again(),
+}
+
+
+@dataclass
+class States(NoRecorder):
+    """Keeps the bits of the state after every stage."""
+
+    bits: dict[Position, bytes] = field(default_factory=dict)
+
+    def stage(self, result: StageResult) -> None:
+        after = result.after
+        self.bits[Position(after.round, after.stage)] = bits(after)
+
+
+def bits(state: State) -> bytes:
+    return encode(Payload({"params": state.params, **state.extra}))
+
+
+def made(experiment: Experiment, folder: Path) -> Path:
+    run(experiment.with_values({"keep_checkpoints_every": 1}, "test"), folder, toys.blobs())
+    return folder
+
+
+def kept_bits(folder: Path) -> dict[Position, bytes]:
+    """The bits of the checkpoints that a run kept."""
+    checkpoints = checkpoints_of(folder)
+    return {at: bits(checkpoints.at(at).state) for at in checkpoints.positions()}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_replayed_states_are_the_checkpoints_of_the_run_from_each_of_them(
+    name: str, tmp_path: Path
+) -> None:
+    folder = made(EXPERIMENTS[name], tmp_path / "run")
+    kept = kept_bits(folder)
+    assert len(kept) >= EXPERIMENTS[name].rounds
+    for start in kept:
+        states = States()
+        replay = Replay.at_checkpoint(folder, start, toys.blobs())
+        with replay.session() as session:
+            numbers = [s.round - 1 for s in session.rounds(recorder=states)]
+        assert numbers == list(range(replay.start, EXPERIMENTS[name].rounds + 1))
+        for position in kept:
+            if position > start:
+                assert states.bits[position] == kept[position], (start, position)
+
+
+def test_a_replay_of_a_round_begins_at_the_last_checkpoint_before_it(tmp_path: Path) -> None:
+    folder = made(CHAIN, tmp_path / "run")
+    kept = kept_bits(folder)
+    assert Position(3, 2) in kept, "the last three stages are kept"
+    replay = Replay.of_round(folder, 3, toys.blobs())
+    assert replay.restored is not None
+    assert bits(replay.restored.state) == kept[Position(2, 3)]
+    assert replay.start == 3
+
+    states = States()
+    shutil.rmtree(folder / "checkpoints")
+    with Replay.of_round(folder, 3, toys.blobs()).session() as session:
+        session.go_to(3)
+        list(session.rounds(3, recorder=states))
+    assert states.bits[Position(3, 2)] == kept[Position(3, 2)]
+
+
+def test_a_fork_moves_on_by_itself(tmp_path: Path) -> None:
+    folder = made(toys.toy("scaffold"), tmp_path / "run")
+    kept = kept_bits(folder)
+    states = States()
+    with Replay.of_round(folder, 2, toys.blobs()).session() as session:
+        session.go_to(2)
+        without = Without(frozenset(range(3)))
+        for _ in session.fork().rounds(3, change=without):
+            pass
+        for _ in session.rounds(3, recorder=states):
+            pass
+    assert {at: states.bits[at] for at in states.bits if at in kept} == {
+        at: kept[at] for at in kept if at > Position(1, 1)
+    }
+
+
+def test_links_of_a_chain_are_left_out_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    folder = made(CHAIN, tmp_path / "run")
+    replay = Replay.at_checkpoint(folder, Position(3, 1), toys.blobs())
+    stages = replay.prepared.settings.schedule(3, replay.prepared.world)
+    states = States()
+    with replay.session() as session:
+        change = Without(frozenset({stages[0].clients[0], stages[1].clients[0]}))
+        (after,) = session.rounds(3, change=change, recorder=states)
+    assert list(states.bits) == [Position(3, 3)], "the first link had acted, the second is left out"
+    assert after.round == 4
+
+
+def test_a_checkpoint_that_was_not_kept_is_named(tmp_path: Path) -> None:
+    folder = made(CHAIN, tmp_path / "run")
+    with pytest.raises(CorruptFile, match="0000001-0000001"):
+        Replay.at_checkpoint(folder, Position(1, 1), toys.blobs())
