@@ -15,7 +15,6 @@ import torch
 
 import fedstill
 import toys
-from fedstill.attribution.contributions import measured_later
 from fedstill.attribution.falls import (
     Moment,
     all_falls,
@@ -23,7 +22,7 @@ from fedstill.attribution.falls import (
     the_moment,
     told_of,
 )
-from fedstill.attribution.without import accuracies_by_round
+from fedstill.attribution.replayed_rounds import accuracies_by_round, measured_later
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage

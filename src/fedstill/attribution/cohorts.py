@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fedstill.attribution.without import check_global_model, class_accuracies
+from fedstill.attribution.replayed_rounds import check_global_model, class_accuracies
 from fedstill.core.errors import ConfigError
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Stage

@@ -153,8 +153,8 @@ def _tell(
     quiet: bool,
 ) -> None:
     from fedstill.attribution import report as why_said
-    from fedstill.attribution.contributions import check_coalitions, measured_later
     from fedstill.attribution.falls import told_of
+    from fedstill.attribution.replayed_rounds import check_coalitions, measured_later
     from fedstill.measures.contributions import Contributions
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
@@ -206,7 +206,7 @@ def _without(
     directory: Path, moment: Moment, client: int, first: int, count: int, once: bool, quiet: bool
 ) -> int:
     from fedstill.attribution import report as why_said
-    from fedstill.attribution.without import accuracies_by_round
+    from fedstill.attribution.replayed_rounds import accuracies_by_round
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
     from fedstill.running.replay import Replay, Without

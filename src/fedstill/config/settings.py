@@ -35,7 +35,7 @@ CAME_LATER = {
 
 Table = TypeVar("Table", bound=PackageTable)
 
-STARTS = ("start_from", "start_from_partial", "train_only")
+WRITTEN_IF_SET = ("start_from", "start_from_partial", "train_only", "keep_updates")
 """Keys that stand in a config only where they are set."""
 
 
@@ -130,8 +130,9 @@ class Settings(TopKeys):
         """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it
         must not change.
         """
-        top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name not in STARTS}
-        starts = {key: value for key in STARTS if (value := getattr(self, key))}
+        names = [f.name for f in fields(TopKeys) if f.name not in WRITTEN_IF_SET]
+        top = {name: getattr(self, name) for name in names}
+        set_keys = {name: value for name in WRITTEN_IF_SET if (value := getattr(self, name))}
         named = self.named
         tables = {
             "data": as_table(self.data),
@@ -150,7 +151,7 @@ class Settings(TopKeys):
             del written["flower"]
         if named.stream.name == NO_STREAM:
             del written["stream"]
-        return {**top, **starts, **written}
+        return {**top, **set_keys, **written}
 
     @property
     def _stream(self) -> dict[str, Any]:

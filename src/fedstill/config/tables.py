@@ -155,6 +155,8 @@ class TopKeys:
     """The state after every so many rounds is kept to the end, for `fedstill why`; unset: the last
     three stages.
     """
+    keep_updates: bool = False
+    """Whether every reply that was accepted is kept, under updates/ in the run's directory."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ know it only by these interfaces:
 - a ``ClientHook`` extends what a client sees, how it trains, and what it sends and reports;
 - ``Middleware`` wraps the engine;
 - a ``SiteGuard`` protects a site that works for a remote server;
-- an ``Observer`` adds fields and events to the journal.
+- an ``Observer`` adds fields and events to the journal;
+- a ``StageKeeper`` keeps files of every stage in the run's directory.
 
 The base classes change nothing: override only what you need.
 """
@@ -244,6 +245,19 @@ class Observer:
 
     def on_event(self, event: Event) -> None:
         """Take notice of an event."""
+
+
+class StageKeeper(Protocol):
+    """Keeps files of every stage in the run's directory, as a part of the run's transaction."""
+
+    def keep(self, result: StageResult) -> Mapping[int, Fields]:
+        """Make the files of a finished stage durable; its checkpoint is written afterwards.
+
+        Returns fields for the events of accepted clients, by id.
+        """
+
+    def cut(self, round: int, stage: int) -> None:
+        """Delete the files of this stage and of all later ones: the run begins or goes on here."""
 
 
 class Recorder(Protocol):

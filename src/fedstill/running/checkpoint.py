@@ -204,7 +204,7 @@ class Checkpoints:
         memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
         if self.memory is not None:
             for file, sha in memory.values():
-                _read_whole(self.memory / file, sha)
+                read_sealed(self.memory / file, sha)
         length, journal = manifest["journal"]
         return Restored(state, memory, (length, journal))
 
@@ -221,7 +221,7 @@ class Checkpoints:
 
     def _group(self, sha: str) -> Payload:
         path = self._at(sha)
-        data = _read_whole(path, sha)
+        data = read_sealed(path, sha)
         self._sound.add(sha)
         try:
             return decode(data, entries=OWN_ENTRIES)
@@ -272,7 +272,8 @@ def _position(name: str) -> Position:
     return Position(int(round), int(stage))
 
 
-def _read_whole(path: Path, sha: str) -> bytes:
+def read_sealed(path: Path, sha: str) -> bytes:
+    """The bytes of a file; raises CorruptFile if it does not have this SHA-256."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -506,6 +506,19 @@ def too_few_compared(run: PlannedRun) -> str:
     )
 
 
+# ---- kept updates -------------------------------------------------------------------------------
+
+
+def unknown_updates(run: PlannedRun) -> str:
+    """Updates that are to be kept, where the server sees none."""
+    if not run.settings.hides_client_models:
+        return ""
+    return (
+        "keep_updates = true: with secure sums the server knows no single client's update; leave "
+        "it out, or leave privacy.secure_sum out"
+    )
+
+
 # ---- engine -------------------------------------------------------------------------------------
 
 
@@ -566,6 +579,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(plants_attackers, flipped_task_labels, ConfigError),
     Rule(averages_robustly, forbidden_robust_mean),
     Rule(averages_robustly, too_few_compared),
+    Rule(lambda run: run.settings.keep_updates, unknown_updates, ConfigError),
     Rule(lambda run: run.settings.engine == "vectorised", unstackable_clients, ConfigError),
 )
 """What methods, measures and settings ask of a run."""

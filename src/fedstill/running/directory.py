@@ -85,7 +85,7 @@ HEX, MEMORY = "[0-9a-f]{64}", r"client-?\d+-round\d+-stage\d+\.safetensors"
 WRITTEN = re.compile(
     r"config\.toml|(journal|why)\.jsonl|(summary|trackers)\.json|(model|split)\.safetensors|report\.html|holder\.json|lock|sums-name|sum-left\.json"
     rf"|checkpoints/(\d{{7}}-\d{{7}}\.json|LATEST|objects(/{HEX}\.safetensors)?)|memory/{MEMORY}"
-    rf"|measures/[^/]+\.safetensors|checkpoints|memory|measures|tensorboard(/events\.out\.tfevents\.[^/]+)?"
+    rf"|updates(/{MEMORY})?|measures/[^/]+\.safetensors|checkpoints|memory|measures|tensorboard(/events\.out\.tfevents\.[^/]+)?"
     rf"|sites(/\w+(/client\d+(/({MEMORY}"
     rf"|\d{{7}}-\d{{7}}\.reply|noised|secure-sums?|tasks|\.lock))?)?)?"
 )

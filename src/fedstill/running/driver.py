@@ -113,12 +113,14 @@ class Driver:
                 **examples_seal(prepared),
             },
             rounds=settings.rounds,
+            keepers=extensions.keepers,
         )
         self.context: RunContext = run_context(prepared, self.engine, self.recorder, extensions)
 
     def _start(self) -> State:
         """The state before round 1, of a new run."""
         self.journal.cut(START)
+        self.recorder.cut(0, 0)
         sums = self._collect_sums()
         method, world = self.context.method, self.context.world
         with in_hook(method, "initial_state", "before round 1"):
@@ -153,6 +155,7 @@ class Driver:
     def _resume(self, restored: Restored) -> State:
         """The state of a checkpoint; observers get to know all events before it."""
         self.journal.cut(restored.journal)
+        self.recorder.cut(restored.state.round, restored.state.stage)
         events = read_journal(self.journal.path)
         check_same(self.prepared.settings, events[0], self.recorder.all_start_fields())
         if self.split is not None:

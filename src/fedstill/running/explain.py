@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from fedstill.config.named_tables import NAMED
 from fedstill.config.overrides import flat
@@ -13,6 +15,7 @@ from fedstill.config.package_tables import record_tables
 from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys
 from fedstill.core import docstrings, registry
+from fedstill.core.codec import encode
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage
 from fedstill.core.rounds import expected_reply
@@ -70,6 +73,67 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
     return RoundWork(clients, examples, trained, steps, bytes_down, bytes_up)
 
 
+def kept_update_bytes(prepared: Prepared) -> int:
+    """The bytes of the files under ``updates/`` after the whole run; 0 if it keeps no updates.
+
+    Exact if all clients reply, and if no reply holds bare numbers, whose digits are not known yet.
+    """
+    if not prepared.settings.keep_updates:
+        return 0
+    sizes = _UpdateSizes(prepared)
+    total = 0
+    for number in range(prepared.settings.rounds + 1):
+        for stage in prepared.settings.schedule(number, prepared.world):
+            total += sum(sizes.size(client, stage) for client in stage.clients)
+    return total
+
+
+class _UpdateSizes:
+    """The size of each client's kept update. A reply is made once for a client and the stages of a
+    name, and encoded once for all replies of the same form.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.schedule = prepared.settings.schedule
+        self.world = prepared.world
+        self.state = prepared.settings.method.initial_state(prepared.world)
+        self.hooks = run_extensions(prepared).round_hooks
+        self._by_client: dict[tuple[int, str], int] = {}
+        self._by_form: dict[Hashable, int] = {}
+
+    def size(self, client: int, stage: Stage) -> int:
+        """The bytes of one file; 0 for the server, and for a client that has no work."""
+        if client == SERVER:
+            return 0
+        key = (client, stage.name)
+        if key not in self._by_client:
+            actor = self.schedule.actor(stage)
+            if actor.payload_for_client(self.state, client, stage, self.world) is None:
+                return 0
+            reply = expected_reply(client, stage, self.world, self.schedule, self.hooks)
+            self._by_client[key] = self._encoded_size(reply)
+        return self._by_client[key]
+
+    def _encoded_size(self, reply: Payload) -> int:
+        form = _form(reply)
+        if form not in self._by_form:
+            self._by_form[form] = len(encode(reply))
+        return self._by_form[form]
+
+
+def _form(payload: Payload) -> Hashable:
+    """What the size of an encoded payload depends on: names, shapes and types, and scalars."""
+    form: list[Hashable] = []
+    for name, group in payload.items():
+        if isinstance(group, Mapping):
+            form += [(name, key, value.shape, value.dtype) for key, value in group.items()]
+        elif isinstance(group, Tensor):
+            form.append((name, group.shape, group.dtype))
+        else:
+            form.append((name, group))
+    return tuple(form)
+
+
 def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
     """How many steps of the optimiser a client of so many examples does in a stage; 0 where nothing
     is trained.
@@ -110,6 +174,7 @@ class Arithmetic(RoundWork):
     rates: str
     many: str = "images"
     at_sites: bool = False
+    kept_update_bytes: int = 0
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, as a person reads them."""
@@ -122,6 +187,10 @@ class Arithmetic(RoundWork):
                 f"about {self.steps * self.rounds:,} in {self.rounds} rounds",
             ),
         ]
+        kept_updates = []
+        if self.kept_update_bytes:
+            size = f"{human(self.kept_update_bytes)} ({self.kept_update_bytes:,} bytes)"
+            kept_updates = [(f"updates kept in {self.rounds} rounds", size)]
         return [
             ("stages a round", " → ".join(self.stages)),
             ("answer", self.answer),
@@ -131,6 +200,7 @@ class Arithmetic(RoundWork):
             ("parameters", f"{self.parameters:,}"),
             ("sent down a round", human(self.bytes_down)),
             ("sent up a round", human(self.bytes_up)),
+            *kept_updates,
             (
                 "training data",
                 "known to the sites alone" if self.at_sites else human(self.data_bytes),
@@ -154,6 +224,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         rates=_rates(settings.plans, settings.rounds, world.stream),
         many=prepared.dataset.about.many_or_examples,
         at_sites=settings.on_sites,
+        kept_update_bytes=kept_update_bytes(prepared),
     )
 
 

@@ -12,10 +12,18 @@ from typing import Protocol
 from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.core.census import CensusChecks
-from fedstill.core.extensions import ClientHook, Engine, Middleware, Observer, RoundHook
+from fedstill.core.extensions import (
+    ClientHook,
+    Engine,
+    Middleware,
+    Observer,
+    RoundHook,
+    StageKeeper,
+)
 from fedstill.core.records import State, World
 from fedstill.engines.client_measures import ClientMeasures, OwnTestSets
 from fedstill.running.hostile_clients import hostile_middleware
+from fedstill.running.kept_updates import update_keepers
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Extensions:
     round_hooks: tuple[RoundHook, ...] = ()
     middleware: tuple[Middleware, ...] = ()
     observers: tuple[Observer, ...] = ()
+    keepers: tuple[StageKeeper, ...] = ()
 
     def __add__(self, other: Extensions) -> Extensions:
         """These extensions, followed by others."""
@@ -35,6 +44,7 @@ class Extensions:
             round_hooks=self.round_hooks + other.round_hooks,
             middleware=self.middleware + other.middleware,
             observers=self.observers + other.observers,
+            keepers=self.keepers + other.keepers,
         )
 
     def wrapped(self, engine: Engine) -> Engine:
@@ -65,6 +75,7 @@ def run_extensions(prepared: PreparedRun, folder: Path | None = None) -> Extensi
     extensions = Extensions(
         round_hooks=(CensusChecks(settings.rules.max_examples),),
         middleware=hostile_middleware(settings),
+        keepers=update_keepers(settings, folder),
     )
     for part in manifest.run_extensions():
         extensions += part.load()(prepared, folder)

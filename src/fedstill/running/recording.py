@@ -1,19 +1,20 @@
 """What a run writes: the journal's events, and a checkpoint after every stage.
 
-The events of a stage, the checkpoint after it and the deletion of older ones are one transaction: a
-run that is killed goes on from the last checkpoint, and drops what the journal has beyond it.
+The events of a stage, the files that are kept of it, the checkpoint after it and the deletion of
+older ones are one transaction: a run that is killed goes on from the last checkpoint, and drops all
+that was written beyond it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
-from fedstill.core.extensions import Event, Fields, Observer
+from fedstill.core.extensions import Event, Fields, Observer, StageKeeper
 from fedstill.core.records import State
 from fedstill.core.reports import event_fields
 from fedstill.core.results import Predictors, RoundResult, StageResult
@@ -139,6 +140,7 @@ class RunRecorder:
     progress: Progress
     start_fields: Fields
     rounds: int
+    keepers: Sequence[StageKeeper] = ()
     stages: int = 1
     """How many stages the round under way has."""
     client_events: list[Event] = field(default_factory=list)
@@ -169,7 +171,9 @@ class RunRecorder:
         asked to stop.
         """
         began = time.perf_counter()
-        self.append_client_events(result)
+        # Files come before the events that name them, and both before the checkpoint.
+        kept = self._keep(result)
+        self.append_client_events(result, kept)
         measured = self._append_stage_events(result)
         self.save(result.after)
         self._seconds_measuring += measured
@@ -202,9 +206,14 @@ class RunRecorder:
         self._append_round_events(result)
         return fields
 
-    def append_client_events(self, result: StageResult) -> None:
-        """Write one event for each client of a stage: accepted, refused, or without work."""
-        for event in events_of_clients(result):
+    def append_client_events(
+        self, result: StageResult, kept: Mapping[int, Fields] | None = None
+    ) -> None:
+        """Write one event for each client of a stage: accepted, refused, or without work.
+
+        ``kept``: fields of accepted clients on what was kept of their replies.
+        """
+        for event in events_of_clients(result, kept or {}):
             for observer in self.observers:
                 event |= observer.client_fields(event, result)
             self.journal.append(event)
@@ -216,6 +225,11 @@ class RunRecorder:
         )
         self.memory.prune(needed)
 
+    def cut(self, round: int, stage: int) -> None:
+        """Delete what was kept of this stage and of later ones; the run begins or goes on here."""
+        for keeper in self.keepers:
+            keeper.cut(round, stage)
+
     def on_event(self, event: Event) -> None:
         """Take notice of an event: when it is written, and when a run is resumed."""
         if event["event"] == "client":
@@ -224,6 +238,14 @@ class RunRecorder:
             self.client_events = []
         for observer in self.observers:
             observer.on_event(event)
+
+    def _keep(self, result: StageResult) -> Mapping[int, Fields]:
+        """Keep files of a stage; fields for the events of accepted clients."""
+        fields: dict[int, Fields] = {reply.client: {} for reply in result.accepted}
+        for keeper in self.keepers:
+            for client, of_keeper in keeper.keep(result).items():
+                fields[client] |= of_keeper
+        return fields
 
     def _append_stage_events(self, result: StageResult) -> float:
         """Write what observers see in a stage; the seconds that it took."""
@@ -256,8 +278,11 @@ class RunRecorder:
         return seconds
 
 
-def events_of_clients(result: StageResult) -> Iterator[Fields]:
-    """The events of a stage's clients, without the fields of observers."""
+def events_of_clients(result: StageResult, kept: Mapping[int, Fields]) -> Iterator[Fields]:
+    """The events of a stage's clients, without the fields of observers.
+
+    ``kept``: fields of accepted clients on what was kept of their replies.
+    """
     stage = result.stage
     where = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
     for reply in result.accepted:
@@ -268,6 +293,7 @@ def events_of_clients(result: StageResult) -> Iterator[Fields]:
             "bytes_up": reply.content.nbytes,
             "bytes_down": result.payloads[reply.client].nbytes,
             **event_fields(reply.metrics),
+            **kept.get(reply.client, {}),
         }
     for refusal in result.refused:
         payload = result.payloads.get(refusal.client)
