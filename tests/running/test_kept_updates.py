@@ -27,6 +27,7 @@ from fedstill.running.kept_updates import UPDATES, kept_updates
 from fedstill.running.preparation import prepare
 from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
+from flowers import needs_flower
 from forking import Helper
 from run_bits import assert_same_bits, bits
 
@@ -81,6 +82,14 @@ def test_kept_updates_are_the_replies_of_a_replay(name: str, tmp_path: Path) -> 
     for update in kept:
         assert digest(encode(update.content())) == update.sha256
         assert update.examples > 0
+
+
+@needs_flower
+def test_over_flower_they_are_the_same(tmp_path: Path) -> None:
+    serial = made(toys.toy("scaffold", keep_updates=True), tmp_path / "serial")
+    flower = made(toys.toy("scaffold", keep_updates=True, engine="flower"), tmp_path / "flower")
+    seals = [[u.sha256 for u in kept_updates(folder)] for folder in (serial, flower)]
+    assert seals[0] == seals[1]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
