@@ -57,6 +57,7 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
             "public_logits": 7,
             "peer_to_peer": 3,
             "asked_again": 6,
+            "kept_updates": 2,
         }[name]
     )
     assert_same_bits(bits(folder), whole(name))
