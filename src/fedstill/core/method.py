@@ -43,9 +43,8 @@ class Method:
     >>> from fedstill.config.resolve import settle
     >>> from fedstill.running.preparation import prepare
     >>> from fedstill.losses import proximal
-    >>> from fedstill.core.rounds import run_round
-    >>> from fedstill.core.rounds import Unwatched
-    >>> from fedstill.core.screen import Rules
+    >>> from fedstill.core.rounds import RunContext, run_round
+    >>> from fedstill.core.schedule import Schedule
     >>> @dataclass(frozen=True)
     ... class Near(fedstill.Method):
     ...     mu: float = 0.1
@@ -73,11 +72,12 @@ class Method:
     ...     model="logistic", partition="iid", topology={"clients": 4}, engine="serial"
     ... )
     >>> ready = prepare(settle(what), data)
-    >>> near, world, engine, topology = Near(), ready.world, ready.engine(), ready.settings.schedule
-    >>> state = near.setup(world)
+    >>> near, world = Near(), ready.world
+    >>> schedule = Schedule(near, ready.settings.schedule.topology)
+    >>> context = RunContext(schedule, world, ready.engine())
+    >>> state = near.initial_state(world)
     >>> while state.round <= 3:
-    ...     stages = topology(state.round, world)
-    ...     state = run_round(near, state, stages, world, engine, Unwatched(), Rules())
+    ...     state = run_round(state, schedule(state.round, world), context)
     ...     logits = near.predictors(state, world)["global"](
     ...         torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1)
     ...     )
