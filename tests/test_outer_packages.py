@@ -23,8 +23,7 @@ QUICK = ("benchmark",)
 
 NOT_YET = {
     "flower": "privacy.compatibility imports flower.engine and flower.secure_sums",
-    "privacy": "flower.site and flower.secure_sums import privacy",
-    "querying": "core.records and running.world import querying.queries",
+    "privacy": "flower.site and flower.secure_sums import private training and masking",
 }
 """Packages that others still import, as the import contract lists."""
 
@@ -98,11 +97,7 @@ def test_every_config_table_has_a_place() -> None:
     ("package", "setting"),
     [
         ("privacy", "privacy.clip=1"),
-        pytest.param(
-            "querying",
-            "query.draw=all",
-            marks=pytest.mark.xfail(strict=True, reason=NOT_YET["querying"]),
-        ),
+        ("querying", "query.draw=all"),
     ],
 )
 def test_the_table_of_a_missing_package_is_an_unknown_key(

@@ -118,7 +118,7 @@ def test_in_a_simulation_it_can_be_subtracted_as_the_document_says() -> None:
         ),
     )
     work, down = ready.settings.method.work(FIRST), Payload(temperature=1.0)
-    plain = replace(ready.engine(), privacy=Privacy())
+    plain = replace(ready.engine(), hooks=())
     noised, clean = (
         engine.run(work, FIRST, {0: down}, experiment.seed)[0].content.tensor("logits").double()
         for engine in (ready.engine(), plain)
