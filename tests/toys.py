@@ -155,7 +155,7 @@ def suited(name: str) -> dict[str, object]:
         "rounds": 1 if peers else 3,
         "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
         "data": {"public": PUBLIC if Need.PUBLIC_DATA in built.requires() else 0},
-        "query": {"draw": "single", "fewer_than": 5} if peers else {},
+        **({"query": {"draw": "single", "fewer_than": 5}} if peers else {}),
         **({"model": on_simplex()} if Need.ETF in built.requires() else {}),
         # it protects layers below the head
         **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),

@@ -148,6 +148,7 @@ def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "did you mean 'fedntd'" in capsys.readouterr().err
 
 
+@pytest.mark.uses("querying")
 def test_explain_says_what_each_value_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ SPLIT = [
 ]
 
 
+@pytest.mark.uses("querying")
 @pytest.mark.parametrize(
     ("query", "says"),
     [
@@ -208,6 +210,7 @@ def test_explain_says_who_asks_for_what_and_why(
     assert says in text
 
 
+@pytest.mark.uses("querying")
 def test_explain_says_with_how_much_data_clients_ask_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

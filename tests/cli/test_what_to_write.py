@@ -46,9 +46,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("demo --seeds 1 2", "--seeds 1,2"),
         ("reproduce fedntd/table1 --cells A:B C:D", "--cells A:B,C:D"),
         ("query runs --client 1 --classes 7 9", "--classes 7,9"),
-        (
+        pytest.param(
             "query runs --client 1 --classes 7 --teachers a.safetensors b.safetensors",
             "--teachers a.safetensors,b.safetensors",
+            marks=pytest.mark.uses("querying"),
         ),
         ("run small.toml -s rounds=1 seed=2", "-s rounds=1 -s seed=2"),
         ("compare small.toml --grid plan.lr=1 seed=2", "--grid plan.lr=1 --grid seed=2"),

@@ -38,7 +38,7 @@ QUERIES = {"classes": {"0": [3, 4], "1": [4], "2": [0, 3]}}
 
 def experiment(method: str, **changes: Any) -> Experiment:
     suited: dict[str, Any] = {**toys.suited(method), "rounds": 1}
-    if suited["query"]:
+    if suited.get("query"):
         suited["query"] = QUERIES
     return toys.toy(method, **{**suited, "topology": {"clients": CLIENTS}, "data": {}, **changes})
 

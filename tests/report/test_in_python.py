@@ -87,11 +87,15 @@ def test_clients_have_a_row_for_each_stage_and_say_who_was_refused(finished: Pat
     assert not unknown(list(frame.columns), documented("The columns of `result.clients()`"))
 
 
+AMONG_PEERS = [
+    pytest.param(name, marks=pytest.mark.uses("querying")) for name in ("qkt", "ensemble")
+]
+
 OTHERS = {"fedmd": ("local", "private_public"), "fedavg": ("local", "epochs", "personal")}
 """Measures whose fields are looked at."""
 
 
-@pytest.mark.parametrize("name", ["qkt", "fedmd", "ensemble", "fedavg"])
+@pytest.mark.parametrize("name", [*AMONG_PEERS, "fedmd", "fedavg"])
 def test_columns_of_other_methods_are_documented_too(name: str, tmp_path: Path) -> None:
     what = toys.toy(
         name,
@@ -119,18 +123,22 @@ def halves(client: int) -> list[tuple[Tensor, Tensor]]:
 
 SETTINGS = {
     "tasks": toys.toy(rounds=2, stream={"kind": "classes", "tasks": 2}),
-    "raised queries": toys.asking_again(),
     "contributions": toys.toy("fd", rounds=1, measure=("contributions",), measure_every=1),
     "own tests": Experiment(method="local_only", rounds=1, model="logistic", measure=()),
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+RAISED_QUERIES = pytest.param("raised queries", marks=pytest.mark.uses("querying"))
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, RAISED_QUERIES])
 def test_so_are_columns_of_other_settings(setting: str, tmp_path: Path) -> None:
     own = from_clients("own", [(halves(c)[0], halves(c)[1]) for c in range(2)])
-    result = run(
-        SETTINGS[setting], tmp_path / "run", data=own if setting == "own tests" else toys.blobs()
-    )
+    experiment = SETTINGS.get(setting) or toys.asking_again()
+    data = toys.blobs()
+    if setting == "own tests":
+        data = own
+    result = run(experiment, tmp_path / "run", data=data)
     for frame, heading in (
         (result.rounds(), "result.rounds()"),
         (result.clients(), "result.clients()"),
