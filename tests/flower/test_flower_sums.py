@@ -25,13 +25,13 @@ from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
 from fedstill.flower.loopback import parsed
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
-from fedstill.flower.secure_sums import STEPS, as_bytes, byte_tensors, question
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY
 from fedstill.privacy.protocol import SEALED, unmasked
+from fedstill.privacy.sum_steps import STEPS, as_bytes, byte_tensors, question
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run

@@ -29,10 +29,10 @@ from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply, State
 from fedstill.core.screen import Rules
 from fedstill.methods.fedavg import FedAvg
-from fedstill.privacy import masking
-from fedstill.privacy.compatibility import with_masking
-from fedstill.privacy.masking import MaskedEngine, Masking
+from fedstill.privacy import secure_engine
+from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy
+from fedstill.privacy.secure_engine import MaskedEngine, with_masking
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.replay import Replay
@@ -387,12 +387,12 @@ def test_private_training_and_secure_sums_go_together(tmp_path: Path) -> None:
 def test_masks_are_drawn_anew_for_every_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[bytes]()
 
-    class Watched(masking.Summand):
+    class Watched(secure_engine.Summand):
         def __init__(self, *told) -> None:
             super().__init__(*told)
             seen.append(self.secrets)
 
-    monkeypatch.setattr(masking, "Summand", Watched)
+    monkeypatch.setattr(secure_engine, "Summand", Watched)
     ready, state = began(secret())
     for _ in range(2):
         next_state(

@@ -18,7 +18,7 @@ The base classes change nothing: override only what you need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,22 @@ class Engine(Protocol):
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep the states of these clients after a stage, and drop those of all others."""
+
+
+@runtime_checkable
+class Exchanges(Engine, Protocol):
+    """An engine whose clients are elsewhere: a stage may take several exchanges with them.
+
+    The steps of a secure sum are such exchanges.
+    """
+
+    def exchange(
+        self, stage: Stage, payloads: Mapping[int, Payload], *, remember: bool
+    ) -> list[Reply]:
+        """The replies of the clients that got a payload, to one step of a stage.
+
+        ``remember``: whether ``commit`` is about the client states that this step leaves.
+        """
 
 
 Middleware = Callable[[Engine], Engine]

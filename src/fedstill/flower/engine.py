@@ -5,7 +5,7 @@ The server's own stages run in this process."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fedstill.core.errors import on_one_line
@@ -51,56 +51,40 @@ class FlowerEngine:
         return self.here.memory
 
     def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of the clients that were sent something; the work itself they look up by
-        name.
-        """
+        """The replies of the clients that got a payload; sites look the work up by its name."""
         if SERVER in stage.clients:
-            return self.here.run(work, stage, downs, seed)
-        answers = self.ask(stage, downs)
-        self.hold(answers)
-        return [self.reply_of(a, stage) for a in answers]
+            return self.here.run(work, stage, payloads, seed)
+        return self.exchange(stage, payloads, remember=True)
 
-    def ask(self, stage: Stage, downs: Mapping[int, Payload]) -> list[SiteReply]:
-        """What the clients that are sent something answer."""
-        asked = [
+    def exchange(
+        self, stage: Stage, payloads: Mapping[int, Payload], *, remember: bool
+    ) -> list[Reply]:
+        """The replies of the clients that got a payload, to one step of a stage.
+
+        ``remember``: whether the memories that this step leaves count after ``commit``.
+        """
+        requests = [
             self.request(
-                client=c,
+                client=client,
                 stage=stage,
-                memory=self.memory.index.get(c),
-                payload=downs[c],
+                memory=self.memory.index.get(client),
+                payload=payloads[client],
                 facts=self.facts,
             )
-            for c in stage.clients
-            if c in downs
+            for client in stage.clients
+            if client in payloads
         ]
-        return self.fleet.ask(asked) if asked else []
-
-    def hold(self, answers: Sequence[SiteReply]) -> None:
-        """Note which memories these answers left, until ``commit`` says which of them count."""
-        self._held = {a.client: a.memory for a in answers}
-
-    def reply_of(self, answer: SiteReply, stage: Stage) -> Reply:
-        """A site's answer as a reply; one whose report cannot come from this run, or cannot be
-        true, is a failure.
-        """
-        a = answer
-        try:
-            failure = a.failure or self.measures.refuses(a.metrics, stage, self.here.world.classes)
-            failure = failure or untrue(a.examples, a.metrics, self.truth(a.client, stage.round))
-        except Exception as error:
-            failure = f"its report could not be checked: {on_one_line(error)}"
-        return Reply(a.client, a.content, a.examples, a.metrics, a.round, a.stage, failure, a.idle)
-
-    def close(self) -> None:
-        """End the engine of the server's own stages."""
-        self.here.close()
+        answers: Sequence[SiteReply] = ()
+        if requests:
+            answers = self.fleet.ask(requests)
+        if remember:
+            self._held = {answer.client: answer.memory for answer in answers}
+        return [self._checked(answer, stage) for answer in answers]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """From now on these clients' memories of the stage count; what the others remember of it
-        does not.
-        """
+        """From now on these clients' memories of the stage count; those of other clients do not."""
         if SERVER in stage.clients:
             self.here.commit(stage, clients)
             return
@@ -111,3 +95,22 @@ class FlowerEngine:
             else:
                 self.memory.index[client] = version
         self._held = {}
+
+    def close(self) -> None:
+        """End the engine of the server's own stages."""
+        self.here.close()
+
+    def _checked(self, answer: SiteReply, stage: Stage) -> Reply:
+        """A site's answer as a reply; a failure if its report is not of this run or cannot be
+        true.
+        """
+        reply = answer.reply()
+        if reply.failure:
+            return reply
+        try:
+            failure = self.measures.refuses(answer.metrics, stage, self.here.world.classes)
+            truth = self.truth(answer.client, stage.round)
+            failure = failure or untrue(answer.examples, answer.metrics, truth)
+        except Exception as error:
+            failure = f"its report could not be checked: {on_one_line(error)}"
+        return replace(reply, failure=failure)

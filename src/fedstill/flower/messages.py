@@ -14,7 +14,7 @@ from fedstill.core.codec import MAX_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, ConfigError, cut_reason, on_one_line
 from fedstill.core.files import digest
 from fedstill.core.process_settings import set_environment
-from fedstill.core.records import NOTHING, Payload, Stage
+from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.core.reports import is_count, json_value, wrong_report
 
 if TYPE_CHECKING:
@@ -128,6 +128,34 @@ class SiteReply:
     memory: Version | None = None
     failure: str = ""
     idle: bool = False
+
+    @staticmethod
+    def from_reply(reply: Reply, memory: Version | None) -> SiteReply:
+        """A reply that leaves a site, with the version of the memory that it leaves there."""
+        return SiteReply(
+            client=reply.client,
+            round=reply.round,
+            stage=reply.stage,
+            content=reply.content,
+            examples=reply.examples,
+            metrics=reply.metrics,
+            memory=memory,
+            failure=reply.failure,
+            idle=reply.idle,
+        )
+
+    def reply(self) -> Reply:
+        """The reply in this answer."""
+        return Reply(
+            client=self.client,
+            content=self.content,
+            examples=self.examples,
+            metrics=self.metrics,
+            round=self.round,
+            stage=self.stage,
+            failure=self.failure,
+            idle=self.idle,
+        )
 
     def header(self) -> str:
         """Everything but the payload, as JSON."""

@@ -1,27 +1,22 @@
-"""What private training and secure sums ask of a run, and the engine that they wrap."""
+"""What private training and secure sums ask of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fedstill.config.settings import Settings
 from fedstill.core import keys, trees
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import Permit
 from fedstill.core.census import CENSUS
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
-from fedstill.core.extensions import Engine
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors
 from fedstill.engines.vectorised import why_not
-from fedstill.flower.engine import FlowerEngine
-from fedstill.flower.secure_sums import SummedFleet
 from fedstill.measures.base import Measure
 from fedstill.methods.fit import FIT
-from fedstill.privacy.masking import FEWEST_SUMMED, MaskedEngine, Masking
+from fedstill.privacy.masking import FEWEST_SUMMED
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import require_secure
 from fedstill.privacy.private_training import require_opacus
@@ -317,20 +312,3 @@ RULES: tuple[Rule[PlannedRun], ...] = (
 """What private training and secure sums ask of a run. A site checks all of it for itself: what they
 promise is promised to the site.
 """
-
-
-# ---- the engine ---------------------------------------------------------------------------------
-
-
-def with_masking(engine: Engine, settings: Settings, folder: Path | None = None) -> Engine:
-    """The engine of a run; where its config asks for them, with secure sums. ``folder``: the run's
-    directory.
-    """
-    masking = Masking.of(settings.table(Privacy), settings.method)
-    if masking is None:
-        return engine
-    return (
-        SummedFleet(engine, masking, folder)
-        if isinstance(engine, FlowerEngine)
-        else MaskedEngine(engine, masking)
-    )

@@ -10,10 +10,10 @@ from fedstill.core.extensions import ClientHook, Engine, Event, Fields, Middlewa
 from fedstill.core.records import World
 from fedstill.core.results import StageResult
 from fedstill.privacy.budget import Budget, TrainingBudget, WithinBudget
-from fedstill.privacy.compatibility import with_masking
 from fedstill.privacy.masking import bytes_of
 from fedstill.privacy.noise import NoisedLogits, Privacy
 from fedstill.privacy.private_training import Private, PrivateTraining
+from fedstill.privacy.secure_engine import with_masking
 from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
 

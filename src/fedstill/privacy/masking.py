@@ -1,27 +1,23 @@
-"""Secure sums in a stage: replies as masked whole numbers, and the state from their sum."""
+"""What a secure sum adds up: changes of models as whole numbers, and the mean model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core import trees
 from fedstill.core.aggregation import part_of
 from fedstill.core.checks import place
-from fedstill.core.errors import BadPayload, FedstillError
-from fedstill.core.extensions import Engine
+from fedstill.core.errors import BadPayload
 from fedstill.core.method import Method
 from fedstill.core.payload import Tensors
-from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage
-from fedstill.core.reports import OWN
-from fedstill.core.work import ClientWork
+from fedstill.core.records import Payload, Reply, Stage
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import Masks
-from fedstill.privacy.protocol import Sum, Summand, unmasked
+from fedstill.privacy.protocol import Sum
 
 # Changes of models as whole numbers modulo 2^64, whose sums are exact; and the weighted mean out of
 # a sum.
@@ -135,11 +131,8 @@ def _wide(entry: Tensor) -> Tensor:
     return entry.detach().cpu().to(torch.float64 if entry.is_floating_point() else torch.int64)
 
 
-# Secure sums in a stage: how they are set, a client's reply as a masked vector, and what the server
+# Secure sums in a stage: how they are set, what a client sums of its reply, and what the server
 # makes of the sum.
-#
-# ``MaskedEngine`` is the whole of it in one process, around an engine whose replies it masks, sums
-# and unmasks.
 
 
 FEWEST_SUMMED = 3
@@ -206,76 +199,6 @@ class Masking:
         return {"summed": weight}, Payload(params=moved_by(start, change))
 
 
-@dataclass(frozen=True)
-class MaskedEngine:
-    """An engine whose clients' models are known by their sum only.
-
-    Every accepted reply holds the mean model, no number of examples, and of its report the
-    seconds alone: a fold that is linear makes of these what it would make of the models.
-    """
-
-    engine: Engine
-    masking: Masking
-
-    def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
-    ) -> list[Reply]:
-        """The replies of the clients that are left; all of them fail where too few are."""
-        if not is_summed(stage, downs):
-            return self.engine.run(work, stage, downs, seed)
-        came = list(self.engine.run(work, stage, downs, seed))
-        return or_all_failed(came, lambda: self._summed(stage, downs, came))
-
-    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what clients remember."""
-        self.engine.commit(stage, clients)
-
-    def _summed(self, stage: Stage, downs: Mapping[int, Payload], came: list[Reply]) -> list[Reply]:
-        """The replies that the sum gives; of ``came``, those that cannot be summed become
-        failures.
-        """
-        of, start = self.masking.begun(stage, sorted(downs)), common_start(downs)
-        clients = {c: Summand(of, c) for c in of.clients}
-        keys = {c: one.public for c, one in clients.items()}
-        shares = {c: one.shares(keys) for c, one in clients.items()}
-        masked = dict[int, Masks]()
-        for at, reply in enumerate(came):
-            if not reply.failure:
-                try:
-                    vector = self.masking.vector(of, reply, downs[reply.client])
-                    sealed = {other: shares[other][reply.client] for other in shares}
-                    masked[reply.client] = clients[reply.client].masked(vector, sealed)
-                except BadPayload as error:
-                    came[at] = as_failed(reply, str(error))
-        demand_left(of, masked, came)
-        revealed = {c: clients[c].revealed(masked) for c in masked}
-        told, content = self.masking.mean(of, unmasked(of, keys, shares, masked, revealed), start)
-        return [known(reply, content, told) for reply in came]
-
-
-def is_summed(stage: Stage, downs: Mapping[int, Payload]) -> bool:
-    """Whether the replies of a stage are summed: those of clients to which a model was sent."""
-    return SERVER not in stage.clients and any("params" in down for down in downs.values())
-
-
-def common_start(downs: Mapping[int, Payload]) -> Tensors:
-    """The model that all clients of a stage were sent; raises BadPayload if it is not one."""
-    first, *others = (payload.params for payload in downs.values())
-    if not all(other is first or trees.same_bits(other, first) for other in others):
-        raise BadPayload(
-            "a secure sum is of changes to one model, and clients were sent different ones"
-        )
-    return first
-
-
-def known(reply: Reply, content: Payload, told: Mapping[str, object]) -> Reply:
-    """What the server knows of a client that is in the sum; one that failed as it is."""
-    if reply.failure:
-        return reply
-    seconds = {k: v for k, v in reply.metrics.items() if k in ("seconds", "seconds_training")}
-    return replace(reply, content=content, examples=0, metrics={**seconds, OWN: dict(told)})
-
-
 def bytes_of(content: Payload, summed: bool) -> int:
     """The bytes of what a client sent; of a model that was ``summed``, of its masked vector without
     keys and shares.
@@ -283,33 +206,3 @@ def bytes_of(content: Payload, summed: bool) -> int:
     if summed and "params" in content:
         return 8 * (sum(entry.numel() for entry in content.params.values()) + 1)
     return content.nbytes
-
-
-def as_failed(reply: Reply, why: str) -> Reply:
-    """A client that dropped out of a sum."""
-    return replace(reply, content=NOTHING, examples=0, metrics={}, failure=why)
-
-
-def demand_left(
-    sum: Sum, there: Collection[int], replies: Sequence[Reply], did: str = "sent masked vectors"
-) -> None:
-    """Raise TooFewReplies where too few clients did something; it says why the first did not."""
-    try:
-        sum.demand(there, did)
-    except FedstillError as error:
-        lost = next((f"; client {r.client}: {r.failure}" for r in replies if r.failure), "")
-        raise type(error)(f"{error}{lost}") from error
-
-
-def or_all_failed(replies: Collection[Reply], summed: Callable[[], list[Reply]]) -> list[Reply]:
-    """The replies that a sum gave; where there is none, every client's failure, first why of those
-    that did not fail.
-
-    Nothing of a single client is left in them.
-    """
-    try:
-        return summed()
-    except FedstillError as error:
-        why = f"no secure sum: {error}"
-        all_failed = [as_failed(r, r.failure or why) for r in replies]
-        return sorted(all_failed, key=lambda r: r.failure != why)
