@@ -70,6 +70,8 @@ class OuterPackage:
     (``running.extensions.Extensions``).
     ``client_extensions``: ``(settings, world, is_real_site)``, which return the hooks of a run's
     clients (``core.extensions.ClientHook``).
+    ``site_guards``: ``(prepared, folder)``, which return what protects a site
+    (``core.extensions.SiteGuard``); ``folder`` is for the notes of the run's client.
     ``engines``: for runs with this ``engine``, subclasses of ``running.remote.RemoteEngine``.
     """
 
@@ -88,6 +90,7 @@ class OuterPackage:
     sums: tuple[Part, ...] = ()
     run_extensions: tuple[Part, ...] = ()
     client_extensions: tuple[Part, ...] = ()
+    site_guards: tuple[Part, ...] = ()
     engines: tuple[Part, ...] = ()
 
     @property
@@ -226,6 +229,13 @@ PACKAGES = (
                 "privacy",
                 "Private training, and noise on logits.",
                 "fedstill.privacy.extensions:client_extensions",
+            ),
+        ),
+        site_guards=(
+            Part(
+                "privacy",
+                "A site's own count of its noise, and its answers in secure sums.",
+                "fedstill.privacy.site_guards:site_guards",
             ),
         ),
     ),
@@ -396,6 +406,11 @@ def run_extensions() -> list[Part]:
 def client_extensions() -> list[Part]:
     """What all packages add to a run's clients."""
     return list(chain.from_iterable(package.client_extensions for package in installed()))
+
+
+def site_guards() -> list[Part]:
+    """How all packages protect a site."""
+    return list(chain.from_iterable(package.site_guards for package in installed()))
 
 
 def engines() -> dict[str, Part]:

@@ -26,9 +26,8 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage
+from fedstill.core.work import ClientWork
 from fedstill.flower.messages import Request
-from fedstill.flower.site import demand_budget, private_visit
-from fedstill.flower.site_storage import Desk
 from fedstill.privacy.budget import TrainingBudget, WithinBudget
 from fedstill.privacy.epsilon_audit import epsilon_at_least
 from fedstill.privacy.noise import Privacy, rows_of
@@ -39,6 +38,7 @@ from fedstill.privacy.private_training import (
     rate_and_steps,
     training_epsilon,
 )
+from fedstill.privacy.site_guards import NoiseNotes, TrainingGuard
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
@@ -289,27 +289,27 @@ def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) ->
     """Data that grow make later steps cheaper, and not those that were trained before."""
     n, plan, true = [200], Plan(epochs=2, batch=100), Counter[float]()
     private = Privacy(gradient_clip=1.0, gradient_noise=1.0, epsilon=11.0, delta=1e-5)
-    settings = SimpleNamespace(plans={"train": plan}, privacy=private)
+    settings = SimpleNamespace(plans={"train": plan}, table=lambda kind: private, on_sites=True)
     ready: Any = SimpleNamespace(
         settings=settings, sites=SimpleNamespace(trains_on=lambda client, stage: n[0])
     )
-    desk = Desk(tmp_path, "run1", 0)
-    desk.place.mkdir(parents=True)
+    notes = NoiseNotes(tmp_path)
+    guard = TrainingGuard(ready, notes)
 
     def trained(stage: Stage) -> None:
         n[0] = 200 if stage.round < 3 else 20_000
         request = Request("", "", "", "run1", 0, stage)
-        demand_budget(ready, request, desk)
-        rate, steps = private_visit(ready, request)
-        desk.note_noise(stage, steps, rate)
+        guard.admit(request, ClientWork())
+        guard.leaving(request, Reply(0, Payload(), n[0]))
+        rate, steps = rate_and_steps(n[0], plan)
         true[rate] += steps
-        assert desk.noised_steps(0) == true
+        assert notes.steps(0) == true
         assert (training_epsilon(1.0, true, 1e-5) or 0) <= 11.0
 
     with pytest.raises(Refused, match="this site"):
         all(trained(stage) is None for stage in stages())
-    (desk.place / "noised").write_text("0000001-0000000:7\n0000002-0000000\n")
-    assert desk.noised_steps(4) == Counter({1.0: 11}), "noted without a rate: the worst"
+    (tmp_path / "noised").write_text("0000001-0000000:7\n0000002-0000000\n")
+    assert notes.steps(4) == Counter({1.0: 11}), "noted without a rate: the worst"
 
 
 @pytest.mark.parametrize("cached", [1, 7, 40, 10**9])

@@ -216,17 +216,51 @@ class ClientHook:
 # ---- sites ---------------------------------------------------------------------------------------
 
 
-class SiteGuard(Protocol):
-    """Protects a site: its data, its budget, and the config that it accepted."""
+class SiteRequest(Protocol):
+    """What a server asks of a site in a stage, as guards see it."""
 
-    def admit(self, request: Any, work: ClientWork) -> None:
-        """Raises Refused for work that the site must not do."""
+    @property
+    def client(self) -> int:
+        """The client that the site is."""
 
-    def check(self, request: Any, work: ClientWork, reply: Reply) -> None:
+    @property
+    def stage(self) -> Stage:
+        """The stage: it is in the run's schedule."""
+
+    @property
+    def payload(self) -> Payload:
+        """What the server sends."""
+
+    def with_payload(self, payload: Payload) -> SiteRequest:
+        """The same request with another payload."""
+
+    def digest(self) -> str:
+        """Identifies the whole request: the same request has the same answer."""
+
+
+class SiteGuard:
+    """Protects a site: its data, its budget, and the config that it accepted.
+
+    A site builds its guards for every request, from that config. All that a guard must know later,
+    it notes on the site's disk. The base class lets everything pass.
+    """
+
+    def answer(self, request: SiteRequest, respond: Callable[[Payload], Reply]) -> Reply:
+        """The reply that leaves the site.
+
+        ``respond``: gives the reply to a payload; it does the work, or finds the reply that is
+        kept. A guard that lets no reply leave as it is (secure sums) answers in its place.
+        """
+        return respond(request.payload)
+
+    def admit(self, request: SiteRequest, work: ClientWork) -> None:
+        """Raises Refused for work that the site must not do; called before new work."""
+
+    def check(self, request: SiteRequest, work: ClientWork, reply: Reply) -> None:
         """Raises Refused for a reply that must not leave; called before it is kept."""
 
-    def leaving(self, request: Any, answer: Any) -> None:
-        """Records an answer that leaves the site, be it new or kept."""
+    def leaving(self, request: SiteRequest, reply: Reply) -> None:
+        """Takes note of a reply before it leaves, be it new or kept."""
 
 
 # ---- the journal ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.codec import MAX_ENTRIES, decode, encode
@@ -75,6 +75,10 @@ class Request:
                 "give it fewer columns (data.columns), or shorter names"
             )
         return text
+
+    def with_payload(self, payload: Payload) -> Request:
+        """The same request with another payload."""
+        return replace(self, payload=payload)
 
     def digest(self) -> str:
         """SHA-256 of the whole request: the same question has the same answer."""

@@ -1,9 +1,12 @@
-"""A site: how one client's machine does a stage, what it refuses, and its budget."""
+"""A site: how one client's machine does a stage that a server asks for, and what it refuses.
+
+What a capability protects there is in its guards (``core.extensions.SiteGuard``).
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from filelock import FileLock
@@ -14,72 +17,30 @@ from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.census import CENSUS, Census, census_stage
 from fedstill.core.errors import FedstillError, Refused, cut_reason, on_one_line
+from fedstill.core.extensions import SiteGuard
 from fedstill.core.files import digest, make_folder
 from fedstill.core.process_settings import process_settings
-from fedstill.core.records import Stage
+from fedstill.core.records import Reply
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory
 from fedstill.flower.facts import Facts
-from fedstill.flower.messages import Request, SiteReply
-from fedstill.flower.secure_sums import SiteSums
+from fedstill.flower.messages import Request, SiteReply, Version
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.flower.site_storage import Desk
-from fedstill.privacy.masking import Masking
-from fedstill.privacy.noise import Privacy, rows_of
-from fedstill.privacy.private_training import rate_and_steps, training_epsilon
-from fedstill.running.data_sums import SumUp, sums_of_run, sums_stage
+from fedstill.running.data_sums import sums_of_run, sums_stage
+from fedstill.running.extensions import site_guards
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.version import VERSION
-
-# What a site itself counts of its private training, whatever the server says.
-
-
-def private_visit(
-    ready: Prepared, request: Request, examples: int | None = None
-) -> tuple[float, int]:
-    """With which probability a noised step takes an example in a stage, and how many steps it has.
-
-    examples: on how many a kept answer was trained; the site may have more by now.
-    """
-    plan = ready.settings.plans.get(request.stage.name)
-    if plan is None or request.stage.view != "private":
-        return 0.0, 0
-    own = (
-        ready.sites.trains_on(request.client, request.stage.name) if examples is None else examples
-    )
-    return rate_and_steps(own, plan)
-
-
-def demand_budget(ready: Prepared, request: Request, desk: Desk) -> None:
-    """Raise Refused where private training costs the site more than its run allows, by its own
-    notes.
-
-    Each step counts with the probability that it had: data that grow make later steps cheaper, not
-    earlier ones.
-    """
-    privacy, (rate, steps) = ready.settings.table(Privacy), private_visit(ready, request)
-    if privacy.epsilon is None or not steps:
-        return
-    taken = desk.noised_steps(steps) + Counter({rate: steps})
-    after = training_epsilon(privacy.sigma, taken, privacy.delta)
-    if after is None or after > privacy.epsilon:
-        raise Refused(
-            f"{steps} more steps would cost this site more than privacy.epsilon allows it"
-        )
-
-
-# A site: how one client's machine does a stage that a server asks for, and what it refuses to do.
 
 
 @dataclass
 class Clerk:
-    """Does stages for a site: checks the request, looks the method up by name, runs the one
-    training loop.
+    """Does stages for a site: checks a request, prepares the run, and works if the guards admit it.
 
-    ``dataset``: data in memory, for a trial in the server's own process. ``ready``: what was
-    prepared before.
+    ``dataset``: data in memory, for a trial in the server's own process. ``ready``: runs that were
+    prepared for earlier requests.
     """
 
     site: Site
@@ -99,102 +60,27 @@ class Clerk:
         return SiteReply(request.client, stage.round, stage.index, failure=cut_reason(reason))
 
     def _answer(self, request: Request) -> SiteReply:
+        """The answer to a request that this site accepts; raises Refused for others."""
         if request.client != self.site.client:
             raise Refused(f"this site is client {self.site.client}, not client {request.client}")
         ready = self._ready(request)
+
         desk = Desk(self.site.memory, request.run, request.client)
         make_folder(desk.place)
         with FileLock(desk.place / ".lock"):
             if ready.tasks is not None:
                 ready.tasks.note(desk.place)
-            if (prepared := ready.works(request.stage.name)) is None:
-                return SiteReply(
-                    request.client, request.stage.round, request.stage.index, idle=True
-                )
-            if masking := self._summed(prepared, request):
-                return SiteSums(masking, request, desk).answer(
-                    lambda plain: self._once(prepared, plain, desk)
-                )
-            return self._once(prepared, request, desk)
-
-    def _summed(self, ready: Prepared, request: Request) -> Masking | None:
-        """How the models of a stage are summed; None where its answer leaves the site as it is."""
-        self._named_work(ready, request)  # the stage is the run's, and its clients
-        counts = request.stage.name == CENSUS or request.stage == sums_stage(ready.world)
-        return None if counts else Masking.of(ready.settings.table(Privacy), ready.settings.method)
-
-    def _once(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
-        """The kept answer of a request, or the work done; with noise, one of each stage."""
-        kept = desk.kept(request)
-        if kept is None and desk.noised_before(request.stage):
-            raise Refused(
-                f"this site has answered round {request.stage.round}, stage {request.stage.name!r} "
-                "with noise, and "
-                "answers no other request for it: two answers would show more than one"
+            prepared = ready.works(request.stage.name)
+            if prepared is None:
+                stage = request.stage
+                return SiteReply(request.client, stage.round, stage.index, idle=True)
+            visit = Visit(
+                prepared=prepared,
+                desk=desk,
+                work=requested_work(prepared, request),
+                guards=site_guards(prepared, desk.place),
             )
-        answer = kept or self._work(ready, request, desk)
-        privacy = ready.settings.table(Privacy)
-        trained = private_visit(ready, request, answer.examples) if privacy.trains else None
-        rate, sent = trained or (None, rows_of(answer.content) * privacy.protects_logits)
-        if ready.settings.on_sites and sent and not answer.failure:
-            desk.note_noise(request.stage, sent, rate)
-        return answer
-
-    def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
-        stage, client, settings = request.stage, request.client, ready.settings
-        privacy = settings.table(Privacy)
-        work = self._named_work(ready, request)
-        if privacy.protects_logits and not isinstance(work, SumUp):
-            most = rows_of(
-                settings.schedule.actor(stage).expected_reply(client, stage, ready.world)
-            )
-        else:
-            most = work.rows if isinstance(work, SumUp) else 0
-        if most and not privacy.allows(_sums_before(ready, stage) + desk.noised_rows(most) + most):
-            raise Refused(
-                f"{most} more rows of logits would cost this site more than privacy.epsilon allows "
-                "it"
-            )
-        if privacy.trains:
-            demand_budget(ready, request, desk)
-        memory = Memory.of({client: desk.remembered(request.memory)})
-        engine = ready.engine(memory, site=True)
-        (reply,) = engine.run(work, stage, {client: request.payload}, settings.seed)
-        if reply.failure:
-            return SiteReply(client, stage.round, stage.index, failure=reply.failure)
-        if privacy.protects_logits and rows_of(reply.content) > most:
-            raise Refused(
-                f"the request asks for {rows_of(reply.content)} rows of logits, where the run has "
-                f"{most}"
-            )
-        answer = SiteReply(
-            client, stage.round, stage.index, reply.content, reply.examples, reply.metrics
-        )
-        return desk.keep(request, answer, memory.held(client))
-
-    def _named_work(self, ready: Prepared, request: Request) -> ClientWork:
-        stage, settings = request.stage, ready.settings
-        method = settings.method
-        if request.client not in stage.clients:
-            raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
-        if stage.name == CENSUS and Need.LABEL_COUNTS not in method.requires():
-            raise Refused(
-                f"method {settings.named.method.label} needs no label counts, so they stay here"
-            )
-        if stage == census_stage(ready.world):
-            return Census()
-        if stage == sums_stage(ready.world):
-            if not ready.scaler.awaits_sums:
-                raise Refused(
-                    "the run is not standardised by sums that sites send, so they stay here"
-                )
-            return sums_of_run(settings, ready.sites.inputs.about, ready.dataset.input_shape)
-        if ready.scaler.awaits_sums:
-            raise Refused("the request has no mean and spread, which the sites' sums would give")
-        within = 1 <= stage.round <= settings.rounds
-        if not within or stage not in settings.schedule(stage.round, ready.world):
-            raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
-        return settings.schedule.actor(stage).work(stage)
+            return visit.answer(request)
 
     def _ready(self, request: Request) -> Ready:
         key = f"{request.sha} {digest(repr(sorted(request.facts.items())).encode())}"
@@ -267,14 +153,87 @@ class Clerk:
         return on_own_data(settings, facts, site)
 
 
-def _sums_before(ready: Prepared, stage: Stage) -> int:
-    """The rows with noise of the sums by which the run is standardised; they went out under a name
-    of their own.
+@dataclass
+class Visit:
+    """What a site does for one request: the guards' checks, the work, and the answer.
+
+    ``memory``: the version of the memory that the work has left; None for nothing.
     """
-    if (
-        not ready.settings.table(Privacy).protects_logits
-        or ready.scaler.origin != "summed"
-        or stage == sums_stage(ready.world)
-    ):
-        return 0
-    return sums_of_run(ready.settings, ready.sites.inputs.about, ready.dataset.input_shape).rows
+
+    prepared: Prepared
+    desk: Desk
+    work: ClientWork
+    guards: Sequence[SiteGuard]
+    memory: Version | None = None
+
+    def answer(self, request: Request) -> SiteReply:
+        """The answer, as the guards let it leave."""
+        reply = self._guarded(request, self.guards)
+        return SiteReply.from_reply(reply, self.memory)
+
+    def _guarded(self, request: Request, guards: Sequence[SiteGuard]) -> Reply:
+        """The reply to a request inside some guards, of which the first is the outermost."""
+        if not guards:
+            return self._reply(request)
+        outermost, *inner = guards
+        return outermost.answer(
+            request, lambda payload: self._guarded(request.with_payload(payload), inner)
+        )
+
+    def _reply(self, request: Request) -> Reply:
+        """The reply that was kept for the same request, or that of new work."""
+        answer = self.desk.kept(request)
+        if answer is None:
+            answer = self._new_answer(request)
+        self.memory = answer.memory
+
+        reply = answer.reply()
+        for guard in self.guards:
+            guard.leaving(request, reply)
+        return reply
+
+    def _new_answer(self, request: Request) -> SiteReply:
+        """The answer of new work, kept for when the same is asked again; one that failed is not."""
+        for guard in self.guards:
+            guard.admit(request, self.work)
+
+        client = request.client
+        memory = Memory.of({client: self.desk.remembered(request.memory)})
+        engine = self.prepared.engine(memory, site=True)
+        seed = self.prepared.settings.seed
+        (reply,) = engine.run(self.work, request.stage, {client: request.payload}, seed)
+        answer = SiteReply.from_reply(reply, memory=None)
+        if reply.failure:
+            return answer
+
+        for guard in self.guards:
+            guard.check(request, self.work, reply)
+        return self.desk.keep(request, answer, memory.held(client))
+
+
+def requested_work(prepared: Prepared, request: Request) -> ClientWork:
+    """The work that a request names. Raises Refused for a stage that is not in the run's schedule,
+    and for sums and counts that the run does not need.
+    """
+    stage = request.stage
+    settings = prepared.settings
+    world = prepared.world
+    if request.client not in stage.clients:
+        raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
+    if stage.name == CENSUS and Need.LABEL_COUNTS not in settings.method.requires():
+        raise Refused(
+            f"method {settings.named.method.label} needs no label counts, so they stay here"
+        )
+    if stage == census_stage(world):
+        return Census()
+    if stage == sums_stage(world):
+        if not prepared.scaler.awaits_sums:
+            raise Refused("the run is not standardised by sums that sites send, so they stay here")
+        about = prepared.sites.inputs.about
+        return sums_of_run(settings, about, prepared.dataset.input_shape)
+    if prepared.scaler.awaits_sums:
+        raise Refused("the request has no mean and spread, which the sites' sums would give")
+    is_in_run = 1 <= stage.round <= settings.rounds
+    if not is_in_run or stage not in settings.schedule(stage.round, world):
+        raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
+    return settings.schedule.actor(stage).work(stage)

@@ -5,7 +5,6 @@ not there at all, and for its owner alone to read.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +13,6 @@ from fedstill.core.errors import BadPayload, CorruptFile, FedstillError
 from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
 from fedstill.core.records import NOTHING, Payload, Stage
 from fedstill.flower.messages import Request, SiteReply, Version
-
-NOISED = "noised"
-"""The file that names the stages which were answered with noise."""
 
 KEPT = 2
 """How many stages' memories and replies are kept, beside the memory that counts."""
@@ -29,8 +25,7 @@ class Desk:
     For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one;
     and then the reply, which is only written when the memory is safe. So a stage that was asked for
     twice is answered from its reply, and one that was cut short is done again from the memory that
-    counts. Stages that were answered with noise stay noted in the file ``noised``, one a line, when
-    their replies are gone: ``stage:rows`` of logits, ``stage:steps:rate`` of private training.
+    counts. Guards keep their notes in the same folder (``core.extensions.SiteGuard``).
     """
 
     folder: Path
@@ -73,50 +68,6 @@ class Desk:
         except (OSError, FedstillError, ValueError, KeyError, TypeError):
             return None
         return answer
-
-    def noised(self) -> list[str]:
-        """The stages that were answered with noise."""
-        path = self.place / NOISED
-        return path.read_text(encoding="utf-8").split() if path.exists() else []
-
-    def noised_before(self, stage: Stage) -> bool:
-        """Whether this stage was answered with noise."""
-        return _named(stage) in [noted.partition(":")[0] for noted in self.noised()]
-
-    def noised_rows(self, unknown: int) -> int:
-        """How many rows with noise this client has sent; ``unknown``: of each stage noted without
-        their number.
-        """
-        return sum(
-            int(rows) if rows else unknown
-            for _, _, rows in (noted.partition(":") for noted in self.noised())
-        )
-
-    def noised_steps(self, unknown: int) -> Counter[float]:
-        """How many noised steps this client has trained, by the probability with which they took an
-        example.
-
-        ``unknown``: of each stage noted without their number; a stage noted without its probability
-        counts as if every step had taken all examples.
-        """
-        steps = Counter[float]()
-        for noted in self.noised():
-            _, many, rate = (*noted.split(":"), "", "")[:3]
-            steps[float(rate or 1)] += int(many or unknown)
-        return steps
-
-    def note_noise(self, stage: Stage, rows: int, rate: float | None = None) -> None:
-        """Note, before it leaves, that the answer of a stage has so many rows with noise.
-
-        ``rate``: of private training, the probability with which each of so many steps took an
-        example.
-        """
-        if not self.noised_before(stage):
-            lines = [
-                *self.noised(),
-                f"{_named(stage)}:{rows}{'' if rate is None else f':{rate!r}'}",
-            ]
-            write_secret(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
 
     def keep(self, request: Request, answer: SiteReply, client_state: Payload) -> SiteReply:
         """Write the memory, then the reply, then delete what is too old; the answer with its

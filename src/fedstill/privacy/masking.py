@@ -140,6 +140,9 @@ FEWEST_SUMMED = 3
 other's.
 """
 
+TIMES = ("seconds", "seconds_training")
+"""All that stays of the report of a client whose model is summed."""
+
 LEFT = 0.5
 """The share of a stage's clients more than which must stay where nothing else is said."""
 

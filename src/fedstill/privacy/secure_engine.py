@@ -29,14 +29,11 @@ from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, Tensor
 from fedstill.core.reports import OWN
 from fedstill.core.screen import of_other_stage
 from fedstill.core.work import ClientWork
-from fedstill.privacy.masking import Masking
+from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY, SEED, Masks, demand_key
 from fedstill.privacy.protocol import PUBLIC, SEALED, Sum, Summand, unmasked
 from fedstill.privacy.sum_steps import PREFIX, UNREAD, as_bytes, byte_tensors, question
-
-TIMES = ("seconds", "seconds_training")
-"""All that stays of the report of a client whose model is summed."""
 
 
 def with_masking(engine: Engine, settings: Settings, folder: Path | None = None) -> Engine:

@@ -18,6 +18,7 @@ from fedstill.core.extensions import (
     Middleware,
     Observer,
     RoundHook,
+    SiteGuard,
     StageKeeper,
 )
 from fedstill.core.records import State, World
@@ -90,3 +91,11 @@ def client_extensions(
     for part in manifest.client_extensions():
         hooks += part.load()(settings, world, is_real_site)
     return (*hooks, measured, OwnTestSets())
+
+
+def site_guards(prepared: PreparedRun, folder: Path) -> tuple[SiteGuard, ...]:
+    """What protects a site. ``folder``: of the client in this run, where guards keep notes."""
+    guards: list[SiteGuard] = []
+    for part in manifest.site_guards():
+        guards += part.load()(prepared, folder)
+    return tuple(guards)
