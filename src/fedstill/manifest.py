@@ -219,8 +219,13 @@ PACKAGES = (
         ),
         run_extensions=(
             Part(
+                "secure sums",
+                "Secure sums of models.",
+                "fedstill.privacy.secure_engine:run_extensions",
+            ),
+            Part(
                 "privacy",
-                "Budgets of training and of uploads, and secure sums.",
+                "Budgets of training and of uploads.",
                 "fedstill.privacy.extensions:run_extensions",
             ),
         ),
@@ -234,8 +239,13 @@ PACKAGES = (
         site_guards=(
             Part(
                 "privacy",
-                "A site's own count of its noise, and its answers in secure sums.",
+                "A site's own count of its noise.",
                 "fedstill.privacy.site_guards:site_guards",
+            ),
+            Part(
+                "secure sums",
+                "A site's answers in secure sums.",
+                "fedstill.privacy.site_sums:site_guards",
             ),
         ),
     ),

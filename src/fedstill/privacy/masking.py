@@ -200,12 +200,3 @@ class Masking:
         """
         change, weight = self.fixed(sum).decoded(total, start)
         return {"summed": weight}, Payload(params=moved_by(start, change))
-
-
-def bytes_of(content: Payload, summed: bool) -> int:
-    """The bytes of what a client sent; of a model that was ``summed``, of its masked vector without
-    keys and shares.
-    """
-    if summed and "params" in content:
-        return 8 * (sum(entry.numel() for entry in content.params.values()) + 1)
-    return content.nbytes

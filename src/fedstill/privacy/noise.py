@@ -13,7 +13,7 @@ neighbourhood: training does not bound what one example can change.
 
 At a real site noise comes from the operating system's generator, and nobody can draw it again. A
 site adds noise to one answer a stage: the same request gets the kept answer, and another request
-none (``flower/site_storage.py``). In a simulation noise is drawn by key from the run's seed, so
+none (``privacy/site_guards.py``). In a simulation noise is drawn by key from the run's seed, so
 that a resumed run has the same bits. Who knows the seed can subtract it: there, an epsilon says
 what the same run on real sites would cost.
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core import trees
 from fedstill.core.errors import BadPayload, FedstillError, TooFewReplies
-from fedstill.core.extensions import Engine, Exchanges
+from fedstill.core.extensions import Engine, Event, Exchanges, Fields, Observer
 from fedstill.core.files import write_whole
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, Tensors
 from fedstill.core.reports import OWN
+from fedstill.core.results import StageResult
 from fedstill.core.screen import of_other_stage
 from fedstill.core.work import ClientWork
 from fedstill.privacy.masking import TIMES, Masking
@@ -34,6 +35,37 @@ from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY, SEED, Masks, demand_key
 from fedstill.privacy.protocol import PUBLIC, SEALED, Sum, Summand, unmasked
 from fedstill.privacy.sum_steps import PREFIX, UNREAD, as_bytes, byte_tensors, question
+from fedstill.running.extensions import Extensions
+from fedstill.running.preparation import Prepared
+
+BYTES_OF_ENTRY = 8
+"""Of an entry of a masked vector."""
+
+
+def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
+    """Secure sums in a run whose config asks for them; ``folder``: the run's directory."""
+    settings = prepared.settings
+    if not settings.table(Privacy).secure_sum:
+        return Extensions()
+    return Extensions(
+        middleware=(lambda engine: with_masking(engine, settings, folder),),
+        observers=(MaskedBytes(),),
+    )
+
+
+@dataclass(frozen=True)
+class MaskedBytes(Observer):
+    """Counts the bytes of masked models, without keys and shares."""
+
+    def client_fields(self, event: Event, result: StageResult) -> Fields:
+        """``bytes_up`` of an accepted reply: of the masked vector that the client sent."""
+        if "bytes_up" not in event:
+            return {}
+        content = result.contents[event["client"]]
+        if "params" not in content:
+            return {"bytes_up": content.nbytes}
+        entries = sum(entry.numel() for entry in content.params.values())
+        return {"bytes_up": BYTES_OF_ENTRY * (entries + 1)}
 
 
 def with_masking(engine: Engine, settings: Settings, folder: Path | None = None) -> Engine:

@@ -15,10 +15,8 @@ from fedstill.core.extensions import SiteGuard, SiteRequest
 from fedstill.core.files import write_secret
 from fedstill.core.records import Plan, Reply, Stage
 from fedstill.core.work import ClientWork
-from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
-from fedstill.privacy.site_sums import SiteSums, SumNotes
 from fedstill.running.data_sums import SumUp, sums_of_run, sums_stage
 from fedstill.running.preparation import Prepared
 
@@ -27,12 +25,11 @@ NOISED = "noised"
 
 
 def site_guards(prepared: Prepared, folder: Path) -> tuple[SiteGuard, ...]:
-    """The guards that a site needs for the config that it accepted.
+    """The guards of a site's privacy, for the config that it accepted.
 
     ``folder``: the client's folder of the run, where the guards keep their notes.
     """
-    settings = prepared.settings
-    privacy = settings.table(Privacy)
+    privacy = prepared.settings.table(Privacy)
     notes = NoiseNotes(folder)
     # A stage that has noise stays answered, even if the server now sends a config without noise.
     guards: list[SiteGuard] = [OneNoisedAnswer(notes)]
@@ -40,9 +37,6 @@ def site_guards(prepared: Prepared, folder: Path) -> tuple[SiteGuard, ...]:
         guards.append(UploadGuard(prepared, notes))
     if privacy.trains:
         guards.append(TrainingGuard(prepared, notes))
-    masking = Masking.of(privacy, settings.method)
-    if masking is not None:
-        guards.append(SiteSums(masking, prepared.world, SumNotes(folder)))
     return tuple(guards)
 
 

@@ -22,6 +22,7 @@ from fedstill.core.extensions import SiteGuard, SiteRequest
 from fedstill.core.files import make_folder, write_secret
 from fedstill.core.records import Payload, Reply, Stage, World
 from fedstill.privacy.masking import TIMES, Masking
+from fedstill.privacy.noise import Privacy
 from fedstill.privacy.protocol import PUBLIC, SEALED, Summand
 from fedstill.privacy.sum_steps import (
     PREFIX,
@@ -35,12 +36,25 @@ from fedstill.privacy.sum_steps import (
     plain_payload,
 )
 from fedstill.running.data_sums import sums_stage
+from fedstill.running.preparation import Prepared
 
 UNDER_WAY = "secure-sum"
 """The file in a client's folder about the sum that is under way."""
 
 REVEALED = "secure-sums"
 """The file in a client's folder with the clients left in each sum of which shares were revealed."""
+
+
+def site_guards(prepared: Prepared, folder: Path) -> tuple[SiteGuard, ...]:
+    """The guard of a site's model, if the config that it accepted asks for secure sums.
+
+    ``folder``: the client's folder of the run, where the guard keeps its notes.
+    """
+    settings = prepared.settings
+    masking = Masking.of(settings.table(Privacy), settings.method)
+    if masking is None:
+        return ()
+    return (SiteSums(masking, prepared.world, SumNotes(folder)),)
 
 
 @dataclass(frozen=True)
