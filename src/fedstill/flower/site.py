@@ -6,8 +6,9 @@ What a capability protects there is in its guards (``core.extensions.SiteGuard``
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from filelock import FileLock
 
@@ -83,15 +84,24 @@ class Clerk:
             return visit.answer(request)
 
     def _ready(self, request: Request) -> Ready:
-        key = f"{request.sha} {digest(repr(sorted(request.facts.items())).encode())}"
+        """The run of a request. It is prepared now unless it was for an earlier request, with the
+        data of the same task.
+        """
         self._check(request)
-        there, round = self.ready.get(key), request.stage.round
-        if there is None or not there.serves(round, request.client):
-            settings = self._settings(request) if there is None else there.settings
-            there = self.ready[key] = self._prepare(settings, Facts.of(request.facts), round)
-        return there
+        facts_digest = digest(repr(sorted(request.facts.items())).encode())
+        key = f"{request.sha} {facts_digest}"
+        round = request.stage.round
+
+        ready = self.ready.get(key)
+        if ready is None:
+            ready = self._prepare(self._settings(request), Facts.of(request.facts), round)
+        elif not ready.serves(round, request.client):
+            ready = self._prepare(ready.settings, Facts.of(request.facts), round)
+        self.ready[key] = ready
+        return ready
 
     def _check(self, request: Request) -> None:
+        """Raises Refused for another version, or a configuration that the site has not accepted."""
         if request.version != VERSION:
             raise Refused(
                 f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install "
@@ -102,30 +112,23 @@ class Clerk:
         if self.site.accept is not None and request.sha not in self.site.accept:
             raise Refused(
                 f"this site has not accepted the configuration {request.sha}: its operator adds "
-                "that to accept in "
-                "site.toml"
+                "that to accept in site.toml"
             )
 
     def _settings(self, request: Request) -> Settings:
+        """The settings of a request; raises Refused for code, files and measures that the site does
+        not allow.
+        """
         try:
             tree = tomllib.loads(request.config)
         except (ValueError, RecursionError) as error:
             raise Refused(f"the configuration is not TOML: {error}") from error
-        for name in code_in(tree):
-            if name not in self.site.imports:
-                raise Refused(
-                    f"the configuration names code, {name!r}, that this site does not list under "
-                    "imports"
-                )
+        # Resolving the settings imports the code that they name, so this comes first.
+        self._check_code(tree)
         settings = settle(from_tree(tree, {}, None))
-        in_memory = settings.on_sites or self.dataset is not None
-        for name in () if in_memory else files_in(tree):
-            if name not in self.site.files:
-                raise Refused(
-                    f"the configuration has this site read {name!r}, which its site.toml does not "
-                    "list under files: a "
-                    "trial is on data sets by their names; or set flower.data = 'sites'"
-                )
+
+        if not settings.on_sites and self.dataset is None:
+            self._check_files(tree)
         if settings.toml != request.config:
             raise Refused(
                 "the configuration resolves to other values at this site: install the same versions"
@@ -135,7 +138,27 @@ class Clerk:
                 raise Refused(f"this site takes part in no run with the measure {measure!r}")
         return settings
 
+    def _check_code(self, tree: Mapping[str, Any]) -> None:
+        """Raises Refused for a configuration that names code which the site does not list."""
+        for name in code_in(tree):
+            if name not in self.site.imports:
+                raise Refused(
+                    f"the configuration names code, {name!r}, that this site does not list under "
+                    "imports"
+                )
+
+    def _check_files(self, tree: Mapping[str, Any]) -> None:
+        """Raises Refused for a configuration that reads files which the site does not list."""
+        for name in files_in(tree):
+            if name not in self.site.files:
+                raise Refused(
+                    f"the configuration has this site read {name!r}, which its site.toml does not "
+                    "list under files: a trial is on data sets by their names; or set "
+                    "flower.data = 'sites'"
+                )
+
     def _prepare(self, settings: Settings, facts: Facts, round: int) -> Ready:
+        """A run on the site's own data, or in a trial on its part of the run's data."""
         site = self.site
         if not settings.on_sites:
             if site.data:

@@ -14,6 +14,9 @@ from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
 from fedstill.core.records import NOTHING, Payload, Stage
 from fedstill.flower.messages import Request, SiteReply, Version
 
+_GROUP = "up "
+"""In a file of a reply, the names of the reply's groups begin with it."""
+
 KEPT = 2
 """How many stages' memories and replies are kept, beside the memory that counts."""
 
@@ -62,37 +65,48 @@ class Desk:
             note = json.loads(str(stored["note"]))
             if note["request"] != request.digest():
                 return None
-            content = Payload({k.removeprefix("up "): g for k, g in stored.items() if k != "note"})
-            answer = SiteReply.of(str(note["answer"]), content)
+            groups = {
+                name.removeprefix(_GROUP): group
+                for name, group in stored.items()
+                if name.startswith(_GROUP)
+            }
+            answer = SiteReply.of(str(note["answer"]), Payload(groups))
             self.remembered(answer.memory)
         except (OSError, FedstillError, ValueError, KeyError, TypeError):
             return None
         return answer
 
     def keep(self, request: Request, answer: SiteReply, client_state: Payload) -> SiteReply:
-        """Write the memory, then the reply, then delete what is too old; the answer with its
-        memory's version.
+        """Write the client's state, then the reply, then delete what is too old.
+
+        Returns the answer with the version of the state.
         """
         make_folder(self.place)
         sweep(self.place)
         if client_state:
-            data, name = encode(client_state), _memory(self.client, request.stage)
+            data = encode(client_state)
+            name = _memory(self.client, request.stage)
             write_secret(self.place / name, data)
             answer = replace(answer, memory=(name, digest(data)))
         note = json.dumps({"request": request.digest(), "answer": answer.header()})
-        stored = Payload({"note": note, **{f"up {k}": g for k, g in answer.content.items()}})
+        groups = {_GROUP + name: group for name, group in answer.content.items()}
+        stored = Payload({"note": note, **groups})
         write_secret(self.place / _reply(request.stage), encode(stored))
-        self._let_go(request)
+        self._delete_old(request)
         return answer
 
-    def _let_go(self, request: Request) -> None:
-        """Delete what is too old; not what was just written, for a server that went back further
-        than ``KEPT``.
-        """
-        replies, counts = sorted(self.place.glob("*.reply")), request.memory
-        stages = {*(p.stem for p in replies[-KEPT:]), _named(request.stage)}
+    def _delete_old(self, request: Request) -> None:
+        """Delete the files of old stages, but not the memory that the request names."""
+        replies = sorted(self.place.glob("*.reply"))
+        latest = {path.stem for path in replies[-KEPT:]}
+        # A server that went back has just asked for an older stage.
+        latest.add(_named(request.stage))
+
+        current = ""
+        if request.memory is not None:
+            current, _ = request.memory
         for path in (*replies, *self.place.glob("*.safetensors")):
-            if _stage_of(path) not in stages and (counts is None or path.name != counts[0]):
+            if _stage_of(path) not in latest and path.name != current:
                 remove(path)
 
 
