@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedstill.core.capabilities import Need
 from fedstill.core.census import CensusChecks, CensusStages
 from fedstill.core.codec import decode, encode
 from fedstill.core.method import Method
@@ -84,7 +85,7 @@ def test_a_client_that_said_it_has_nothing_claims_no_more_than_the_largest() -> 
     replies = [Reply(c, Payload(), n, {}, 1, 0) for c, n in claims.items()]
 
     def screened(counts: torch.Tensor) -> tuple[list[Reply], list[Refusal]]:
-        state, needs = State({}, Payload(labels=counts)), frozenset({"label_counts"})
+        state, needs = State({}, Payload(labels=counts)), Need.LABEL_COUNTS
         census = CensusChecks(Rules().max_examples)
         return screen(
             lambda _: Payload(),

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedstill.core.capabilities import Need
 from fedstill.core.census import CensusChecks
 from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.core.screen import MAX_EXAMPLES, MAX_STRING, Refusal, Rules, screen
@@ -215,7 +216,7 @@ def test_a_claim_is_compared_with_the_census_where_there_is_one() -> None:
     # 10 and 12 examples; client 4 gave no census
     replies = [reply(0), reply(BAD), replace(reply(4), examples=11)]
     state = State({}, Payload(labels=labels))
-    census, needs = CensusChecks(MAX_EXAMPLES), frozenset({"label_counts"})
+    census, needs = CensusChecks(MAX_EXAMPLES), Need.LABEL_COUNTS
     accepted, refused = screen(
         lambda _: EXPECTED,
         STAGE,
