@@ -47,9 +47,9 @@ def test_they_are_due_in_measured_rounds_and_wherever_clients_fit_alone() -> Non
 
 def test_parameters_are_kept_by_epoch_only_where_a_measure_wants_them() -> None:
     rounds = frozenset({2})
-    assert at_clients(measures(("epochs",)), rounds).each_epoch(TRAIN)
-    assert not at_clients(measures(("local",)), rounds).each_epoch(TRAIN)
-    assert not at_clients(measures(("epochs",)), rounds).each_epoch(
+    assert at_clients(measures(("epochs",)), rounds).keeps_epochs(TRAIN)
+    assert not at_clients(measures(("local",)), rounds).keeps_epochs(TRAIN)
+    assert not at_clients(measures(("epochs",)), rounds).keeps_epochs(
         Stage(2, 0, "distil", (0,), "public")
     )
 
@@ -113,7 +113,12 @@ def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(
     report: dict[str, Any], why: str
 ) -> None:
     ready = prepare(settle(toys.toy(measure=BUILT_IN, plan={"validation": 0.2})), toys.blobs())
-    engine = FlowerEngine(ready.engine(), Answers(report), lambda **_: None)  # type: ignore[arg-type,return-value]
+    engine = FlowerEngine(
+        ready.engine(),
+        Answers(report),  # type: ignore[arg-type]
+        lambda **_: None,  # type: ignore[arg-type,return-value]
+        measures=ready.client_measures(site=True),
+    )
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
     assert re.search(why, reply.failure) if why else reply.failure == "", reply.failure
 

@@ -13,7 +13,6 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.records import Payload, Reply, Stage
 from fedstill.core.work import ClientWork
-from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.pooled import PooledEngine
 from fedstill.flower.engine import FlowerEngine
 from fedstill.running.preparation import Prepared, prepare
@@ -44,7 +43,7 @@ def test_a_copy_differs_in_what_was_said_and_shares_no_threads(name: str) -> Non
     longer = replace(
         prepared.world, plans={"train": replace(prepared.world.plans["train"], epochs=6)}
     )
-    copy = replace(engine, world=longer, measures=ClientMeasures())
+    copy = replace(engine, world=longer, hooks=())
     assert type(copy) is type(engine)
     assert copy.memory is engine.memory
     theirs = replies(copy, prepared)
@@ -57,7 +56,9 @@ def test_a_copy_differs_in_what_was_said_and_shares_no_threads(name: str) -> Non
         assert copy._pool is not engine._pool
     copy.close()
     ours = replies(engine, prepared)
-    assert [(r.failure, r.metrics["epochs"]) for r in ours] == [("", 4)] * 6
+    assert [(r.failure, r.metrics["epochs"]) for r in ours] == [
+        ("", prepared.world.plans["train"].epochs)
+    ] * 6
     engine.close()
 
 
@@ -66,8 +67,8 @@ def test_a_flower_engine_is_copied_with_the_engine_of_the_servers_stages() -> No
     here = prepared.engine()
     engine = FlowerEngine(here, None, None)  # type: ignore[arg-type]  # nothing is asked of clients
     engine._held[3] = ("file", "sha")
-    copy = replace(engine, here=replace(here, measures=ClientMeasures()))
-    assert copy.here.measures == ClientMeasures()
-    assert here.measures.rounds
+    copy = replace(engine, here=replace(here, hooks=()))
+    assert copy.here.hooks == ()
+    assert here.hooks
     assert copy.memory is engine.memory
     assert copy._held == {}, "a stage that is under way belongs to the engine that began it"
