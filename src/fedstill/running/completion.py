@@ -61,7 +61,7 @@ class Collected:
     result: StageResult
 
 
-def collect_sums(prepared: Prepared, engine: RunEngine, context: RunContext) -> Collected | None:
+def complete(prepared: Prepared, engine: RunEngine, context: RunContext) -> Collected | None:
     """Ask real sites for the sums of their data, if these scale the run's data, and prepare the run
     again with the mean and spread that they make; None if the run needs no sums.
     """

@@ -20,7 +20,7 @@ from fedstill.core.rounds import RunContext, run_round
 from fedstill.core.user_code import returned
 from fedstill.engines.serial import SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Restored
-from fedstill.running.completion import collect_sums, engine_of, identity_of
+from fedstill.running.completion import complete, engine_of, identity_of
 from fedstill.running.context import run_context
 from fedstill.running.evaluation import Evaluation, evaluated_answers
 from fedstill.running.extensions import run_extensions
@@ -121,7 +121,7 @@ class Driver:
         """The state before round 1, of a new run."""
         self.journal.cut(START)
         self.recorder.cut(0, 0)
-        sums = self._collect_sums()
+        preliminary = self._complete_preparation()
         method, world = self.context.method, self.context.world
         with in_hook(method, "initial_state", "before round 1"):
             state = returned(method.initial_state(world), State, method.initial_state, "a State")
@@ -131,8 +131,8 @@ class Driver:
         with self._evaluation_draws(0):
             accuracies, predictors = self._evaluate(state, 0)
             self.recorder.initial(accuracies, predictors)
-        if sums is not None:
-            self.recorder.append_client_events(sums)
+        if preliminary is not None:
+            self.recorder.append_client_events(preliminary)
 
         stages = self.context.schedule(0, world)
         if stages:
@@ -140,12 +140,13 @@ class Driver:
         self.recorder.save(state)
         return state
 
-    def _collect_sums(self) -> StageResult | None:
-        """The stage in which clients sent what the data are scaled by, if the run has one.
+    def _complete_preparation(self) -> StageResult | None:
+        """Ask clients for what the data cannot be prepared without, and return the result of that
+        stage, if the run has one.
 
-        It comes first, so that the journal's first event has the scale.
+        It comes first, so that the journal's first event describes the data as they are used.
         """
-        collected = collect_sums(self.prepared, self.engine, self.context)
+        collected = complete(self.prepared, self.engine, self.context)
         if collected is None:
             return None
         self.engine = collected.engine
