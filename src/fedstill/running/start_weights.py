@@ -47,7 +47,7 @@ STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 """Where training programs put the state dict, in a checkpoint that holds more."""
 
 REMEDY = "write torch.save(model.state_dict(), PATH)"
-"""What makes a file that can be read: with tensors, never a pickle of anything else."""
+"""What makes a file that can be read: a dictionary of tensors, and no other Python object."""
 
 PARALLEL_PREFIX = "module."
 """What torch's DataParallel puts before each name."""
