@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -178,6 +179,45 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
     assert passing(tmp_path / "test_my_measures.py") == 2
+
+
+def add_package(page: str, folder: Path) -> int:
+    """Write the package that a page shows, and run its tests and its commands in a child process.
+
+    Returns how many tests passed; none may fail.
+    """
+    commands = []
+    for kind, title, text in blocks(page):
+        if kind == "console":
+            commands += [line.removeprefix("$ fedstill ") for line in text.splitlines()]
+        elif title:
+            path = folder / title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    program = Path(__file__).with_name("with_a_shown_package.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder), *commands],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    return int(passed[1])
+
+
+def test_an_observer_is_added_as_the_page_says(tmp_path: Path) -> None:
+    assert add_package("add_an_observer.md", tmp_path) == 2
+
+
+@pytest.mark.uses("flower")
+def test_a_client_hook_is_added_as_the_page_says(tmp_path: Path) -> None:
+    assert add_package("add_a_client_hook.md", tmp_path) == 4
+    events = read_journal(tmp_path / "rounded" / "journal.jsonl")
+    errors = [event["rounding_error"] for event in events if event["event"] == "client"]
+    assert len(errors) == 8
+    assert all(error > 0 for error in errors)
 
 
 def test_a_data_set_is_added_as_the_page_says(
