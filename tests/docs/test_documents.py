@@ -194,7 +194,7 @@ def add_package(page: str, folder: Path) -> int:
             path = folder / title
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    program = Path(__file__).with_name("with_a_shown_package.py")
+    program = Path(__file__).with_name("with_page_package.py")
     done = subprocess.run(
         [sys.executable, str(program), str(folder), *commands],
         cwd=folder,

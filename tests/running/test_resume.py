@@ -179,6 +179,10 @@ CUTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda b: b + b'{"event":"task"}\n',
         "it ends in the event 'task', and not in 'round'",
     ),
+    "a client": (
+        lambda b: b + b'{"event":"client"}\n',
+        "it ends in the event 'client', and not in 'round'",
+    ),
     "half": (lambda b: b + b'{"event":"ta', "half a line"),
 }
 
@@ -196,6 +200,13 @@ def test_a_finished_run_whose_journal_is_not_what_was_written_is_refused(
             match=rf"journal\.jsonl is not what was written: .*{why}.*; restore the file",
         ):
             read(ended)
+
+
+def test_the_journal_of_a_finished_run_may_end_in_an_event_of_an_observer(ended: Path) -> None:
+    journal = ended / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'{"event":"update","round":2}\n')
+    assert resume(ended).history[-1]["round"] == 2
+    assert len(read_run(ended).rounds) == 2
 
 
 def test_a_finished_run_whose_journal_is_gone_is_not_left_out_of_a_report(ended: Path) -> None:

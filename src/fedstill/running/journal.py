@@ -24,6 +24,9 @@ log = logging.getLogger("fedstill.journal")
 
 Event = dict[str, Any]
 
+RUN_EVENTS = frozenset({"start", "initial", "client", "measure", "round", "task", "resumed"})
+"""The events that runs have without outer packages, whose observers may add others."""
+
 VERSIONS = ("fedstill", "torch", "numpy", "python", "card")
 """What of the event ``start`` says with what a run was made; the card, where it trained on one."""
 

@@ -47,6 +47,7 @@ from fedstill.engines.precision import card_named
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import (
     CONFIG_SEAL,
+    RUN_EVENTS,
     VERSIONS,
     Event,
     Journal,
@@ -505,7 +506,7 @@ def check_journal_end(folder: Path, events: Sequence[Event]) -> None:
     """Raise CorruptFile for the journal of a finished run that lacks its end.
 
     events: the journal's. The journal of an unfinished run may end anywhere, even in half a line;
-    that of a finished run ends in its last round or task.
+    that of a finished run ends in its last round or task, and events of packages' observers.
     """
     if not is_finished(folder):
         return
@@ -546,7 +547,9 @@ def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
     accuracy = rounds[-1].get("accuracy") if rounds else None
     if accuracy != summary.get("accuracy", accuracy):
         return f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
+    # Packages' observers may add events after a round's.
+    run_events = [event["event"] for event in events if event["event"] in RUN_EVENTS]
     end = "task" if "final_accuracy" in summary else "round"
-    if rounds and events[-1]["event"] != end:
-        return f"it ends in the event {events[-1]['event']!r}, and not in {end!r}"
+    if rounds and run_events[-1] != end:
+        return f"it ends in the event {run_events[-1]!r}, and not in {end!r}"
     return ""

@@ -1,7 +1,7 @@
 """Runs the tests and commands of a page that adds a package to fedstill.
 
 A program for a child process, because fedstill reads the manifest's config tables when it is
-imported: ``python with_a_shown_package.py FOLDER [COMMAND ...]``. The folder holds the files that
+imported: ``python with_page_package.py FOLDER [COMMAND ...]``. The folder holds the files that
 the page shows; ``src/fedstill/manifest.py`` there is the package's entry alone. Each command is one
 argument.
 """
@@ -23,7 +23,9 @@ from fedstill import manifest
 def add_package(source: Path) -> None:
     """Make a package in another folder a package of fedstill, as its entry says."""
     entry = (source / "manifest.py").read_text(encoding="utf-8")
-    package = eval(entry, vars(manifest))
+    space = dict(vars(manifest))
+    exec(compile(f"package = {entry}", "manifest.py", "exec"), space)
+    package = space["package"]
     fedstill.__path__.append(str(source))
     manifest.PACKAGES = (*manifest.PACKAGES, package)
     manifest.installed.cache_clear()
