@@ -257,9 +257,10 @@ def _as_without_blocks() -> list[AbstractContextManager[object]]:
 @contextmanager
 def _small_numbers() -> Iterator[None]:
     """Numbers too small for all digits of a float are not taken for zero."""
-    smallest = torch.tensor(torch.finfo(torch.float32).smallest_normal, dtype=torch.float32)
-    flushed = not bool(smallest / 2)
-    if not flushed:
+    # NumPy computes under the same flag of the processor as torch, and is not traced.
+    smallest = np.finfo(np.float32).smallest_normal
+    is_flushed = smallest / np.float32(2) == 0
+    if not is_flushed:
         yield
         return
     torch.set_flush_denormal(False)
