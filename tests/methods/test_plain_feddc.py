@@ -94,7 +94,9 @@ def test_without_gradients_it_is_feddyn() -> None:
     """Its linear term is that of the drift, and the server's h the sum of drifts."""
     ready = ready_for({"name": "feddc", "alpha": 0.3}, rounds=3, **EVEN)
     assert {len(p) for p in ready.sites.split.tensors()} == {25}
-    alone = replace(ready, settings=replace(ready.settings, method=WithoutGradients(alpha=0.3)))
+    method = WithoutGradients(alpha=0.3)
+    schedule = replace(ready.settings.schedule, method=method)
+    alone = replace(ready, settings=replace(ready.settings, method=method, schedule=schedule))
     ours, dyn = (
         drive(alone)[0],
         drive(ready_for({"name": "feddyn", "alpha": 0.3}, rounds=3, **EVEN))[0],

@@ -312,7 +312,7 @@ def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path
         server=at_the_server("payload_for_client", "return None"),
         topology={"kind": "sequential", "clients": 3},
     )
-    with pytest.raises(MethodFailed, match=r"Mine\.down"):
+    with pytest.raises(MethodFailed, match=r"Mine\.payload_for_client"):
         run(chain, tmp_path / "chain", toys.blobs())
 
 
