@@ -63,7 +63,7 @@ class OuterPackage:
     ``world_extensions``: ``(settings, world, label_counts)``, which return a run's world with what
     the package adds to it; ``label_counts()`` gives (clients, C), or (0, C) where they are unknown.
     ``arrivals``: ``(settings)``, which return how the clients' data grow with the rounds
-    (``data.arrival.Arrival``), or None.
+    (``data.views.Arrival``), or None.
     ``sums``: ``(settings, about, shape)``, which return what clients send of their sums
     (``running.data_sums.SumUp``), or None for plain sums.
     ``run_extensions``: ``(prepared, folder)``, which return a run's hooks, middleware and observers
@@ -139,7 +139,7 @@ PACKAGES = (
                 "reproduce",
                 "Run a paper's table or figure, going on where it stopped, and print ours beside "
                 "the paper's; no name: list them.",
-                "fedstill.benchmark.reproduce_command:reproduce",
+                "fedstill.benchmark.reproduction:reproduce",
             ),
         ),
         explanations=(
@@ -193,7 +193,7 @@ PACKAGES = (
             Part(
                 "privacy",
                 "Refuses a config that would have nothing to protect, or could not.",
-                "fedstill.privacy.config_check:check_config",
+                "fedstill.privacy.noise:check_config",
             ),
         ),
         compatibility_rules=(
@@ -256,7 +256,7 @@ PACKAGES = (
                 "query",
                 "Let one client of a finished local run ask its peers for classes; show what it "
                 "gains and forgets, and from whom.",
-                "fedstill.querying.commands:query",
+                "fedstill.querying.terminal:query",
             ),
         ),
         config_tables=(

@@ -27,7 +27,7 @@ from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage
 from fedstill.measures.contributions import Contributions
-from fedstill.running.later_looks import LATER_LOOKS, add_looks, looks_of
+from fedstill.running.journal import LATER_LOOKS, add_looks, looks_of
 from fedstill.running.replay import Replay, Without, unchanged
 
 CONFIG = """

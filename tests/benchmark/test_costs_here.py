@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.benchmark import costs
-from fedstill.benchmark.costs import MEAN_METHOD, START, Seconds
+from fedstill.benchmark import competing
+from fedstill.benchmark.competing import MEAN_METHOD, START, Seconds
 from fedstill.benchmark.entries import entries_below, read_entry
 from fedstill.benchmark.suites import Suite, load_suite, suite_names
 from fedstill.benchmark.terminal import shipped_rows
@@ -30,18 +30,18 @@ def test_minutes_are_the_arithmetic_of_all_runs(
     mean = MEAN_METHOD["space"]
     even, joint = (START + 2 * (mean * (s * 0.5 + n * 0.01) + 0.25) for s, n in ((4, 60), (6, 120)))
     rows = ("FedAvg", "FedNTD", "joint")
-    assert [costs._of_run(suite, (row, "even"), EACH) for row in rows] == pytest.approx(
+    assert [competing._of_run(suite, (row, "even"), EACH) for row in rows] == pytest.approx(
         [even, even, joint]
     )
-    uneven = [costs._of_run(suite, (row, "uneven"), EACH) for row in rows]
-    monkeypatch.setattr(costs, "seconds_here", lambda tier: EACH)
-    test, choose = costs.core_minutes(suite)
+    uneven = [competing._of_run(suite, (row, "uneven"), EACH) for row in rows]
+    monkeypatch.setattr(competing, "seconds_here", lambda tier: EACH)
+    test, choose = competing.core_minutes(suite)
     assert test == pytest.approx(5 * (2 * even + joint + sum(uneven)) / 60)
-    tried = [costs._of_run(suite, (row, "uneven"), EACH, True) for row in rows[:2]]
+    tried = [competing._of_run(suite, (row, "uneven"), EACH, True) for row in rows[:2]]
     assert all(one < whole for one, whole in zip(tried, uneven, strict=False)), "half the rounds"
     assert choose == pytest.approx(3 * 2 * sum(tried) / 60), "two tries of each"
     both = replace(suite, there=suite)
-    assert costs.core_minutes(both) == (test, 0), "another suite chooses"
+    assert competing.core_minutes(both) == (test, 0), "another suite chooses"
 
 
 def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> None:
@@ -51,7 +51,7 @@ def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> Non
     suite = load_suite("digits-public")
     whole, tried = (
         {
-            row: costs._of_run(suite, (row, suite.column), EACH, trial)
+            row: competing._of_run(suite, (row, suite.column), EACH, trial)
             for row in ("local only", "joint")
         }
         for trial in (False, True)
@@ -83,7 +83,7 @@ def test_steps_are_those_of_the_journals_that_ship(name: str, row: str, column: 
     ready = prepare(variant.settings)
     rounds = range(1, variant.settings.rounds + 1)
     stages = [stage for number in rounds for stage in ready.settings.schedule(number, ready.world)]
-    counted = sum(costs.trained_in(ready, stage)[0] for stage in stages)
+    counted = sum(competing.trained_in(ready, stage)[0] for stage in stages)
     entries = (read_entry(place) for place in entries_below(RESULTS / f"{name}.runs.tar.xz"))
     entry = next(one for one in entries if one.row == row)
     events = read_journal(entry.run(column, 0) / "journal.jsonl")
@@ -102,7 +102,7 @@ def test_a_suite_takes_what_its_entries_took_as_fast_as_their_fedavg(name: str) 
     }
     base = "FedAvg" if "FedAvg" in suite.competing else suite.floor
     steps = {
-        cell: costs._of_run(suite, cell, Seconds(1.0, 0.0, 0.0)) - START
+        cell: competing._of_run(suite, cell, Seconds(1.0, 0.0, 0.0)) - START
         for cell in suite.recipe.cells()
     }
     once = sum(steps[base, column] for column in suite.columns(base)) / MEAN_METHOD[suite.track]
@@ -111,11 +111,11 @@ def test_a_suite_takes_what_its_entries_took_as_fast_as_their_fedavg(name: str) 
 
 def test_a_timed_rounds_steps_and_examples_are_its_own(suite: Suite) -> None:
     """A batch as large as a client makes one step of it, and the examples are the same."""
-    small, large = (costs._timed(suite, batch) for batch in (1, 1000))
+    small, large = (competing._timed(suite, batch) for batch in (1, 1000))
     assert small.steps == small.examples == large.examples, "an epoch in steps of one example"
     assert large.steps == 6, "two clients in each of three rounds"
     assert small.training > 0
     assert large.rest > 0
-    costs.seconds_here.cache_clear()
-    assert all(math.isfinite(v) and v >= 0 for v in costs.seconds_here("digits"))
-    costs.seconds_here.cache_clear()
+    competing.seconds_here.cache_clear()
+    assert all(math.isfinite(v) and v >= 0 for v in competing.seconds_here("digits"))
+    competing.seconds_here.cache_clear()

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import tiny_ranking
-from fedstill.benchmark.checking import checked_entry
+from fedstill.benchmark.checking import _first_rounds, checked_entry, drawn_places, replayed
 from fedstill.benchmark.entries import LARGEST, Entered
-from fedstill.benchmark.replay import _first_rounds, drawn_places, replayed
 from fedstill.benchmark.suites import Suite, load_suite
 from fedstill.core.files import digest
 from forged_entries import refusals, told

@@ -15,10 +15,10 @@ import pytest
 
 import forged_entries
 import tiny_ranking
-from fedstill.benchmark import replay as replaying
+from fedstill.benchmark import checking
+from fedstill.benchmark.checking import drawn_places
 from fedstill.benchmark.competing import compete
 from fedstill.benchmark.entries import Entered, read_entry
-from fedstill.benchmark.replay import drawn_places
 from fedstill.benchmark.scoring import Do
 from fedstill.benchmark.suites import Suite
 from fedstill.benchmark.terminal import ReplayRequest, check_one
@@ -192,7 +192,7 @@ def test_one_outlier_lowers_the_level_and_hides_no_other_number(
     assert good
     assert "replayed here: outliers" in printed
     forged(entry, only_the_last_round)
-    (verdict,) = replaying.replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do)
+    (verdict,) = checking.replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do)
     assert verdict.level == "disagrees"
     assert any(line.startswith("round 2: accuracy is ") for line in verdict.problems)
     assert any(line.startswith("the score: accuracy is ") for line in verdict.problems)
@@ -208,13 +208,13 @@ class ShippedRun:
     rounds: int
 
 
-def compared_with(entry: Entered, honest: Path, run: ShippedRun) -> replaying.Replay:
+def compared_with(entry: Entered, honest: Path, run: ShippedRun) -> checking.Replay:
     """The comparison of a run of an entry with an honest one in the place of its repetitions."""
     entered, replayed = (
-        replaying.comparable_events(folder / run.place, run.rounds)
+        checking.comparable_events(folder / run.place, run.rounds)
         for folder in (entry.folder, honest)
     )
-    return replaying.compared(run.place, entered, [replayed], run.rounds)
+    return checking.compared(run.place, entered, [replayed], run.rounds)
 
 
 def right_at_task_ends(events: Events) -> None:
@@ -273,7 +273,7 @@ def test_task_ends_in_another_order_have_other_bits(tmp_path: Path) -> None:
     """Then the last row of the matrix would be that of an earlier, easier task."""
     entry = shipped_copy("digits-time", "FedAvg", tmp_path / "entry")
     run = entry.folder / "10-permuted-tasks/seed0"
-    honest = replaying.comparable_events(run, 20)
+    honest = checking.comparable_events(run, 20)
     forged(
         entry,
         lambda events: (
@@ -281,7 +281,7 @@ def test_task_ends_in_another_order_have_other_bits(tmp_path: Path) -> None:
             + [e for e in events if e["event"] == "task"]
         ),
     )
-    assert replaying.comparable_events(run, 20) != honest
+    assert checking.comparable_events(run, 20) != honest
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
     assert refusals(entry.folder) == [], "a run that diverged looks like this"
     for processor in ("AMD EPYC", entry.made["processor"]):
         made_on(entry, processor)
-        (verdict,) = replaying.replayed(read_entry(entry.folder), [("even", 0)], do)
+        (verdict,) = checking.replayed(read_entry(entry.folder), [("even", 0)], do)
         assert verdict.level == "disagrees"
     path = entry.folder / "even/seed0/journal.jsonl"
     lines = path.read_text().splitlines(keepends=True)

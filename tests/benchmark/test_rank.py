@@ -14,9 +14,9 @@ import pytest
 
 import forged_entries
 import tiny_ranking
+from fedstill.benchmark import checking, suites, terminal
 from fedstill.benchmark import maps as map_file
 from fedstill.benchmark import maps as where
-from fedstill.benchmark import replay, suites, terminal
 from fedstill.benchmark.entries import read_entry
 from fedstill.cli import call
 from fedstill.core.errors import DataAbsent
@@ -213,7 +213,7 @@ def test_an_entry_whose_data_are_not_here_is_not_refused(
     def absent(*_: object, **__: object) -> None:
         raise DataAbsent("dataset 'digits' is not here: FEDSTILL_DATA is not set")
 
-    monkeypatch.setattr(replay, "read_data", absent)
+    monkeypatch.setattr(checking, "read_data", absent)
     capsys.readouterr()
     assert call(["rank", "check", "out/entries/digits-space/fedavg"]) == 0
     capsys.readouterr()

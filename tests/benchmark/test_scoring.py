@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tiny_ranking
+from fedstill.benchmark.checking import replayed
 from fedstill.benchmark.competing import (
     choice_of,
     choose_fields,
@@ -24,7 +25,6 @@ from fedstill.benchmark.competing import (
     suite_at,
 )
 from fedstill.benchmark.entries import Entered, read_entry
-from fedstill.benchmark.replay import replayed
 from fedstill.benchmark.scoring import ended, matrix_of, score_of
 from fedstill.benchmark.suites import Suite
 from fedstill.config.experiment import from_tree

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.benchmark.checking import suite_of
+from fedstill.benchmark.checking import drawn_places, reached, replayed, suite_of
 from fedstill.benchmark.entries import Entered, entries_below, read_entry
-from fedstill.benchmark.replay import drawn_places, reached, replayed
 
 ENTRIES = Path(__file__).parents[2] / "results" / "rank"
 

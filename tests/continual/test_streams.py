@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fedstill.continual.classes import class_stream
-from fedstill.continual.domains import domain_stream
-from fedstill.continual.drift import drift_stream
+from fedstill.continual.domains import domain_stream, drift_stream
 from fedstill.core.errors import ConfigError
 
 LABELS = np.arange(200) % 10

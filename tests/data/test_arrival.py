@@ -13,7 +13,7 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.records import Stage
-from fedstill.data.arrival import Arrival
+from fedstill.data.views import Arrival
 from fedstill.running.preparation import Prepared, prepare
 
 LABELS = torch.arange(60) % 4

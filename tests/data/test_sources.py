@@ -21,8 +21,7 @@ from PIL import Image
 from fedstill.core.errors import ConfigError, DataError, UnknownName
 from fedstill.core.registry import lookup, names
 from fedstill.data.cache import Decoded
-from fedstill.data.sources import catalog, from_tensors, load_dataset
-from fedstill.data.sources import hub as streams
+from fedstill.data.sources import catalog, from_tensors, load_dataset, loader
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.verify import sums
 
@@ -325,7 +324,7 @@ def test_the_hub_is_read_once(root, monkeypatch):
     write_parquet(path, images, labels, ["a", "b", "c"], image="img", label="fine_label")
     real = datasets.load_dataset
     with monkeypatch.context() as hub:
-        hub.setattr(streams, "_reach", lambda name, remedy: None)
+        hub.setattr(loader, "_reach", lambda name, remedy: None)
         hub.setattr(
             datasets,
             "load_dataset",

@@ -18,7 +18,7 @@ from fedstill.core.records import TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.methods.fml import FML, Mutual
 from fedstill.models import contract
-from fedstill.models.pair import own_of
+from fedstill.models.ensemble import own_of
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 

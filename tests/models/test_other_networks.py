@@ -16,10 +16,10 @@ from torch.func import functional_call, stack_module_state, vmap
 from double import NEAR
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import ModelSpec, Plan
+from fedstill.engines.stack import stacked
 from fedstill.engines.vectorised import why_not
 from fedstill.models import contract
 from fedstill.models.layer_chain import plain_chain, with_widths
-from fedstill.models.stacked import stacked
 
 VOCABULARY, LENGTH = 20, 12
 BLOCK = 4 * 64 * 65 + 2 * 128 + 128 * 65 + 64 * 129

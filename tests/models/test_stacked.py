@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedstill.models.stacked import stacked
+from fedstill.engines.stack import stacked
 
 CLIENTS, BATCH = 3, 4
 

@@ -19,7 +19,7 @@ from fedstill.core.records import Payload, Stage
 from fedstill.core.results import RoundResult
 from fedstill.flower.loopback import parsed, serialised
 from fedstill.privacy.budget import Budget
-from fedstill.privacy.epsilon_audit import epsilon_at_least
+from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, clip_rows, gaussian_epsilon
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare

@@ -29,7 +29,7 @@ from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage
 from fedstill.core.work import ClientWork
 from fedstill.flower.messages import Request
 from fedstill.privacy.budget import TrainingBudget, WithinBudget
-from fedstill.privacy.epsilon_audit import epsilon_at_least
+from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import (
     Private,

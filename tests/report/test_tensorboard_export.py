@@ -9,7 +9,7 @@ from run_journals import events
 
 import toys
 from fedstill.core.errors import ConfigError
-from fedstill.report.tensorboard import export, export_tensorboard
+from fedstill.report.table_files import export, export_tensorboard
 from fedstill.running import runner
 from fedstill.running.trackers import AboutRun
 

@@ -16,7 +16,7 @@ from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
 from fedstill.running.compare import make_way
 from fedstill.running.directory import clear, locked
-from fedstill.running.later_looks import add_looks
+from fedstill.running.journal import add_looks
 from fedstill.running.runner import run
 from fedstill.running.same_run import other_settings
 from fedstill.running.tables import write_run_tables

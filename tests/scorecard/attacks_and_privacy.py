@@ -18,7 +18,7 @@ from tools.what_is_sent import cells
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import FedstillError, on_one_line
 from fedstill.core.records import Payload
-from fedstill.privacy.epsilon_audit import epsilon_at_least
+from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, gaussian_epsilon
 from fedstill.privacy.private_training import training_epsilon
 from fedstill.running.journal import read_journal

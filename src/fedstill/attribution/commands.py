@@ -158,7 +158,7 @@ def _tell(
     from fedstill.measures.contributions import Contributions
     from fedstill.report import terminal
     from fedstill.report.runs import read_run
-    from fedstill.running.later_looks import add_looks, looks_of
+    from fedstill.running.journal import add_looks, looks_of
     from fedstill.running.replay import Replay
 
     told = None if exact or game else told_of(moment, looks_of(directory))

@@ -14,7 +14,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.methods.fit import FIT
 from fedstill.running import journal as journals
 from fedstill.running.directory import settings_of
-from fedstill.running.later_looks import Look
+from fedstill.running.journal import Look
 
 
 @dataclass(frozen=True)

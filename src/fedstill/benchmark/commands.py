@@ -38,7 +38,7 @@ def list_suites(*, tier: Text = "") -> int:
         tier: Only this one: digits or small. Unset, both.
     """
     from fedstill.benchmark import suites
-    from fedstill.benchmark.costs import core_minutes
+    from fedstill.benchmark.competing import core_minutes
     from fedstill.report import terminal
 
     lines = []

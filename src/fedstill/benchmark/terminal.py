@@ -12,10 +12,16 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from fedstill.benchmark.checking import checked_entry, suite_of
+from fedstill.benchmark.checking import (
+    Replay,
+    checked_entry,
+    drawn_places,
+    reached,
+    replayed,
+    suite_of,
+)
 from fedstill.benchmark.entries import Entered, entries_below, read_entry, run_place
 from fedstill.benchmark.recipes import RANKING
-from fedstill.benchmark.replay import Replay, drawn_places, reached, replayed
 from fedstill.benchmark.scoring import Do
 from fedstill.benchmark.standings import NOT_REPLAYED, RankedRow, Standings, row_of, standings
 from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite, suite_names

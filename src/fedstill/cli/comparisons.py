@@ -128,8 +128,7 @@ def report(
     from fedstill.core.errors import ConfigError
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
-    from fedstill.report.table_files import write_tables
-    from fedstill.report.tensorboard import export_tensorboard
+    from fedstill.report.table_files import export_tensorboard, write_tables
     from fedstill.running.archive import folder_of
 
     if not directories:

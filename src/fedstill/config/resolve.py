@@ -53,8 +53,8 @@ from fedstill.core.records import Plan
 from fedstill.core.schedule import Schedule
 from fedstill.core.topology import Topology
 from fedstill.core.user_code import returned
-from fedstill.data.sources.likely import likely_kind
-from fedstill.data.time_cuts import cut_times
+from fedstill.data.form import cut_times
+from fedstill.data.sources.folders import likely_kind
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, FITTING, FitStage

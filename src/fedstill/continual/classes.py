@@ -1,4 +1,4 @@
-"""Class-incremental streams: each task brings classes of its own."""
+"""Streams of classes: one task with all of them, or tasks that each bring classes of their own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER
 from fedstill.core.registry import register
 from fedstill.core.stream import Cut
+
+
+@register("stream", "none")
+def one_task(labels: NDArray[np.int64], classes: int) -> Cut:
+    """One task for the whole run: nothing comes and nothing goes."""
+    return Cut(np.zeros(len(labels), dtype=np.int64), (tuple(range(classes)),))
+
 
 Order = Literal["shuffled", "given", "legacy"]
 

@@ -19,9 +19,8 @@ from fedstill.core.files import digest, write_secret
 from fedstill.core.records import Examples
 from fedstill.core.stream import Stream
 from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import MANY
+from fedstill.data.form import MANY, tasks_of_times
 from fedstill.data.sources import load_dataset
-from fedstill.data.time_cuts import tasks_of_times
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site

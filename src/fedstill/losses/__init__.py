@@ -9,20 +9,18 @@ keep gradients out of teachers.
 from fedstill.losses.classification import adjusted_cross_entropy, cross_entropy, minority_kd
 from fedstill.losses.decoupled import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.losses.distillation import (
+    confidence_weights,
+    entropy_weights,
     kd,
     logit_error,
     masked_ce,
     masked_kl,
-    other_mse,
-    soft_cross_entropy,
-    standardize,
-)
-from fedstill.losses.multi_teacher import (
-    confidence_weights,
-    entropy_weights,
     multi_kd,
     multi_nckd,
     multi_tckd,
+    other_mse,
+    soft_cross_entropy,
+    standardize,
 )
 from fedstill.losses.penalties import model_contrast, proximal, quadratic
 

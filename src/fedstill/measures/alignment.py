@@ -1,5 +1,5 @@
-"""The measure ``alignment``: whether units of the local and the new global model still stand for
-the same classes.
+"""The measures ``alignment`` and ``units``: which classes the units of local and global models
+stand for, and whether these are still the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from torch import Tensor
 from fedstill.core.records import Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
-from fedstill.measures.base import Measure, Numbers, Room, comparable, is_global, layers
+from fedstill.measures.base import (
+    Measure,
+    Numbers,
+    Room,
+    comparable,
+    is_global,
+    layers,
+    named_models,
+)
 from fedstill.metrics.distances import alignment, preferred_classes
 from fedstill.metrics.local_models import over_clients
 
@@ -66,3 +74,36 @@ class Alignment(Measure):
     def examples(self, test: int, clients: int, own: int) -> int:
         """The test set at each local model, and at the global one before and after."""
         return test * (clients + 2)
+
+
+MODELS = 10
+
+
+@register("measure", "units")
+class Units(Measure):
+    """The preferred class of each unit of the last hidden layer, in the received, the local and the
+    new global model.
+
+    At most ten local models, at the end of the run. Source: FedNTD, figure 17.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"test", "global_model", "local_models", "features"}
+    )
+    only_last: ClassVar[bool] = True
+
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+        """(models, U) class ids."""
+        if not comparable(seen, room):
+            return None
+        preferred = {
+            name: preferred_classes(
+                layers(room, p, room.test)["features"], room.test.labels, room.world.classes
+            )
+            for name, p in named_models(seen, room, MODELS)
+        }
+        return {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}
+
+    def examples(self, test: int, clients: int, own: int) -> int:
+        """The test set at each model."""
+        return test * (min(clients, MODELS) + 2)

@@ -39,8 +39,8 @@ from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
+from fedstill.models.ensemble import own_of
 from fedstill.models.functional import run_part
-from fedstill.models.pair import own_of
 
 
 @method("fml")

@@ -13,7 +13,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import SERVER
-from fedstill.data.arrival import Arrival
+from fedstill.data.views import Arrival
 from fedstill.methods.fit import FIT, Fit, Queries, anyone_asks, queries_of
 from fedstill.querying.queries import (
     Asking,

@@ -20,7 +20,7 @@ from fedstill.core.fields import (
     Typed,
     read_record,
 )
-from fedstill.data.arrival import Order
+from fedstill.data.views import Order
 from fedstill.querying.queries import Trigger
 
 

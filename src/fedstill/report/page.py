@@ -14,14 +14,13 @@ from fedstill import manifest
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import PAGE, as_named, refuse_other_kind, write_over
 from fedstill.report import figures as heatmaps
-from fedstill.report.chain import chain
 from fedstill.report.clients import clients
 from fedstill.report.costs import megabytes, seconds_by_measure, seconds_by_phase, targets
 from fedstill.report.data_split import data_section, heterogeneity, sensitivity, split_section
 from fedstill.report.features import boundaries, joint, sphere, tsne, units
 from fedstill.report.figures import PERCENT, Style, lines, over_seconds
 from fedstill.report.groups import UNSET, Group, differing, groups, method_of, said, split_of
-from fedstill.report.knowledge import epochs, knowledge, measured
+from fedstill.report.knowledge import chain, epochs, knowledge, measured
 from fedstill.report.leaks import leaks
 from fedstill.report.markup import (
     Cell,

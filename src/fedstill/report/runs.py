@@ -17,8 +17,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.data.client_split import LabelCounts
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
-from fedstill.running.journal import Event
-from fedstill.running.later_looks import with_later_looks
+from fedstill.running.journal import Event, with_later_looks
 from fedstill.running.same_run import check_config, check_journal_end
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 

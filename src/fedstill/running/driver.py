@@ -20,7 +20,6 @@ from fedstill.core.rounds import RunContext, run_round
 from fedstill.core.user_code import returned
 from fedstill.engines.serial import SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Restored
-from fedstill.running.completion import complete, engine_of, identity_of
 from fedstill.running.context import run_context
 from fedstill.running.evaluation import Evaluation, evaluated_answers
 from fedstill.running.extensions import run_extensions
@@ -29,7 +28,7 @@ from fedstill.running.observers import seconds_by_measure
 from fedstill.running.preparation import Prepared
 from fedstill.running.progress import OnRound, Progress, Quiet
 from fedstill.running.recording import RunRecorder, data_fields, examples_seal, run_observers
-from fedstill.running.remote import RunEngine
+from fedstill.running.remote import RunEngine, complete, engine_of, identity_of
 from fedstill.running.result import Result, summary_of, write_result
 from fedstill.running.same_run import check_same, note_versions, start_fields
 from fedstill.running.split_file import StoredSplit, restore_split, write_split

@@ -19,12 +19,11 @@ from fedstill.config.unseen_data import NO_DATA, unseen_examples
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
 from fedstill.core.records import Examples
-from fedstill.data.arrival import Arrival
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
-from fedstill.data.views import SiteViews
+from fedstill.data.views import Arrival, SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.passes import ModelPasses

@@ -3,7 +3,6 @@ arrays.
 """
 
 from fedstill.data.client_split import ClientSplit
-from fedstill.data.partition.cache import cached
 from fedstill.data.partition.column import column
 from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
 from fedstill.data.partition.extended_dirichlet import extended_dirichlet, extended_dirichlet_draw
@@ -11,7 +10,7 @@ from fedstill.data.partition.hiper import hiper, public_split
 from fedstill.data.partition.hybrid import hybrid
 from fedstill.data.partition.iid import iid
 from fedstill.data.partition.pathological import pathological
-from fedstill.data.partition.rules import Draw, Parts
+from fedstill.data.partition.rules import Draw, Parts, cached
 from fedstill.data.partition.sharding import shard_rows, sharding
 
 __all__ = [

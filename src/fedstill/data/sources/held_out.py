@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.data.cache import Decoded
-from fedstill.data.form import Form
-from fedstill.data.time_cuts import tasks_of_times
+from fedstill.data.form import Form, tasks_of_times
 
 TEST_SHARE = 0.2
 SEED = 0
