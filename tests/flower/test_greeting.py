@@ -17,7 +17,7 @@ import pytest
 
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, DeployFailed
-from fedstill.flower.deployment import certificates, folder, greeting, programs
+from fedstill.flower.deployment import certificates, folder, programs
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -59,7 +59,7 @@ def greeted(
     federation: folder.Federation, server: folder.Federation | None, insecure: bool = False
 ) -> None:
     with listening(server) as address:
-        greeting.greet(replace(folder.membership(federation.client(0)), address=address), insecure)
+        programs.greet(replace(folder.membership(federation.client(0)), address=address), insecure)
 
 
 def certified(
@@ -126,9 +126,9 @@ def test_a_client_that_comes_first_waits(
         if len(slept) == 3:
             raise TimeoutError
 
-    monkeypatch.setattr(greeting, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(programs, "time", SimpleNamespace(sleep=sleep))
     with pytest.raises(TimeoutError):
-        greeting.greet(member, insecure=False)
+        programs.greet(member, insecure=False)
     assert nobody in capsys.readouterr().out
 
 
@@ -143,4 +143,4 @@ def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_refused(address: str, tmp_path: Path) -> None:
     member = replace(folder.membership(made(tmp_path).client(0)), address=address)
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
-        greeting.greet(member, insecure=False)
+        programs.greet(member, insecure=False)

@@ -28,7 +28,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
 from fedstill.measures.base import Measure, Numbers, Room
 from fedstill.measures.choice import MeasuredRun, measures, misfit
-from fedstill.measures.sphere import directions
+from fedstill.measures.features import directions
 from fedstill.metrics.local_models import by_epoch
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare

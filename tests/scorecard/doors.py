@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import FedstillError
-from fedstill.flower.deployment import certificates, folder, greeting, programs
+from fedstill.flower.deployment import certificates, folder, programs
 from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, Gate
 from fedstill.version import VERSION
 from scorecard.trials import Trials, scratch
@@ -93,7 +93,7 @@ def _listening(federation: folder.Federation | None) -> Iterator[str]:
 def _met(client: folder.Federation, server: folder.Federation | None) -> str:
     with _listening(server) as address:
         member = replace(folder.membership(client.client(0)), address=address)
-        return _stopped(lambda: greeting.greet(member, insecure=False))
+        return _stopped(lambda: programs.greet(member, insecure=False))
 
 
 def _certified(place: Path, host: str, days: int) -> str:

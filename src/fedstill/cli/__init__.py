@@ -55,7 +55,7 @@ COMMANDS = (
         "forgetting",
         "What a model forgot over tasks, by everybody's definition, and how these differ; any "
         "matrix or run will do.",
-        "fedstill.cli.matrix:forgetting_command",
+        "fedstill.cli.comparisons:forgetting_command",
     ),
     Part(
         "list",

@@ -156,7 +156,7 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
         wait: How many seconds to go on asking a server that does not list this client's key (yet).
         insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
-    from fedstill.flower.deployment import folder, greeting, processes, programs
+    from fedstill.flower.deployment import folder, processes, programs
     from fedstill.flower.site_settings import load_site
 
     member = folder.membership(directory)
@@ -164,6 +164,6 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
     command = programs.supernode(member, insecure_for_testing)
     with processes.alone(member.folder, "a client"):
         write_secret(member.door, folder.new_key())
-        greeting.greet(member, insecure_for_testing)
+        programs.greet(member, insecure_for_testing)
         env = programs.environment(member.folder / "flwr")
         return processes.keep_running(command, programs.tasks_of_client(member), env, wait)

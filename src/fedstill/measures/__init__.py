@@ -1,3 +1,1 @@
-"""Measures of a run, each in one file: what it looks at after a stage, and the plain numbers it
-gives the journal.
-"""
+"""Measures of a run: what each looks at after a stage, and the plain numbers it gives the journal."""

@@ -1,16 +1,21 @@
-"""The measure ``divergence``: how far local weights moved, and how far the client's labels are from
-the model's.
+"""The measures ``divergence`` and ``diversity``: how far local weights moved, how far the client's
+labels are from the model's, and how far the gradients of clients and their updates differ.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
+from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
-from fedstill.core.trees import only
+from fedstill.core.trees import only, sub
+from fedstill.data.inputs import SHARD
+from fedstill.losses import cross_entropy
 from fedstill.measures.base import Measure, Numbers, Room, comparable
-from fedstill.metrics.distances import distribution_distance, weight_divergence
+from fedstill.metrics.distances import distribution_distance, gradient_diversity, weight_divergence
 from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
 
@@ -49,3 +54,53 @@ class Divergence(Measure):
     def examples(self, test: int, clients: int, own: int) -> int:
         """The test set once."""
         return test
+
+
+@register("measure", "diversity")
+class Diversity(Measure):
+    """Gradient diversity of the clients at the received model, and the same of the updates that
+    they sent.
+
+    "gradients": of the mean cross-entropy on each client's own training data, in evaluation mode,
+    without augmentation; the method has no part in it. "updates": of local weights minus received
+    ones, which show what the method did to it. Source: FedNTD, eq. 8.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"side_by_side", "test", "global_model", "local_models", "client_data"}
+    )
+
+    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+        """Both diversities over the clients of the stage; None for a stage of one client."""
+        locals_ = comparable(seen, room)
+        if len(locals_) < 2:
+            return None
+        start = seen.before.params
+        # sums in one order: a set's differs by process
+        names = sorted(contract.trainable_names(room.spec))
+        gradients = [_gradient(room, start, room.sites.view(c, seen.stage).data) for c in locals_]
+        updates: list[Tensors] = [
+            sub(only(start, names), only(params, names)) for params in locals_.values()
+        ]
+        return {
+            "clients": list(locals_),
+            "gradients": gradient_diversity(gradients),
+            "updates": gradient_diversity(updates),
+        }
+
+    def examples(self, test: int, clients: int, own: int) -> int:
+        """A gradient on each client's own data."""
+        return 3 * own
+
+
+def _gradient(room: Room, params: Tensors, data: Examples) -> Tensors:
+    """The gradient of the mean loss over all examples, from those of batches weighted by their
+    sizes.
+    """
+    sizes = [len(part) for part in torch.split(torch.arange(len(data)), SHARD)]
+    total: dict[str, torch.Tensor] = {}
+    batches = room.passes().gradients(params, data, cross_entropy, SHARD)
+    for size, grads in zip(sizes, batches, strict=True):
+        for name, grad in grads.items():
+            total[name] = total.get(name, torch.zeros_like(grad)) + grad * (size / len(data))
+    return total

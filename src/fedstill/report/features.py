@@ -17,7 +17,7 @@ from fedstill.core.errors import CorruptFile
 from fedstill.data.dataset import stratified
 from fedstill.measures.base import MEASURES_FOLDER
 from fedstill.measures.boundaries import STEPS
-from fedstill.measures.tsne import embedded
+from fedstill.measures.features import embedded
 from fedstill.report.figures import COUNTS, Figure, Style, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.markup import (
