@@ -1,1 +1,3 @@
-"""Measures of a run: what each looks at after a stage, and the plain numbers it gives the journal."""
+"""Measures of a run: what each looks at after a stage, and the plain numbers that it gives the
+journal.
+"""
