@@ -106,8 +106,11 @@ class Rate:
             sparser = self
         if not sparser.cases:
             return Rate(0, sparser.out_of)
-        # Rounded up, so that the share never rises.
-        return Rate(cases, -(-cases * sparser.out_of // sparser.cases))
+        if sparser is self:
+            # Rounded up, so that the share never rises.
+            return Rate(cases, -(-cases * sparser.out_of // sparser.cases))
+        # Rounded down, so that today's figure is not above its own ceiling.
+        return Rate(cases, cases * sparser.out_of // sparser.cases)
 
 
 @dataclass(frozen=True, kw_only=True)

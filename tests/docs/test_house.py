@@ -143,6 +143,13 @@ def test_neither_the_cases_nor_the_share_of_a_ceiling_rise(current: Rate, ceilin
     assert Rate(10, 100).lowered_to(current) == ceiling
 
 
+def test_a_figure_is_not_above_the_ceiling_that_was_lowered_to_it() -> None:
+    current = Rate(107, 2355)
+    ceiling = Rate(105, 2134)
+    assert not current.exceeds(ceiling)
+    assert not current.exceeds(ceiling.lowered_to(current))
+
+
 def test_a_figure_above_its_ceiling_fails_in_its_package_and_in_total(tmp_path: Path) -> None:
     root = package(tmp_path, a__one=LARGE + 9 * SMALL, b__two=10 * SMALL)
     assert house(root, "--adopt") == 0
