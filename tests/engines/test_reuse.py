@@ -27,7 +27,8 @@ from fedstill.engines import serial
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import Trained
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reply_cache import LOCKED_BY, KeptReplies, key_of
+from fedstill.engines.reply_cache import LOCKED_BY, KeptReplies
+from fedstill.engines.serial import ReplyInputs
 from fedstill.models import contract
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import run
@@ -126,7 +127,7 @@ def test_what_a_reply_depends_on_makes_another_key(
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
 
 
-def test_own_tests_are_part_of_what_a_reply_depends_on() -> None:
+def test_own_tests_are_part_of_what_a_reply_depends_on(tmp_path: Path) -> None:
     spec, draw = contract.spec_for("logistic", (4,), 3, {}), torch.Generator().manual_seed(1)
     own, test, other = (
         Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3) for _ in range(3)
@@ -134,8 +135,20 @@ def test_own_tests_are_part_of_what_a_reply_depends_on() -> None:
     plain = View(
         0, spec, own, torch.tensor([2, 2, 2]), None, None, None, ModelPasses(spec, Inputs())
     )
+    inputs = ReplyInputs(
+        work=ClientWork(),
+        stage=Stage(1, 0, "fit", (0,)),
+        view=plain,
+        plan=None,
+        seed=1,
+        payload=Payload(),
+        client_state=Payload(),
+        test=None,
+        further=(),
+    )
+    cached = KeptReplies(tmp_path, frozenset({"fit"}), 10**6)
     keys = {
-        key_of(ClientWork(), Stage(1, 0, "fit", (0,)), view, None, 1, Payload())
+        cached.key(replace(inputs, view=view))
         for view in (
             plain,
             replace(plain, test=test),
