@@ -46,7 +46,7 @@ PICKLED = (".pt", ".pth")
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 """Where training programs put the state dict, in a checkpoint that holds more."""
 
-REMEDY = "write torch.save(model.state_dict(), PATH)"
+REMEDY = "write torch.save(model.state_dict(), PATH)"  # of tensors, never a pickle of code
 """What makes a file that can be read: a dictionary of tensors, and no other Python object."""
 
 PARALLEL_PREFIX = "module."
