@@ -153,8 +153,7 @@ def _stored(path: Path) -> dict[str, Tensor]:
 def _state_dict(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):
-            # Only tensors are read: a pickle could run any code.
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)  # never a pickle
     except Exception as error:  # whatever a hostile file makes of it
         if "weights_only" in str(error):
             raise ConfigError(
