@@ -123,7 +123,7 @@ class CensusChecks(RoundHook):
             return self._check_counts(reply)
         if Need.LABEL_COUNTS not in needs or LABELS not in state.extra or reply.client < 0:
             return ""
-        return self._check_claim(reply, state.extra.tensor(LABELS).sum(1))
+        return self._check_claim(reply, state.extra.tensor(LABELS))
 
     def _check_counts(self, reply: Reply) -> str:
         """Why label counts are no counts of as many examples as the client claims.
@@ -139,13 +139,15 @@ class CensusChecks(RoundHook):
             return f"its census counts {total:g} examples, and it claims {reply.examples}"
         return ""
 
-    def _check_claim(self, reply: Reply, totals: Tensor) -> str:
-        count = reply.examples
-        own = int(totals[reply.client])
-        largest = int(totals.max())
-        if 0 < own < count:
-            return f"claims {count} examples, and {own} in the census"
+    def _check_claim(self, reply: Reply, labels: Tensor) -> str:
+        claimed = reply.examples
+        counted = int(labels[reply.client].sum())
+        if counted > 0:
+            if claimed > counted:
+                return f"claims {claimed} examples, and {counted} in the census"
+            return ""
         # A client with 0 said that it has none, or its answer to the census was refused.
-        if 0 < largest < count:
-            return f"claims {count} examples, and the largest client {largest} in the census"
+        largest = int(labels.sum(1).max())
+        if 0 < largest < claimed:
+            return f"claims {claimed} examples, and the largest client {largest} in the census"
         return ""
