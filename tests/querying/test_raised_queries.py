@@ -18,7 +18,7 @@ from fedstill.core.errors import BadPayload, ConfigError, IncompatibleMethod
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.engines.passes import ModelPasses
-from fedstill.querying.hooks import ASKS, QueriesAtClient, QueriesAtServer, queries_raised
+from fedstill.querying.hooks import ASKS, QueriesAtClient, QueriesAtServer, query_raised
 from fedstill.querying.queries import Asking
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal, without_times
@@ -285,8 +285,9 @@ def test_what_a_client_says_is_checked_and_what_it_is_sent_too() -> None:
     expected = prepared.settings.method.expected_reply(0, fit, world)
     assert set(server.extend_expected(expected, 0, fit, world)) == {"params", ASKS}
     assert set(server.extend_expected(expected, 0, later, world)) == {"params"}
-    loud = Reply(0, Payload({ASKS: torch.full((toys.CLASSES,), -3, dtype=torch.int8)}), 1)
-    asked = queries_raised(asking, [loud], fit)[0]
+    content = Payload({ASKS: torch.full((toys.CLASSES,), -3, dtype=torch.int8)})
+    asked = query_raised(asking, 0, content, fit)
+    assert asked
     assert set(asked) <= set(range(toys.CLASSES)), "whatever the numbers, they are classes"
     view = prepared.sites.view(0, later)
     query = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int8)

@@ -14,11 +14,10 @@ from fedstill.core.results import StageResult
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.measures.base import Measure, Room
 from fedstill.metrics.shapley import MOST_EXACT
-from fedstill.running.context import world_in
 from fedstill.running.evaluation import evaluated, evaluated_answers
 from fedstill.running.observers import look
 from fedstill.running.preparation import Prepared
-from fedstill.running.replay import Announce, Replay, StageChange
+from fedstill.running.replay import Announce, Replay, Session, StageChange
 
 # ---- contributions -------------------------------------------------------------------------------
 
@@ -34,7 +33,7 @@ class _RoundMeasure(NoRecorder):
     measure: Measure
     round: int
     room: Room
-    prepared: Prepared
+    session: Session
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def stage(self, result: StageResult) -> None:
@@ -42,7 +41,7 @@ class _RoundMeasure(NoRecorder):
         stage = result.stage
         if stage.round != self.round:
             return
-        room = replace(self.room, world=world_in(self.prepared, result.after))
+        room = replace(self.room, world=self.session.world_in(result.after))
         numbers = look(MEASURE, self.measure, result, room)
         if numbers is not None:
             self.events.append(
@@ -91,7 +90,7 @@ def measured_later(
             raise ConfigError(
                 f"{replay.folder} has no common test set, and contributions are measured on one"
             )
-        recorder = _RoundMeasure(measure, round, room, prepared)
+        recorder = _RoundMeasure(measure, round, room, session)
         for _ in session.rounds(round, recorder=recorder, announce=announce):
             pass
     return recorder.events

@@ -20,7 +20,6 @@ from fedstill.methods.fit import FIT, queries_of
 from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import exact, two_ends
 from fedstill.models import contract
-from fedstill.running.context import world_in
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Announce, Replay, Session
 
@@ -119,7 +118,7 @@ class _Lesson:
         sites = self.prepared.sites
         test = sites.common_test
         assert test is not None  # taught_by_peers has checked
-        world = world_in(self.prepared, state)
+        world = self.session.world_in(state)
         predictors = self.prepared.settings.method.predictors(state, world)
         predict = predictors.get(f"client {self.client}")
         if predict is None:
@@ -194,7 +193,7 @@ def taught_by_peers(
         parts[phase] = known[phase] - known[phase_before]
     return Taught(
         client=client,
-        query=tuple(queries_of(world_in(prepared, fit)).get(client, ())),
+        query=tuple(queries_of(session.world_in(fit)).get(client, ())),
         own=prepared.sites.counts(client, round),
         before=known[FIT],
         parts=parts,

@@ -61,13 +61,6 @@ class RunContext:
         """The run's method."""
         return self.schedule.method
 
-    def world_in(self, state: State) -> World:
-        """The world in a state, as the hooks extend it."""
-        world = self.world
-        for hook in self.hooks:
-            world = hook.extend_world(world, state)
-        return world
-
 
 def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> State:
     """One round, from the stage that the state names.
@@ -109,7 +102,7 @@ def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> Sta
 def build_requests(state: State, stage: Stage, context: RunContext) -> Requests:
     """What the server asks of each client of a stage."""
     actor = context.schedule.actor(stage)
-    world = context.world_in(state)
+    world = extended_world(context.world, state, context.hooks)
     with in_hook(actor, "payload_for_client", place(stage)):
         needs = actor.requires()
         payloads = _payloads(actor, state, stage, world)
@@ -118,6 +111,13 @@ def build_requests(state: State, stage: Stage, context: RunContext) -> Requests:
             payload = hook.extend_payload(payload, client, stage, needs, world)
         payloads[client] = payload
     return Requests(stage, payloads, world)
+
+
+def extended_world(world: World, state: State, hooks: Sequence[RoundHook]) -> World:
+    """The world in a state, as the hooks of a run extend it."""
+    for hook in hooks:
+        world = hook.extend_world(world, state)
+    return world
 
 
 def run_stage(

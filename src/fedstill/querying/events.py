@@ -16,7 +16,7 @@ from fedstill.core.reports import WHY
 from fedstill.core.results import RoundResult, StageResult
 from fedstill.methods.fit import FIT, queries_of
 from fedstill.metrics.queries import answers
-from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, queries_raised
+from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, query_raised
 from fedstill.querying.queries import Asking
 from fedstill.querying.rules import reasons_before
 from fedstill.querying.table import QueryTable
@@ -69,9 +69,11 @@ class RunQueries(Observer):
         """
         if self._asking is None or result.stage.name != FIT or "refused" in event:
             return {}
-        replies = [reply for reply in result.accepted if reply.client == event["client"]]
-        queries = queries_raised(self._asking, replies, result.stage)
-        return {"query": list(queries.get(event["client"], ()))}
+        client = event["client"]
+        if client not in result.contents:
+            return {"query": []}
+        content = result.contents[client]
+        return {"query": list(query_raised(self._asking, client, content, result.stage))}
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """What clients gained and lost by their queries of a round."""

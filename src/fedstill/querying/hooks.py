@@ -26,7 +26,6 @@ from fedstill.core.reports import WHY
 from fedstill.methods.fit import FIT, Queries, queries_of
 from fedstill.querying.queries import (
     Asking,
-    ClassesByClient,
     Standing,
     Why,
     picked,
@@ -78,8 +77,9 @@ class QueriesAtServer(RoundHook):
         if stage.name != FIT:
             return state
         asked = torch.zeros(world.clients, world.classes, dtype=torch.int8)
-        for client, classes in queries_raised(self.asking, accepted, stage).items():
-            asked[client, list(classes)] = 1
+        for reply in accepted:
+            query = query_raised(self.asking, reply.client, reply.content, stage)
+            asked[reply.client, list(query)] = 1
         return state.next(groups={ASKED: asked})
 
 
@@ -124,15 +124,10 @@ class QueriesAtClient(ClientHook):
         return repr(self.asking) if stage.name == FIT else ""
 
 
-def queries_raised(asking: Asking, replies: Sequence[Reply], stage: Stage) -> ClassesByClient:
-    """What clients ask for, of the classes for which they have reason."""
-    queries: ClassesByClient = {}
-    for reply in replies:
-        wanted = reply.content.tensor(ASKS).nonzero().flatten().tolist()
-        classes = picked(asking, reply.client, wanted, stage.round)
-        if classes:
-            queries[reply.client] = classes
-    return queries
+def query_raised(asking: Asking, client: int, content: Payload, stage: Stage) -> tuple[int, ...]:
+    """What a client asks for, of the classes for which its reply says that it has reason."""
+    classes = content.tensor(ASKS).nonzero().flatten().tolist()
+    return picked(asking, client, classes, stage.round)
 
 
 def with_queries_of(state: State, world: World) -> World:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fedstill.core.extensions import Engine, NoRecorder, Recorder
-from fedstill.core.records import State, World
 from fedstill.core.rounds import RunContext
 from fedstill.running.extensions import Extensions, run_extensions
 from fedstill.running.preparation import Prepared
@@ -31,8 +30,3 @@ def run_context(
         recorder=recorder or NoRecorder(),
         hooks=extensions.round_hooks,
     )
-
-
-def world_in(prepared: Prepared, state: State) -> World:
-    """The world of a run in a state, as the run's hooks extend it."""
-    return run_extensions(prepared).world_in(prepared.world, state)

@@ -21,7 +21,7 @@ from fedstill.core.extensions import (
     SiteGuard,
     StageKeeper,
 )
-from fedstill.core.records import State, World
+from fedstill.core.records import World
 from fedstill.engines.client_measures import ClientMeasures, OwnTestSets
 from fedstill.running.hostile_clients import hostile_middleware
 from fedstill.running.kept_updates import update_keepers
@@ -53,12 +53,6 @@ class Extensions:
         for wrap in self.middleware:
             engine = wrap(engine)
         return engine
-
-    def world_in(self, world: World, state: State) -> World:
-        """A world in a state, as the hooks extend it."""
-        for hook in self.round_hooks:
-            world = hook.extend_world(world, state)
-        return world
 
 
 class PreparedRun(Protocol):

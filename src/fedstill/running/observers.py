@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.extensions import Event, Fields, Observer
+from fedstill.core.extensions import Event, Fields, Observer, RoundHook
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Payload, World
 from fedstill.core.results import RoundResult, StageResult
+from fedstill.core.rounds import extended_world
 from fedstill.core.user_code import reason
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.user_functions import MutationGuard, journal_fields
@@ -25,7 +26,6 @@ from fedstill.measures.base import Measure, Numbers, Reports, Room
 from fedstill.measures.choice import looks_last, measures
 from fedstill.metrics import consistency, forgetting
 from fedstill.running.evaluation import tests_by_class
-from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.measuring")
@@ -128,7 +128,8 @@ class Measures(Observer):
     """
 
     prepared: Prepared
-    extensions: Extensions
+    hooks: Sequence[RoundHook] = ()
+    """The hooks of the run's rounds, which extend the world that measures see."""
     folder: Path | None = None
     memory: Memory | None = None
     """What clients remember, if it is in this process."""
@@ -190,7 +191,7 @@ class Measures(Observer):
         room = self.prepared.room(self.folder, self.memory)
         if room is None:
             return None
-        world = self.extensions.world_in(room.world, result.after)
+        world = extended_world(room.world, result.after, self.hooks)
         room = replace(room, world=world)
         if not (result.stage.sequential and result.accepted) or len(self._links) < 2:
             return room

@@ -118,7 +118,7 @@ def run_observers(
         OwnTests(sites, personal),
         TaskEnds(prepared, evaluation),
         Traffic(world, Need.SAME_SHAPES in settings.method.requires()),
-        Measures(prepared, extensions, folder, memory),
+        Measures(prepared, extensions.round_hooks, folder, memory),
     )
 
 

@@ -16,8 +16,8 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, Recorder
 from fedstill.core.files import digest
 from fedstill.core.process_settings import process_settings, torch_threads
-from fedstill.core.records import Stage, State
-from fedstill.core.rounds import run_round
+from fedstill.core.records import Stage, State, World
+from fedstill.core.rounds import extended_world, run_round
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.precision import steady
@@ -25,6 +25,7 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored
 from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
+from fedstill.running.extensions import Extensions, run_extensions
 from fedstill.running.preparation import Prepared, prepare_again
 
 # ---- other clients -------------------------------------------------------------------------------
@@ -137,7 +138,8 @@ class Replay:
             engine = replace(run_engine, hooks=(*run_engine.hooks, *hooks))
             if not reuse_replies:
                 engine = replace(engine, kept=None)
-            yield Session(self, engine, self._first_state(engine))
+            extensions = run_extensions(self.prepared)
+            yield Session(self, engine, extensions, self._first_state(engine, extensions))
 
     def _memory(self) -> Memory:
         """What clients remember at the checkpoint, in this process."""
@@ -146,7 +148,7 @@ class Replay:
         stored = Memory(self.folder / "memory", dict(self.restored.memory))
         return stored.in_process()
 
-    def _first_state(self, engine: SerialEngine) -> State:
+    def _first_state(self, engine: SerialEngine, extensions: Extensions) -> State:
         """The state of the checkpoint, or the one before round 1."""
         if self.restored is not None:
             return self.restored.state
@@ -155,7 +157,8 @@ class Replay:
         stages = settings.schedule(0, self.prepared.world)
         if not stages:
             return state
-        return run_round(replace(state, round=0), stages, run_context(self.prepared, engine))
+        context = run_context(self.prepared, engine, extensions=extensions)
+        return run_round(replace(state, round=0), stages, context)
 
 
 def checkpoints_of(folder: Path) -> Checkpoints:
@@ -193,6 +196,7 @@ class Session:
 
     replay: Replay
     engine: SerialEngine
+    extensions: Extensions
     state: State
 
     def rounds(
@@ -233,16 +237,20 @@ class Session:
 
     def run(self, stages: Sequence[Stage], recorder: Recorder | None = None) -> State:
         """The next round, or what is left of it, with these stages; the state after it."""
-        context = run_context(self.replay.prepared, self.engine, recorder)
+        context = run_context(self.replay.prepared, self.engine, recorder, self.extensions)
         self.state = run_round(self.state, stages, context)
         return self.state
+
+    def world_in(self, state: State) -> World:
+        """The run's world in a state, as its extensions make it."""
+        return extended_world(self.replay.prepared.world, state, self.extensions.round_hooks)
 
     def fork(self, state: State | None = None) -> Session:
         """A copy that moves on by itself, from another state if one is given."""
         if state is None:
             state = self.state
         engine = replace(self.engine, memory=self.engine.memory.in_process())
-        return Session(self.replay, engine, state)
+        return replace(self, engine=engine, state=state)
 
     def in_company(self) -> Session:
         """The same session, in which a client that acts alone has the torch threads, and so the
