@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedstill.core.extensions import StageActor
+from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.method import Method
 from fedstill.core.records import (
     KEEP,
@@ -74,7 +74,7 @@ class OnlyTest(Method):
         return state
 
 
-class TaskTests:
+class TaskTests(StageProvider):
     """Provides the stage, as the last one of the round in which a task ends."""
 
     def actors(self) -> Mapping[str, StageActor]:

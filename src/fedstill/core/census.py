@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
-from fedstill.core.extensions import RoundHook, StageActor
+from fedstill.core.extensions import RoundHook, StageActor, StageProvider
 from fedstill.core.method import Method
 from fedstill.core.records import (
     KEEP,
@@ -86,7 +86,7 @@ class CensusTaker(Method):
         return state.next(labels=labels)
 
 
-class CensusStages:
+class CensusStages(StageProvider):
     """Provides the stage: before round 1 for all clients, then wherever the clients' task
     changes.
     """

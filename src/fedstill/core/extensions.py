@@ -98,16 +98,21 @@ class StageActor(Protocol):
         """The next state, made of the accepted replies, which are sorted by client id."""
 
 
-class StageProvider(Protocol):
-    """Adds stages to a round. It depends on the config alone, because sites compute the same
-    schedule to check what they are asked to do.
+class StageProvider:
+    """Adds stages to a round, or an actor for stages that a topology names. The base class adds
+    nothing.
+
+    It depends on the config alone, because sites compute the same schedule to check what they are
+    asked to do.
     """
 
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in its stages, by the stage's name."""
+        return {}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
         """The stages of a round with its own among them; round 0 comes before the first round."""
+        return stages
 
 
 # ---- the server ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fedstill.core.extensions import StageActor
+from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.keys import seed_for
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -175,13 +175,9 @@ class OnlyFit(Method):
 ONLY_FIT = OnlyFit()
 
 
-class FitStage:
+class FitStage(StageProvider):
     """Provides the actor of the stage for methods that have none of their own."""
 
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
         return {FIT: ONLY_FIT}
-
-    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """The stages as they are: a topology names the stage."""
-        return stages

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import StageActor
+from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.labels import counts
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -216,13 +216,9 @@ class OnlyRidge(Method):
         return state.next(params={**state.params, **head})
 
 
-class RidgeStage:
+class RidgeStage(StageProvider):
     """Provides the actor of the stage for methods that have none of their own."""
 
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
         return {RIDGE: OnlyRidge()}
-
-    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """The stages as they are: a topology names the stage."""
-        return stages

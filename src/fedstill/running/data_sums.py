@@ -14,7 +14,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.checks import check_quorum
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import RoundHook, StageActor
+from fedstill.core.extensions import RoundHook, StageActor, StageProvider
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -235,7 +235,7 @@ def sums_stage(world: World) -> Stage:
 
 
 @dataclass(frozen=True)
-class SumsStage(RoundHook):
+class SumsStage(StageProvider, RoundHook):
     """The stage's provider, actor and check of replies, for sums of a kind."""
 
     sums: SumUp
@@ -243,10 +243,6 @@ class SumsStage(RoundHook):
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
         return {MOMENTS: self}
-
-    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """The stages as they are: the stage of sums belongs to no round."""
-        return stages
 
     def requires(self) -> Need:
         """Nothing."""

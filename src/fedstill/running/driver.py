@@ -102,7 +102,12 @@ class Driver:
             checkpoints=self.checkpoints,
             memory=memory,
             observers=run_observers(
-                prepared, extensions, self.evaluation, self.folder, local_memory
+                prepared,
+                extensions,
+                self.evaluation,
+                self.split,
+                folder=self.folder,
+                memory=local_memory,
             ),
             progress=self.progress,
             start_fields={

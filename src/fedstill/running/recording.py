@@ -99,16 +99,18 @@ def run_observers(
     prepared: Prepared,
     extensions: Extensions,
     evaluation: Evaluation,
+    split: StoredSplit | None,
+    *,
     folder: Path | None = None,
     memory: Memory | None = None,
 ) -> tuple[Observer, ...]:
     """The observers of a run, in their order; measures come last, because they may give no field of
     another.
 
-    folder: the run's directory. memory: what clients remember, if it is in this process.
+    split: None where sites keep their data. folder: the run's directory. memory: what clients
+    remember, if it is in this process.
     """
     settings, world, sites = prepared.settings, prepared.world, prepared.sites
-    split = StoredSplit.of_sites(sites, world.client_models)
     label_counts = split.label_counts(world.classes) if split else ()
     personal = settings.method.personal
     return (
