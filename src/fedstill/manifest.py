@@ -221,12 +221,12 @@ PACKAGES = (
             Part(
                 "secure sums",
                 "Secure sums of models.",
-                "fedstill.privacy.secure_engine:run_extensions",
+                "fedstill.privacy.extensions:secure_sums",
             ),
             Part(
                 "privacy",
                 "Budgets of training and of uploads.",
-                "fedstill.privacy.extensions:run_extensions",
+                "fedstill.privacy.extensions:budgets",
             ),
         ),
         client_extensions=(

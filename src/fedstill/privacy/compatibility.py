@@ -1,4 +1,7 @@
-"""What private training and secure sums ask of a run."""
+"""What private training and secure sums ask of a run.
+
+The rules are read for every run; what carries them out is imported only where a config asks for it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,8 @@ from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors
 from fedstill.engines.vectorised import why_not
 from fedstill.measures.base import Measure
 from fedstill.methods.fit import FIT
-from fedstill.privacy.masking import FEWEST_SUMMED
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import require_secure
-from fedstill.privacy.private_training import require_opacus
 from fedstill.running.compatibility import PlannedRun, Rule
 from fedstill.running.hostile_clients import FACTORS
 
@@ -33,6 +34,8 @@ def trains_privately(run: PlannedRun) -> bool:
 
 def missing_opacus(run: PlannedRun) -> str:
     """No Opacus on this machine."""
+    from fedstill.privacy.private_training import require_opacus
+
     require_opacus()
     return ""
 
@@ -153,6 +156,8 @@ def masked_attack(run: PlannedRun) -> str:
 
 def unsummed_stage(run: PlannedRun) -> str:
     """A stage whose replies are not summed, or have too few clients to hide among."""
+    from fedstill.privacy.masking import FEWEST_SUMMED
+
     for stage in run.stages:
         if SERVER in stage.clients or stage.name == CENSUS:
             continue

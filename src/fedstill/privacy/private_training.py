@@ -19,7 +19,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, GradientRule
 from fedstill.core.keys import resident
 from fedstill.core.records import SERVER, Plan, Stage, Tensors, View
-from fedstill.privacy.noise import Privacy, secret_normal
+from fedstill.privacy.noise import secret_normal
 
 # Training whose steps tell little of any one example (DP-SGD): clipped gradients, noise, batches
 # drawn example by example.
@@ -37,13 +37,6 @@ class Private(GradientRule):
     clip: float
     noise: float
     secret: bool = False
-
-    @staticmethod
-    def of(privacy: Privacy, secret: bool) -> Private | None:
-        """The rule that a config asks for; None if it does not ask for private training."""
-        if privacy.gradient_clip is None:
-            return None
-        return Private(privacy.gradient_clip, privacy.sigma, secret)
 
     def batches(
         self, n: int, plan: Plan, order: torch.Generator, device: torch.device

@@ -35,22 +35,9 @@ from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY, SEED, Masks, demand_key
 from fedstill.privacy.protocol import PUBLIC, SEALED, Sum, Summand, unmasked
 from fedstill.privacy.sum_steps import PREFIX, UNREAD, as_bytes, byte_tensors, question
-from fedstill.running.extensions import Extensions
-from fedstill.running.preparation import Prepared
 
 BYTES_OF_ENTRY = 8
 """Of an entry of a masked vector."""
-
-
-def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
-    """Secure sums in a run whose config asks for them; ``folder``: the run's directory."""
-    settings = prepared.settings
-    if not settings.table(Privacy).secure_sum:
-        return Extensions()
-    return Extensions(
-        middleware=(lambda engine: with_masking(engine, settings, folder),),
-        observers=(MaskedBytes(),),
-    )
 
 
 @dataclass(frozen=True)

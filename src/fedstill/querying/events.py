@@ -14,7 +14,7 @@ from fedstill.core.extensions import ClientHook, Event, Fields, Observer
 from fedstill.core.records import World
 from fedstill.core.reports import WHY
 from fedstill.core.results import RoundResult, StageResult
-from fedstill.methods.fit import FIT, queries_of
+from fedstill.methods.fit import FIT, anyone_asks, queries_of
 from fedstill.metrics.queries import answers
 from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, query_raised
 from fedstill.querying.queries import Asking
@@ -112,7 +112,9 @@ class RunQueries(Observer):
 
 
 def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
-    """What queries add to a run at the server."""
+    """What queries add to a run at the server, if a client asks."""
+    if not anyone_asks(prepared.world):
+        return Extensions()
     asking = prepared.world.get(Asking)
     hooks = () if asking is None else (QueriesAtServer(asking),)
     return Extensions(round_hooks=hooks, observers=(RunQueries(prepared),))
