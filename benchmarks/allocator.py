@@ -12,7 +12,7 @@ import os
 
 from benchmarks.speed import Contestant, spread
 from benchmarks.workloads import WORKLOADS
-from fedstill.engines.serial import KEEP
+from fedstill.engines.serial import KEEP_FREED
 from fedstill.report import terminal
 
 
@@ -22,7 +22,7 @@ def measure(name: str, pairs: int) -> list[tuple[str, ...]]:
     """
     running = {}
     for label, value in (("handed back", "0"), ("kept", "1")):
-        os.environ[KEEP] = value
+        os.environ[KEEP_FREED] = value
         running[label] = Contestant(
             label, name, WORKLOADS[name].methods[0], {"engine": "pooled"}, 1 + pairs
         )

@@ -76,9 +76,9 @@ def stage_seconds(engine: SerialEngine, ready: Prepared) -> float:
     method, world = ready.settings.method, ready.world
     (stage,) = ready.settings.schedule(1, world)
     state = method.initial_state(world)
-    downs = {c: Payload(params=state.params) for c in stage.clients}
+    payloads = {c: Payload(params=state.params) for c in stage.clients}
     began = time.perf_counter()
-    replies = engine.run(method.work(stage), stage, downs, 0)
+    replies = engine.run(method.work(stage), stage, payloads, 0)
     if ready.settings.device == "cuda":
         torch.cuda.synchronize()
     took = time.perf_counter() - began

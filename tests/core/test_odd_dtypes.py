@@ -42,9 +42,11 @@ class Clients:
     def __init__(self, odd: torch.Tensor) -> None:
         self.odd = odd
 
-    def run(self, work: Any, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        said = {c: self.odd if c == 1 else torch.tensor([2, 3, 0]) for c in downs}
-        return [Reply(c, decode(encode(Payload(labels=said[c]))), 5, {}, 0, 0) for c in downs]
+    def run(
+        self, work: Any, stage: Stage, payloads: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        said = {c: self.odd if c == 1 else torch.tensor([2, 3, 0]) for c in payloads}
+        return [Reply(c, decode(encode(Payload(labels=said[c]))), 5, {}, 0, 0) for c in payloads]
 
     def commit(self, stage: Stage, clients: Any) -> None: ...
 

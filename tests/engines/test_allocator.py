@@ -10,7 +10,7 @@ import pytest
 
 WHERE = """
 import ctypes, os
-from fedstill.engines.serial import KEEP, keep_freed
+from fedstill.engines.serial import KEEP_FREED, keep_freed
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -26,7 +26,7 @@ def tell():
 
 
 for said in "10":  # each in a process that has been told nothing yet
-    os.environ[KEEP] = said
+    os.environ[KEEP_FREED] = said
     if (child := os.fork()) == 0:
         tell()
         os._exit(0)

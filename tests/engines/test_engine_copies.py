@@ -29,8 +29,8 @@ def ready(engine: str) -> Prepared:
 
 
 def replies(engine: Any, prepared: Prepared, stage: Stage = STAGE) -> list[Reply]:
-    downs = {c: Payload(params=prepared.world.initial(c)) for c in stage.clients}
-    return engine.run(ClientWork(), stage, downs, 7)  # type: ignore[no-any-return]
+    payloads = {c: Payload(params=prepared.world.initial(c)) for c in stage.clients}
+    return engine.run(ClientWork(), stage, payloads, 7)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["serial", "pooled", "vectorised"])

@@ -268,8 +268,8 @@ def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path:
     ready = prepare(settle(toys.toy()), toys.blobs())
     engine = pooled.PooledEngine(ready.world, ready.sites)
     stage = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
-    downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
-    replies = engine.run(Watched("terms"), stage, downs, 7)
+    payloads = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+    replies = engine.run(Watched("terms"), stage, payloads, 7)
     engine.close()
     assert len(most) == 1 + len(stage.clients)
     assert set(most) == {0}

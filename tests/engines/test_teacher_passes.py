@@ -189,7 +189,9 @@ def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.Mo
         )
         method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
         state, engine = method.initial_state(ready.world), ready.engine()
-        downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
-        engine.run(method.work(stage), stage, downs, 7)  # type: ignore[arg-type]
+        payloads = {
+            c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients
+        }
+        engine.run(method.work(stage), stage, payloads, 7)  # type: ignore[arg-type]
         assert set(seen) == expected
     assert cores.cores() >= 1

@@ -74,11 +74,11 @@ def ready(engine: str = "serial", **changes: object) -> Prepared:
 
 def replies(stage: Stage, engine: str = "serial", **changes: object) -> list[Reply]:
     made = ready(engine, **changes)
-    downs = {c: Payload() for c in stage.clients}
+    payloads = {c: Payload() for c in stage.clients}
     return (
         replace(made, world=replace(made.world, plans={"train": PLAN}))
         .engine()
-        .run(FitsALine(), stage, downs, 7)
+        .run(FitsALine(), stage, payloads, 7)
     )
 
 

@@ -135,15 +135,15 @@ def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: flo
     )
     stages = alone.settings.schedule(1, alone.world)
     start = alone.settings.method.initial_state(alone.world)
-    downs = {c: Payload(params=start.params) for c in stages[0].clients}
+    payloads = {c: Payload(params=start.params) for c in stages[0].clients}
     honest = alone.engine().run(
-        alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed
+        alone.settings.method.work(stages[0]), stages[0], payloads, alone.world.seed
     )
     settings = settle(attacked(kind))
     (liar,) = hostile_clients(settings)
     (make_hostile,) = hostile_middleware(settings)
     engine = make_hostile(prepare(settings, toys.blobs()).engine())
-    came = engine.run(alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed)
+    came = engine.run(alone.settings.method.work(stages[0]), stages[0], payloads, alone.world.seed)
     for one, other in zip(honest, came, strict=True):
         for k, start_k in start.params.items():
             want = start_k + (factor if one.client == liar else 1.0) * (

@@ -125,8 +125,8 @@ def test_moons_contrast_is_log_two_while_global_and_previous_model_coincide() ->
     ready = ready_for({"name": "moon", "mu": 1.0})
     method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     state = method.initial_state(ready.world)
-    downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
-    for reply in ready.engine().run(method.work(stage), stage, downs, 7):  # type: ignore[arg-type]
+    payloads = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
+    for reply in ready.engine().run(method.work(stage), stage, payloads, 7):  # type: ignore[arg-type]
         assert reply.metrics["loss"]["contrast"] == pytest.approx(math.log(2), abs=NEAR)
 
 

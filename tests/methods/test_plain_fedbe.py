@@ -138,8 +138,8 @@ def after_training(method: dict[str, object]):
     made, world, engine = ready.settings.method, ready.world, ready.engine()
     train, teach = ready.settings.schedule(1, world)
     state = made.initial_state(world)
-    downs = {c: made.payload_for_client(state, c, train, world) for c in train.clients}
-    replies = engine.run(made.work(train), train, downs, world.seed)
+    payloads = {c: made.payload_for_client(state, c, train, world) for c in train.clients}
+    replies = engine.run(made.work(train), train, payloads, world.seed)
     return made, made.aggregate(state, replies, train, world), teach, world
 
 

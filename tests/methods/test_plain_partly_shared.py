@@ -138,11 +138,11 @@ def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -
     ready = ready_for(name)
     method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     state = method.initial_state(ready.world)
-    downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
-    big = {k: 1000 * v + 1000 for k, v in downs[stage.clients[0]].tensors("shared").items()}
+    payloads = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
+    big = {k: 1000 * v + 1000 for k, v in payloads[stage.clients[0]].tensors("shared").items()}
     reply = Reply(stage.clients[0], Payload(shared=big), 5, {}, stage.round, stage.index)
     _, (refusal,) = screen(
-        lambda c: method.expected_reply(c, stage, ready.world), stage, downs, [reply], Rules()
+        lambda c: method.expected_reply(c, stage, ready.world), stage, payloads, [reply], Rules()
     )  # type: ignore[arg-type]
     assert "its shared parameters' norm" in refusal.reason
     assert refusal.diverged

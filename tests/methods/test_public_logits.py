@@ -105,11 +105,11 @@ def test_a_client_without_examples_has_nothing_to_say() -> None:
     empty = replace(ready, sites=replace(ready.sites, split=ClientSplit.of_parts(parts)))
     stage = empty.settings.schedule(1, empty.world)[0]
     state = empty.settings.method.initial_state(empty.world)
-    downs = {
+    payloads = {
         c: empty.settings.method.payload_for_client(state, c, stage, empty.world)
         for c in stage.clients
     }
-    replies = empty.engine().run(empty.settings.method.work(stage), stage, downs, 7)
+    replies = empty.engine().run(empty.settings.method.work(stage), stage, payloads, 7)
     assert [bool(r.failure) for r in replies] == [False, False, False, True]
     assert "client 3" in replies[3].failure
 
@@ -212,8 +212,8 @@ def test_the_mean_is_of_those_who_answered() -> None:
     ready = federation({"name": "hiper_baseline"})
     method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
     state = method.initial_state(ready.world)
-    downs = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
-    replies = ready.engine().run(method.work(stage), stage, downs, 7)[1:]
+    payloads = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
+    replies = ready.engine().run(method.work(stage), stage, payloads, 7)[1:]
     target = method.aggregate(state, replies, stage, ready.world).extra.tensor("target")
     torch.testing.assert_close(target, sum(r.content.tensor("logits") for r in replies) / 3)
 

@@ -167,8 +167,10 @@ def test_the_server_is_told_nothing_of_a_single_client() -> None:
     ready, state = began(secret())
     summed = with_masking(ready.engine(), ready.settings)
     (stage,) = ready.settings.schedule(1, ready.world)
-    downs = {c: Payload(params=state.params) for c in stage.clients}
-    first, *others = summed.run(ready.settings.method.work(stage), stage, downs, ready.world.seed)
+    payloads = {c: Payload(params=state.params) for c in stage.clients}
+    first, *others = summed.run(
+        ready.settings.method.work(stage), stage, payloads, ready.world.seed
+    )
     assert first.metrics["report"]["summed"] == sum(
         ready.sites.trains_on(c, "train") for c in stage.clients
     )
@@ -278,9 +280,9 @@ def test_a_change_out_of_range_is_refused_at_the_client_by_name(tmp_path: Path) 
 def test_clients_that_were_sent_different_models_are_not_summed() -> None:
     ready, state = began(secret())
     (stage,) = ready.settings.schedule(1, ready.world)
-    downs = {c: Payload(params=trees.scale(state.params, 1.0 + c)) for c in stage.clients}
+    payloads = {c: Payload(params=trees.scale(state.params, 1.0 + c)) for c in stage.clients}
     came = with_masking(ready.engine(), ready.settings).run(
-        ready.settings.method.work(stage), stage, downs, ready.world.seed
+        ready.settings.method.work(stage), stage, payloads, ready.world.seed
     )
     assert all("were sent different ones" in reply.failure for reply in came)
 

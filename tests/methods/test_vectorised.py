@@ -124,13 +124,13 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     assert isinstance(engine, VectorisedEngine)
     engine.max_clients, engine.stack_bytes = most, room
     stage = ready.settings.schedule(1, ready.world)[0]
-    downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+    payloads = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
     work = ready.settings.method.work(stage)
     cohorts = engine._cohorts(stage.clients, ready.world.plans["train"])
     assert sorted(client for cohort in cohorts for client in cohort) == sorted(stage.clients)
     assert max(map(len, cohorts)) <= (most if room > 1 else 1)
-    got = engine.run(work, stage, downs, 7)
-    expected = in_double(stacking.ready("fedntd", "serial")).engine().run(work, stage, downs, 7)
+    got = engine.run(work, stage, payloads, 7)
+    expected = in_double(stacking.ready("fedntd", "serial")).engine().run(work, stage, payloads, 7)
     for a, b in zip(got, expected, strict=True):
         assert a.client == b.client
         for k in b.content.params:
@@ -172,8 +172,8 @@ class Choosy(ClientWork):
 def test_a_client_that_fails_is_a_reply(when: str) -> None:
     ready = stacking.ready("fedavg", "vectorised")
     stage = Stage(1, 0, "train", (0, 1, 2, 3))
-    downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
-    replies = ready.engine().run(Choosy(when), stage, downs, 7)
+    payloads = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+    replies = ready.engine().run(Choosy(when), stage, payloads, 7)
     assert [r.client for r in replies] == [0, 1, 2, 3]
     failed = {r.client for r in replies if r.failure}
     assert failed == ({2} if when == "begin" else {0, 1, 2, 3})
@@ -195,9 +195,9 @@ class Interrupted(ClientWork):
 def test_ctrl_c_in_a_stack_is_no_clients_failure(engine: str, failures: str) -> None:
     ready = stacking.ready("fedavg", engine, clients={"failures": failures})
     stage = Stage(1, 0, "train", (0, 1, 2, 3))
-    downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+    payloads = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
     with pytest.raises(KeyboardInterrupt):
-        ready.engine().run(Interrupted(), stage, downs, 7)
+        ready.engine().run(Interrupted(), stage, payloads, 7)
 
 
 @pytest.mark.parametrize(

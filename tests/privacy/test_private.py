@@ -202,9 +202,11 @@ class Answering:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def run(self, work: Any, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        self.asked = sorted(downs)
-        return [Reply(client, NOTHING, 10, {}, stage.round, stage.index) for client in downs]
+    def run(
+        self, work: Any, stage: Stage, payloads: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        self.asked = sorted(payloads)
+        return [Reply(client, NOTHING, 10, {}, stage.round, stage.index) for client in payloads]
 
     def commit(self, stage: Stage, clients: Any) -> None: ...
 
@@ -215,14 +217,14 @@ def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None
     """
     spending, engine = replace(budget(epsilon=8.0), on_sites=True), Answering()
     first, second = (Stage(r, 0, "train", (0, 1)) for r in (1, 2))
-    within, downs = WithinBudget(engine, spending), {0: NOTHING, 1: NOTHING}
-    within.run(None, first, downs, 0)  # type: ignore[arg-type]
+    within, payloads = WithinBudget(engine, spending), {0: NOTHING, 1: NOTHING}
+    within.run(None, first, payloads, 0)  # type: ignore[arg-type]
     said = [
         {"name": "train", "client": 0, "examples": 1000},
         {"name": "train", "client": 1, "examples": 1},
     ]
     record(spending, first, said, {})
-    replies = {reply.client: reply.failure for reply in within.run(None, second, downs, 0)}  # type: ignore[arg-type]
+    replies = {reply.client: reply.failure for reply in within.run(None, second, payloads, 0)}  # type: ignore[arg-type]
     assert engine.asked == [0]
     assert replies[0] == ""
     assert re.match(r"client 1 has spent epsilon .* over privacy.epsilon = 8", replies[1])
@@ -235,7 +237,7 @@ def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None
     assert spending.spent(1) == before, "it was asked nothing"
     assert "private_steps" in again[0]
     with pytest.raises(BudgetSpent, match="client 1 has spent"):
-        WithinBudget(engine, replace(spending, on_sites=False)).run(None, second, downs, 0)  # type: ignore[arg-type]
+        WithinBudget(engine, replace(spending, on_sites=False)).run(None, second, payloads, 0)  # type: ignore[arg-type]
     with pytest.raises(BudgetSpent, match="client 1 has spent"):
         within.run(None, second, {1: NOTHING}, 0)  # type: ignore[arg-type]
 
@@ -389,8 +391,8 @@ def test_every_method_that_permits_it_trains_and_reads_nothing_else(
     state = method.begin_round(
         method.initial_state(world), ready.settings.schedule(1, world), world
     )
-    downs = {c: method.payload_for_client(state, c, stage, world) for c in stage.clients}
-    replies = engine.run(method.work(stage), stage, downs, world.seed)
+    payloads = {c: method.payload_for_client(state, c, stage, world) for c in stage.clients}
+    replies = engine.run(method.work(stage), stage, payloads, world.seed)
     assert [r.failure for r in replies] == [""] * len(replies)
     assert set(replies[0].content) <= {"params"}
 

@@ -34,10 +34,10 @@ class Tampered:
     change: Change
 
     def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
         """The replies, changed in stages of a round in which something is sent."""
-        came = self.engine.run(work, stage, downs, seed)
+        came = self.engine.run(work, stage, payloads, seed)
         return (
             self.change(came) if stage.round > 0 and any(reply.content for reply in came) else came
         )

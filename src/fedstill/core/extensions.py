@@ -99,11 +99,9 @@ class StageActor(Protocol):
 
 
 class StageProvider:
-    """Adds stages to a round, or an actor for stages that a topology names. The base class adds
-    nothing.
+    """Adds stages to a round, or actors to stages of a topology. The base class adds nothing.
 
-    It depends on the config alone, because sites compute the same schedule to check what they are
-    asked to do.
+    It depends on the config alone: sites compute the same schedule to check what they are asked.
     """
 
     def actors(self) -> Mapping[str, StageActor]:
@@ -210,7 +208,7 @@ class ClientHook:
         return False
 
     def measured(self, seen: Any) -> Fields:
-        """Fields measured on the trained model (``engines.client_measures.AtClient``)."""
+        """Fields measured on the trained model (``engines.at_client.AtClient``)."""
         return {}
 
     def cache_key(self, stage: Stage) -> str:

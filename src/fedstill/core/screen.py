@@ -83,7 +83,7 @@ class Refusal:
 def screen(
     expected: Callable[[int], Payload],
     stage: Stage,
-    downs: Mapping[int, Payload],
+    payloads: Mapping[int, Payload],
     replies: Sequence[Reply],
     rules: Rules,
     refusal: Callable[[Reply], str] = lambda reply: "",
@@ -100,7 +100,7 @@ def screen(
     for reply in replies:
         kind: Kind = "failed" if reply.failure else "strange"
         why = (
-            _outcome(_envelope, reply, stage, downs, accepted)
+            _outcome(_envelope, reply, stage, payloads, accepted)
             or _outcome(_claim, reply, rules.max_examples)
             or _outcome(refusal, reply)
         )
@@ -109,7 +109,7 @@ def screen(
         if not why:
             kind, why = (
                 "diverged",
-                _outcome(_wild, reply.content, downs[reply.client], rules.norm_limit, sent),
+                _outcome(_wild, reply.content, payloads[reply.client], rules.norm_limit, sent),
             )
             why += _outcome(_lost, reply.metrics) if why else ""
         if not why:
@@ -129,11 +129,11 @@ def _outcome(check: Callable[P, str], *args: P.args, **kwargs: P.kwargs) -> str:
 
 
 def _envelope(
-    reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Mapping[int, Reply]
+    reply: Reply, stage: Stage, payloads: Mapping[int, Payload], seen: Mapping[int, Reply]
 ) -> str:
     if reply.failure:
         return f"failed: {reply.failure}"
-    if type(reply.client) is not int or reply.client not in downs:
+    if type(reply.client) is not int or reply.client not in payloads:
         return "was not asked"
     if reply.client in seen:
         return "replied twice"

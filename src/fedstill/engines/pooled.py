@@ -20,7 +20,7 @@ from fedstill.core.work import ClientWork
 from fedstill.engines.cores import workers
 from fedstill.engines.footprint import activations, step_flops
 from fedstill.engines.loop import Trained
-from fedstill.engines.serial import Begun, SerialEngine
+from fedstill.engines.serial import SerialEngine, StartedClient
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers
 
@@ -170,12 +170,12 @@ class PooledEngine(SerialEngine):
         return reply
 
     def _train(
-        self, work: ClientWork, stage: Stage, begun: Begun, seed: int
+        self, work: ClientWork, stage: Stage, started: StartedClient, seed: int
     ) -> tuple[Trained | None, float]:
-        model = begun.carry.model
+        model = started.start.model
         if self._watch is not None and model is not None and draws_random_numbers(model):
             raise SharedDraw
-        return super()._train(work, stage, begun, seed)
+        return super()._train(work, stage, started, seed)
 
     def _failed(
         self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception

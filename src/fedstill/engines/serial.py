@@ -36,7 +36,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.reports import OWN
-from fedstill.core.user_code import reason
+from fedstill.core.user_code import reason, returned
 from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
 from fedstill.engines.client_memory import Memory
@@ -46,20 +46,15 @@ from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
 from fedstill.engines.user_functions import (
     MutationGuard,
-    carry_of,
     journal_fields,
     sent_and_remembered,
 )
 
-# What the C library does with memory that was freed: kept for the next batch, not returned and
-# requested again.
-#
-# A batch's activations and gradients are allocated and freed in every step. Handed back, their
-# pages must be found, cleared and mapped again the next time. What that is worth here, ``python -m
-# benchmarks.allocator`` prints.
+# A batch's activations and gradients are allocated and freed in every step. If the C library
+# returns their pages, these must be found, cleared and mapped again. ``python -m
+# benchmarks.allocator`` prints what keeping them is worth.
 
-
-KEEP = "FEDSTILL_KEEP_FREED"
+KEEP_FREED = "FEDSTILL_KEEP_FREED"
 """The environment variable that, at 0, leaves the C library as it is, with less memory held between
 stages.
 """
@@ -72,7 +67,7 @@ LARGEST = 32 * 2**20  # the largest that the library takes for what is mapped on
 def keep_freed() -> bool:
     """Have this process keep what is freed, once; whether it does: only glibc can be asked."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or os.environ.get(KEEP) == "0":
+    if mallopt is None or os.environ.get(KEEP_FREED) == "0":
         return False
     return bool(mallopt(MMAP_THRESHOLD, LARGEST) and mallopt(TRIM_THRESHOLD, 2**31 - 1))
 
@@ -144,17 +139,16 @@ class ReplyCache(Protocol):
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A client that has read what it was sent: what it sees, what it starts with, and the seconds
-    that took.
+class StartedClient:
+    """A client that has begun its work in a stage.
 
-    ``sent``: what it was sent, as it was before.
+    ``seconds``: how long that took. ``guard``: detects changes of the payload that it was sent.
     """
 
     view: View
-    carry: TrainingStart
+    start: TrainingStart
     seconds: float
-    sent: MutationGuard
+    guard: MutationGuard
 
 
 @dataclass
@@ -162,11 +156,11 @@ class SerialEngine:
     """Runs the clients of a stage in the order of the schedule.
 
     ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack
-    of them; part of a run's definition, because the last bit of a sum depends on
-    them. ``kept``: replies that other runs have kept, for the stages that allow it. ``hooks``:
-    extensions of what clients do, in their order. ``stops``: the first client that fails ends the
-    run, with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives an
-    engine that differs in some of this and has threads of its own; the memory is the same one.
+    of them; part of a run's definition, because the last bit of a sum depends on them. ``kept``:
+    replies that other runs have kept, for the stages that allow it. ``hooks``: extensions of what
+    clients do, in their order. ``stops``: the first client that fails ends the run, with
+    ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives an engine
+    that differs in some of this and has threads of its own; the memory is the same one.
     """
 
     world: World
@@ -179,7 +173,7 @@ class SerialEngine:
     stops: bool = False
 
     def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its
         reply's failure.
@@ -187,12 +181,15 @@ class SerialEngine:
         Raises CorruptFile for a damaged memory: to go on without that client would give other bits
         than before.
         """
+        replies = []
         with self._set_up(stage):
-            return [
-                self._alone(work, stage, client, downs[client], seed)
-                for client in stage.clients
-                if client in downs
-            ]
+            for client in stage.clients:
+                if client not in payloads:
+                    continue
+                # What its work draws from torch's global generators is drawn by key.
+                with drawing_from(seed_for(seed, stage.round, stage.index, client, "work")):
+                    replies.append(self._reply(work, stage, client, payloads[client], seed))
+        return replies
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage."""
@@ -209,13 +206,6 @@ class SerialEngine:
         count = alone if len(stage.clients) == 1 else beside_others
         with torch_threads(count):
             yield
-
-    def _alone(
-        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
-    ) -> Reply:
-        """A client's reply; what its work draws from torch's global generators is drawn by key."""
-        with drawing_from(seed_for(seed, stage.round, stage.index, client, "work")):
-            return self._reply(work, stage, client, payload, seed)
 
     def _reply(
         self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
@@ -256,8 +246,8 @@ class SerialEngine:
     def _new(
         self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
     ) -> Reply:
-        begun = self._begin(work, stage, client, payload)
-        return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
+        started = self._begin(work, stage, client, payload)
+        return self._end(work, stage, started, *self._train(work, stage, started, seed))
 
     def _inputs_of_reply(
         self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
@@ -286,9 +276,11 @@ class SerialEngine:
             further=tuple(further),
         )
 
-    def _begin(self, work: ClientWork, stage: Stage, client: int, payload: Payload) -> Begun:
-        start = time.perf_counter()
-        sent = MutationGuard(payload)
+    def _begin(
+        self, work: ClientWork, stage: Stage, client: int, payload: Payload
+    ) -> StartedClient:
+        began = time.perf_counter()
+        guard = MutationGuard(payload)
         view = self.sites.view(client, stage)
         for hook in self.hooks:
             view = hook.extend_view(view, payload, stage)
@@ -296,11 +288,12 @@ class SerialEngine:
         if head is not None:
             view = replace(view, head=head)
 
-        carry = carry_of(work, work.begin(payload, self.memory.load(client), view, self.world))
-        sent.check(work.begin, client)
+        begun = work.begin(payload, self.memory.load(client), view, self.world)
+        start = returned(begun, TrainingStart, work.begin, "a TrainingStart")
+        guard.check(work.begin, client)
         if head is not None:
-            carry = replace(carry, head=head)
-        return Begun(view, carry, time.perf_counter() - start, sent)
+            start = replace(start, head=head)
+        return StartedClient(view, start, time.perf_counter() - began, guard)
 
     def _head(self, stage: Stage, client: int) -> Tensor | None:
         """Which outputs take part in a client's training on its own data, (C,) bool; None where all
@@ -311,24 +304,24 @@ class SerialEngine:
         return self.world.stream.mask(stage.round, client, self.world.classes)
 
     def _train(
-        self, work: ClientWork, stage: Stage, begun: Begun, seed: int
+        self, work: ClientWork, stage: Stage, started: StartedClient, seed: int
     ) -> tuple[Trained | None, float]:
         plan = self.world.plans.get(stage.name)
-        if plan is None or not begun.carry.params:
+        if plan is None or not started.start.params:
             return None, 0.0
-        start = time.perf_counter()
+        began = time.perf_counter()
         setup = TrainingSetup(
             plan=plan,
             stage=stage,
             inputs=self.sites.inputs,
             seed=seed,
             precision=self.precision,
-            by_epoch=self._keeps_epochs(stage) and begun.carry.model is None,
+            by_epoch=self._keeps_epochs(stage) and started.start.model is None,
             lr_round=self.world.stream.within(stage.round),
-            rule=self._gradient_rule(begun.view, stage),
+            rule=self._gradient_rule(started.view, stage),
         )
-        trained = train(work, begun.carry, begun.view, setup)
-        return trained, time.perf_counter() - start
+        trained = train(work, started.start, started.view, setup)
+        return trained, time.perf_counter() - began
 
     def _keeps_epochs(self, stage: Stage) -> bool:
         """Whether a hook needs the parameters after every epoch of a stage."""
@@ -340,16 +333,24 @@ class SerialEngine:
         return next((rule for rule in rules if rule is not None), None)
 
     def _end(
-        self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float
+        self,
+        work: ClientWork,
+        stage: Stage,
+        started: StartedClient,
+        trained: Trained | None,
+        seconds: float,
     ) -> Reply:
         """The reply of a client, given what it began with, what training gave, and how long that
         took.
         """
-        started = time.perf_counter()
-        view, start = begun.view, begun.carry
-        params, result = start.params, TrainingResult(0, 0.0, start.trace)
+        began = time.perf_counter()
+        view = started.view
+        start = started.start
+        params = start.params
+        result = TrainingResult(0, 0.0, start.trace)
         if trained is not None:
-            params, result = trained.params, trained.result
+            params = trained.params
+            result = trained.result
 
         content, client_state = sent_and_remembered(
             work, work.end(params, start, result, view, self.world)
@@ -362,14 +363,14 @@ class SerialEngine:
         report = self._report(work, params, start, view, stage)
         if report:
             metrics[OWN] = report
-        begun.sent.check(type(work), view.client)
+        started.guard.check(type(work), view.client)
         metrics["seconds_training"] = seconds
         if self.hooks and params and start.model is None:
             by_epoch = trained.by_epoch if trained else ()
             models = [start.params, params, *by_epoch]
             answers = [frozen(work.answer(model, view.model), view.model) for model in models]
             metrics |= self._measured(stage, view, answers, frozenset(content))
-        metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - started
+        metrics["seconds"] = started.seconds + seconds + time.perf_counter() - began
         return Reply(view.client, content, len(view.data), metrics, stage.round, stage.index)
 
     def _report(

@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.core.errors import ChangedInPlace
-from fedstill.core.records import SERVER, Keep, Payload, TrainingStart
-from fedstill.core.user_code import bad_return, definition, of_kind, returned
+from fedstill.core.records import SERVER, Keep, Payload
+from fedstill.core.user_code import bad_return, definition, of_kind
 from fedstill.core.work import ClientWork
 
 
@@ -76,11 +76,6 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     prefix = f"{name}." if name else ""
     for key, item in items:
         yield from _named_tensors(item, f"{prefix}{key}")
-
-
-def carry_of(work: ClientWork, value: object) -> TrainingStart:
-    """The return value of ``begin``. Raises BadReturn if it is not a TrainingStart."""
-    return returned(value, TrainingStart, work.begin, "a TrainingStart")
 
 
 def terms_of(function: Callable[..., object], value: object, batch: int) -> Mapping[str, Tensor]:

@@ -28,7 +28,7 @@ from fedstill.engines.clients import (
 from fedstill.engines.footprint import activations
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine, SharedDraw
-from fedstill.engines.serial import Begun
+from fedstill.engines.serial import StartedClient
 from fedstill.engines.stack import Structures
 from fedstill.models import contract
 from fedstill.models.contract import (
@@ -136,29 +136,29 @@ class VectorisedEngine(PooledEngine):
     ) -> dict[int, Reply]:
         """The replies of clients that are stacked as far as they fit on each other."""
         replies: dict[int, Reply] = {}
-        groups: dict[object, list[Begun]] = {}
+        groups: dict[object, list[StartedClient]] = {}
         structures = Structures()
         for client, payload in payloads.items():
             try:
-                begun = self._begin(work, setup.stage, client, payload)
+                started = self._begin(work, setup.stage, client, payload)
             except Exception as error:
                 (replies[client],) = self._failed(work, setup.stage, [client], error)
                 continue
             # A client that cannot be stacked is a group by itself.
             structure: object = client
-            if _is_stackable(begun, setup):
-                structure = structures.of(begun.carry, begun.view)
-            groups.setdefault(structure, []).append(begun)
+            if _is_stackable(started, setup):
+                structure = structures.of(started.start, started.view)
+            groups.setdefault(structure, []).append(started)
 
         for group in groups.values():
             replies |= self._group_replies(work, setup, group)
         return replies
 
     def _group_replies(
-        self, work: ClientWork, setup: TrainingSetup, group: Sequence[Begun]
+        self, work: ClientWork, setup: TrainingSetup, group: Sequence[StartedClient]
     ) -> dict[int, Reply]:
         """The replies of clients of one structure."""
-        clients = [begun.view.client for begun in group]
+        clients = [started.view.client for started in group]
         try:
             trained, seconds = self._train_group(work, setup, group)
         except Exception as error:
@@ -168,15 +168,15 @@ class VectorisedEngine(PooledEngine):
             return dict(zip(clients, failures, strict=True))
 
         replies = {}
-        for client, begun, result in zip(clients, group, trained, strict=True):
+        for client, started, result in zip(clients, group, trained, strict=True):
             try:
-                replies[client] = self._end(work, setup.stage, begun, result, seconds)
+                replies[client] = self._end(work, setup.stage, started, result, seconds)
             except Exception as error:
                 (replies[client],) = self._failed(work, setup.stage, [client], error)
         return replies
 
     def _train_group(
-        self, work: ClientWork, setup: TrainingSetup, group: Sequence[Begun]
+        self, work: ClientWork, setup: TrainingSetup, group: Sequence[StartedClient]
     ) -> tuple[Sequence[Trained | None], float]:
         """Each client's training, as a stack or, of a single client, as in the serial engine; and
         the seconds that one client took.
@@ -184,26 +184,26 @@ class VectorisedEngine(PooledEngine):
         if len(group) == 1:
             trained, seconds = self._train(work, setup.stage, group[0], setup.seed)
             return [trained], seconds
-        started = time.perf_counter()
-        starts = [begun.carry for begun in group]
-        views = [begun.view for begun in group]
+        began = time.perf_counter()
+        starts = [started.start for started in group]
+        views = [started.view for started in group]
         with torch_threads(self.threads[1]):
             outcomes = train_stack(work, starts, views, setup)
-        return outcomes, (time.perf_counter() - started) / len(group)
+        return outcomes, (time.perf_counter() - began) / len(group)
 
 
-def _is_stackable(begun: Begun, setup: TrainingSetup) -> bool:
+def _is_stackable(started: StartedClient, setup: TrainingSetup) -> bool:
     """Whether a client trains the site's network on the site's examples, in batches as a
     ``Timetable`` has them.
     """
-    start = begun.carry
+    start = started.start
     if start.model is not None or not start.params:
         return False
-    available = available_examples(start, begun.view, setup.stage)
+    available = available_examples(start, started.view, setup.stage)
     size = len(available)
     if start.only is not None:
         size = len(start.only)
-    return len(available) > 0 and not joins_last_example(begun.view.model, setup.plan, size)
+    return len(available) > 0 and not joins_last_example(started.view.model, setup.plan, size)
 
 
 def _is_draw_under_vmap(error: Exception) -> bool:

@@ -138,14 +138,14 @@ class StageGame:
     """The players are the clients whose replies were accepted; the fold is the method's own.
 
     idle: a client outside a coalition replies as if it had changed nothing; its number of examples
-    counts. absent: it does not reply. ``before``: the state in which the replies were folded.
+    counts. absent: it does not reply. ``before``: the state in which the replies were aggregated.
     """
 
     actor: StageActor
     before: State
     stage: Stage
     replies: Sequence[Reply]
-    downs: Mapping[int, Payload]
+    payloads: Mapping[int, Payload]
     world: World
     game: Game = "idle"
 
@@ -160,7 +160,7 @@ class StageGame:
             return None
         idle = []
         for reply in self.replies:
-            content = self.actor.idle_reply(reply, self.downs[reply.client])
+            content = self.actor.idle_reply(reply, self.payloads[reply.client])
             if content is None:
                 return None
             idle.append(replace(reply, content=content))

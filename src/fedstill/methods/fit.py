@@ -152,7 +152,7 @@ class Fit(ClientWork):
 @dataclass(frozen=True)
 class OnlyFit(Method):
     """The stage ``fit`` for a method that has none: models trained alone are measured, and not
-    folded.
+    aggregated.
     """
 
     stages: ClassVar[frozenset[str]] = frozenset({FIT})

@@ -244,11 +244,15 @@ class WithinBudget:
     budget: Budget | TrainingBudget
 
     def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
         """The replies; raises BudgetSpent before any client has begun."""
-        over = {client: why for client in sorted(downs) if (why := self.budget.over(stage, client))}
-        if over and (len(over) == len(downs) or not self.budget.on_sites):
+        over = {}
+        for client in sorted(payloads):
+            excess = self.budget.over(stage, client)
+            if excess:
+                over[client] = excess
+        if over and (len(over) == len(payloads) or not self.budget.on_sites):
             raise BudgetSpent(
                 f"{place(stage)}: {next(iter(over.values()))}; nothing of the stage was sent. A "
                 "new run with "
@@ -256,7 +260,7 @@ class WithinBudget:
             )
         self.budget.unasked = frozenset(over)
         replies = self.engine.run(
-            work, stage, {c: down for c, down in downs.items() if c not in over}, seed
+            work, stage, {c: p for c, p in payloads.items() if c not in over}, seed
         )
         left_out = [
             Reply(c, NOTHING, 0, {}, stage.round, stage.index, failure=why)

@@ -43,21 +43,22 @@ class Hostile:
     factor: float
 
     def run(
-        self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
         """The replies of all clients, of which the hostile ones have changed theirs."""
-        return [self._sent(reply, downs) for reply in self.engine.run(work, stage, downs, seed)]
+        replies = self.engine.run(work, stage, payloads, seed)
+        return [self._sent(reply, payloads) for reply in replies]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what the clients remember: hostile ones, too, remember what they trained."""
         self.engine.commit(stage, clients)
 
-    def _sent(self, reply: Reply, downs: Mapping[int, Payload]) -> Reply:
+    def _sent(self, reply: Reply, payloads: Mapping[int, Payload]) -> Reply:
         if reply.client not in self.clients or reply.failure:
             return reply
-        down = downs[reply.client]
+        payload = payloads[reply.client]
         content = Payload(
-            {name: self._group(group, down.get(name)) for name, group in reply.content.items()}
+            {name: self._group(group, payload.get(name)) for name, group in reply.content.items()}
         )
         return Reply(reply.client, content, reply.examples, reply.metrics, reply.round, reply.stage)
 
@@ -65,16 +66,16 @@ class Hostile:
         if isinstance(group, Mapping):
             near = start if isinstance(start, Mapping) else {}
             return {name: self._tensor(value, near.get(name)) for name, value in group.items()}
-        return (
-            self._tensor(group, start if isinstance(start, Tensor) else None)
-            if isinstance(group, Tensor)
-            else group
-        )
+        if isinstance(group, Tensor):
+            return self._tensor(group, start if isinstance(start, Tensor) else None)
+        return group
 
     def _tensor(self, value: Tensor, start: Tensor | None) -> Tensor:
         if not value.is_floating_point():
             return value
-        return value * self.factor if start is None else start + self.factor * (value - start)
+        if start is None:
+            return value * self.factor
+        return start + self.factor * (value - start)
 
 
 def hostile_middleware(settings: Settings) -> tuple[Middleware, ...]:
