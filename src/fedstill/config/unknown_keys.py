@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,9 @@ Tree = Mapping[str, Any]
 
 def named_better(error: UnknownKeys, tree: Tree, base: Path | None) -> UnknownKeys:
     """The same error, with the keys of other tables that were meant; ``tree``: the whole config."""
-    keys = [
-        (where, key, what_to_do(where, key, todo, tree, base)) for where, key, todo in error.keys
-    ]
+    keys = []
+    for table, key, remedy in error.keys:
+        keys.append((table, key, what_to_do(table, key, remedy, tree, base)))
     return UnknownKeys(error.wrong, keys)
 
 
@@ -61,26 +61,30 @@ def meant(key: str, table: str, tree: Tree, base: Path | None, near: bool = True
     ``table``: empty for the keys outside all tables. ``near``: whether a similar key counts, too.
     """
     homes = _homes(tree, base)
-    homes |= {
-        word: [home]
-        for word, home in OTHER_WORDS.items()
-        if word not in homes or word in (*NAMED, *record_tables())
-    }
-    like = difflib.get_close_matches(key, homes, n=1, cutoff=NEAR) if near else []
-    there = [
-        home for home in homes.get(key, homes[like[0]] if like else []) if home != f"{table}.{key}"
-    ]
-    said = [
-        "the table [plan]"
-        if home == "plan"
-        else f"{home!r}{'' if '.' in home else ' (before all tables)'}"
-        for home in there[:3]
-    ]
-    return (
-        f"did you mean {' or '.join(filter(None, [', '.join(said[:-1]), said[-1]]))}?"
-        if said
-        else ""
-    )
+    tables = {*NAMED, *record_tables()}
+    for other, home in OTHER_WORDS.items():
+        if other not in homes or other in tables:
+            homes[other] = [home]
+
+    word = key
+    if key not in homes and near:
+        word = next(iter(difflib.get_close_matches(key, homes, n=1, cutoff=NEAR)), key)
+    others = [home for home in homes.get(word, ()) if home != f"{table}.{key}"]
+    if not others:
+        return ""
+    *first, last = [_quoted(home) for home in others[:3]]
+    if not first:
+        return f"did you mean {last}?"
+    return f"did you mean {', '.join(first)} or {last}?"
+
+
+def _quoted(home: str) -> str:
+    """A dotted key as a message names it."""
+    if home == "plan":
+        return "the table [plan]"
+    if "." in home:
+        return repr(home)
+    return f"{home!r} (before all tables)"
 
 
 def home_of(word: str) -> str:
@@ -91,30 +95,37 @@ def home_of(word: str) -> str:
     ('seed', 'method', 'plan.lr', '')
     """
     homes = _homes({}, None) | {other: [home] for other, home in OTHER_WORDS.items()}
-    there = homes.get(word, [])
-    if word in there or word in (*NAMED, "data"):  # a table's name stands for the name in it
+    candidates = homes.get(word, [])
+    if word in candidates or word in (*NAMED, "data"):  # a table's name stands for the name in it
         return word
-    return there[0] if len(there) == 1 else ""
+    if len(candidates) == 1:
+        return candidates[0]
+    return ""
 
 
-def what_to_do(where: str, key: str, todo: str, tree: Tree, base: Path | None) -> str:
-    """What to do about a key that a table lacks: ``todo``, which knows the table's own keys, or
+def what_to_do(where: str, key: str, remedy: str, tree: Tree, base: Path | None) -> str:
+    """What to do about a key that a table lacks: ``remedy``, which knows the table's own keys, or
     something better.
     """
     table = where.partition(".")[0]
-    return (
+    better = (
         _of_missing_package(table or key)
         or _untyped(table, key, tree, base)
         or _called(table, key)
         or meant(key, table, tree, base, near=False)
         or _of_another(table, key, tree, base)
-        or (todo if todo.startswith("did you mean") else meant(key, table, tree, base))
-        or (
-            _has(name, _fields(table, name, base))
-            if table in NAMED and (name := _name(table, tree))
-            else todo
-        )
     )
+    if better:
+        return better
+    if remedy.startswith("did you mean"):
+        return remedy
+    similar = meant(key, table, tree, base)
+    if similar:
+        return similar
+    name = _name(table, tree) if table in NAMED else ""
+    if not name:
+        return remedy
+    return _has(name, _fields(table, name, base))
 
 
 def _of_missing_package(table: str) -> str:
@@ -127,32 +138,39 @@ def _of_missing_package(table: str) -> str:
 
 def _called(table: str, key: str) -> str:
     """What to do about a table's name under the key that other tables have for theirs."""
-    right = NAMED.get(table, ("", ""))[0]
-    return (
-        f"did you mean '{table}.{right}'?"
-        if right and key in ("name", "kind") and key != right
-        else ""
-    )
+    if table not in NAMED or key not in ("name", "kind"):
+        return ""
+    name_key = NAMED[table][0]
+    if key == name_key:
+        return ""
+    return f"did you mean '{table}.{name_key}'?"
 
 
 def _of_another(table: str, key: str, tree: Tree, base: Path | None) -> str:
     """What to do about a field that other methods have, say, and the one that is named has not."""
     if table not in NAMED:
         return ""
-    name = _name(table, tree) or (_topology(tree, base) if table == "topology" else "")
-    have = [
+    name = _name(table, tree)
+    if not name and table == "topology":
+        name = _topology(tree, base)
+    others = [
         other
         for other in registry.names(table)
         if other != name and key in _fields(table, other, base)
     ]
-    if not have:
+    if not others:
         return ""
-    some = f"{', '.join(have[:3])} and {len(have) - 3} more" if len(have) > 4 else ", ".join(have)
-    has = f"{_has(name, _fields(table, name, base))}; " if name else ""
-    return f"{has}it is a field of {some}: set {table}.{NAMED[table][0]}"
+    owners = ", ".join(others)
+    if len(others) > 4:
+        owners = f"{', '.join(others[:3])} and {len(others) - 3} more"
+    remedy = f"it is a field of {owners}: set {table}.{NAMED[table][0]}"
+    if not name:
+        return remedy
+    return f"{_has(name, _fields(table, name, base))}; {remedy}"
 
 
 def _has(name: str, fields: Iterable[str]) -> str:
+    """Which fields a registered thing has, as a part of a message."""
     return f"{short_name(name)} has {', '.join(sorted(fields)) or 'no fields'}"
 
 
@@ -164,13 +182,14 @@ def _untyped(table: str, key: str, tree: Tree, base: Path | None) -> str:
     if not name:
         return ""
     target = registry.lookup(table, name, base).target
-    for kind in target.__mro__ if inspect.isclass(target) else ():
-        if (
-            key in vars(kind)
-            and not kind.__module__.startswith("fedstill.")
-            and not callable(vars(kind)[key])
-        ):
-            value = vars(kind)[key]
+    if not inspect.isclass(target):
+        return ""
+    for kind in target.__mro__:
+        is_users = not kind.__module__.startswith("fedstill.")
+        if not is_users or key not in vars(kind):
+            continue
+        value = vars(kind)[key]
+        if not callable(value):
             return (
                 f"in class {kind.__name__} it has no type, write: {key}: {type(value).__name__} = "
                 f"{value!r}"
@@ -179,8 +198,8 @@ def _untyped(table: str, key: str, tree: Tree, base: Path | None) -> str:
 
 
 def _homes(tree: Tree, base: Path | None) -> dict[str, list[str]]:
-    """{key: dotted keys that end with it} of all that a config may say."""
-    homes = {f.name: [f.name] for f in fields(TopKeys)}
+    """Of all that a config may say: the dotted keys that end with a key, by key."""
+    homes = {field.name: [field.name] for field in fields(TopKeys)}
 
     def add(table: str, keys: Iterable[str]) -> None:
         for key in dict.fromkeys(keys):
@@ -191,34 +210,41 @@ def _homes(tree: Tree, base: Path | None) -> dict[str, list[str]]:
     if tree.get("stream"):
         add("stream", fields_of_record(StreamTable))
     add("plan", fields_of_record(Plan))
-    for kind, (key, _) in NAMED.items():
-        names = (
-            [_name(kind, tree)]
-            if _name(kind, tree)
-            else MODELS
-            if kind == "model"
-            else [_topology(tree, base)]
-        )
-        of_kind = [field for name in names for field in _fields(kind, name, base)]
-        add(kind, [key, *of_kind, *(["clients"] if kind == "topology" else [])])
+    for kind, (name_key, _) in NAMED.items():
+        keys = [name_key]
+        for name in _names(kind, tree, base):
+            keys += _fields(kind, name, base)
+        if kind == "topology":
+            keys.append("clients")
+        add(kind, keys)
     return homes
+
+
+def _names(kind: str, tree: Tree, base: Path | None) -> Sequence[str]:
+    """What a table names, or what it may name by default."""
+    name = _name(kind, tree)
+    if name:
+        return [name]
+    if kind == "model":
+        return MODELS
+    return [_topology(tree, base)]
 
 
 def _name(kind: str, tree: Tree) -> str:
     """What a table names; empty if it is the default of something else."""
-    key, default = NAMED[kind]
-    given = tree.get(kind)
-    name = given.get(key, default) if isinstance(given, Mapping) else given
+    name_key, default = NAMED[kind]
+    table = tree.get(kind)
+    name = table.get(name_key, default) if isinstance(table, Mapping) else table
     return name if isinstance(name, str) else default
 
 
 def _topology(tree: Tree, base: Path | None) -> str:
+    """The topology of the method that a config names; empty if there is no such method."""
     try:
-        return str(
-            getattr(registry.lookup("method", _name("method", tree), base).target, "topology", "")
-        )
+        method = registry.lookup("method", _name("method", tree), base).target
     except ConfigError:
         return ""
+    return str(getattr(method, "topology", ""))
 
 
 def _fields(kind: str, name: str, base: Path | None) -> Iterable[str]:
