@@ -143,42 +143,36 @@ def _unfinished(row: str, column: str, runs: Sequence[Variant]) -> Iterator[str]
     was refused then.
     """
     for variant in runs:
-        begun = (variant.folder / "journal.jsonl").is_file() and not (
-            variant.folder / "summary.json"
-        ).is_file()
-        if variant.label == f"{row} | {column}" and begun:
-            run = read_run(variant.folder)
-            told = [
-                f", {100 * v:.1f} % after the last"
-                for r, v in run.curve("accuracy").items()
-                if r > 0
-            ][-1:]
-            after = [e for e in run.clients if e["round"] > len(run.rounds) and "refused" in e][:1]
-            told += [f"; then client {e['client']}: {e['refused']}" for e in after]
-            yield (
-                f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} "
-                f"rounds{''.join(told)}"
-            )
+        has_begun = (variant.folder / "journal.jsonl").is_file()
+        is_finished = (variant.folder / "summary.json").is_file()
+        if variant.label != f"{row} | {column}" or not has_begun or is_finished:
+            continue
+        run = read_run(variant.folder)
+        line = f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} rounds"
+        accuracies = [value for number, value in run.curve("accuracy").items() if number > 0]
+        if accuracies:
+            line += f", {100 * accuracies[-1]:.1f} % after the last"
+        for event in run.clients:
+            if event["round"] > len(run.rounds) and "refused" in event:
+                line += f"; then client {event['client']}: {event['refused']}"
+                break
+        yield line
 
 
 def _head(recipe: Recipe, long: bool) -> list[str]:
     """Measures in percent; Δ is the difference of the first to the first row, in points, over the
     seeds both have.
     """
-    first, *others = (COLUMN_TITLES.get(m, m) for m in recipe.measures)
-    named = [] if recipe.measures[0] == "accuracy" else [first]
-    head = [
-        "",
-        " ".join(["ours", *named, "[%]"]),
-        " ".join(["paper", *named, "[%]"]),
-        *(["Δ ours", "Δ paper"] if len(others) < MANY else []),
-        *(["last 10 [%]", "Δ last 10"] if long else []),
-    ]
-    return [
-        *head,
-        *(f"{title} {whose}" for title in others for whose in ("ours", "paper")),
-        "seeds",
-    ]
+    first, *others = (COLUMN_TITLES.get(measure, measure) for measure in recipe.measures)
+    name = "" if recipe.measures[0] == "accuracy" else f"{first} "
+    head = ["", f"ours {name}[%]", f"paper {name}[%]"]
+    if len(others) < MANY:
+        head += ["Δ ours", "Δ paper"]
+    if long:
+        head += ["last 10 [%]", "Δ last 10"]
+    for title in others:
+        head += [f"{title} ours", f"{title} paper"]
+    return [*head, "seeds"]
 
 
 def summaries_by_cell(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
@@ -198,25 +192,23 @@ def _rows(
     summaries: Mapping[str, Sequence[Mapping[str, Any]]],
     long: bool,
 ) -> list[list[str]]:
-    ours = {r: summaries.get(f"{r} | {column}", []) for r in rows}
-    theirs = {r: recipe.published.get((r, column), Published()).values for r in rows}
+    ours = {row: summaries.get(f"{row} | {column}", []) for row in rows}
+    theirs = {row: recipe.published.get((row, column), Published()).values for row in rows}
     first, *others = recipe.measures
-    return [
-        [
-            row,
-            _ours(ours[row], first),
-            _printed(theirs[row], first),
-            *([*_apart(ours, theirs, row, rows[0], first)] if len(others) < MANY else []),
-            *(
-                [_ours(ours[row], LAST_TEN), _paired(ours[row], ours[rows[0]], LAST_TEN)]
-                if long
-                else []
-            ),
-            *(cell for m in others for cell in (_ours(ours[row], m), _printed(theirs[row], m))),
-            str(len(ours[row])),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        line = [row, _ours(ours[row], first), _printed(theirs[row], first)]
+        if len(others) < MANY:
+            line += _apart(ours, theirs, row, rows[0], first)
+        if long:
+            line.append(_ours(ours[row], LAST_TEN))
+            line.append(_paired(ours[row], ours[rows[0]], LAST_TEN))
+        for measure in others:
+            line.append(_ours(ours[row], measure))
+            line.append(_printed(theirs[row], measure))
+        line.append(str(len(ours[row])))
+        lines.append(line)
+    return lines
 
 
 def _ours(runs: Sequence[Mapping[str, Any]], measure: str) -> str:

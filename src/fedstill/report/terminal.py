@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fedstill.report.groups import Group
 from fedstill.report.leaks import HEAD, leak_rows
-from fedstill.report.numbers import COLUMNS, PERSONAL
+from fedstill.report.numbers import COLUMNS, PERSONAL, Column
 from fedstill.report.summary import best_first
 from fedstill.running.preparation import Prepared
 from fedstill.running.split_file import StoredSplit
@@ -173,76 +173,76 @@ def drawn_split(
     Of more clients than ``most`` the first are drawn, and the others counted. names: what clients
     are called in the data. tests: how many examples their own test sets have.
     """
-    shown = [str(name)[:MOST_OF_NAME] for name in names[:most]] or [
-        str(c) for c in range(min(most, len(counts)))
-    ]
-    side = max(6, *map(len, shown)) if shown else 6
-    room = max(10, width - side - 34 - (20 if tests else 0))
-    grouped = -(-len(classes) // room)
-    wide = 2 if 2 * len(classes) <= room else 1
-    rows = [
-        [sum(row[i : i + grouped]) for i in range(0, len(row), grouped)] for row in counts[:most]
-    ]
-    top = max((max(row) for row in rows), default=0) or 1
-    names = ", ".join(classes)
-    text = Text(
-        f"classes {names if len(names) < width else f'0 to {len(classes) - 1}'}; ",
-        no_wrap=True,
-        overflow="ellipsis",
-    )
-    text.append(
-        f"each mark is {'a class' if grouped == 1 else f'{grouped} classes'}; a full mark is "
-        f"{top:,} examples\n"
-    )
+    labels = [str(name)[:MOST_OF_NAME] for name in names[:most]]
+    if not labels:
+        labels = [str(client) for client in range(min(most, len(counts)))]
+    label_width = max(6, *map(len, labels)) if labels else 6
+    room = width - label_width - 34
+    if tests:
+        room -= 20
+    room = max(10, room)
+    by_mark = -(-len(classes) // room)
+    mark_width = 2 if 2 * len(classes) <= room else 1
+    starts = range(0, len(classes), by_mark)
+    rows = [[sum(row[start : start + by_mark]) for start in starts] for row in counts[:most]]
+    largest = max((max(row) for row in rows), default=0) or 1
+
+    class_names = ", ".join(classes)
+    if len(class_names) >= width:
+        class_names = f"0 to {len(classes) - 1}"
+    mark = "a class" if by_mark == 1 else f"{by_mark} classes"
+    text = Text(f"classes {class_names}; ", no_wrap=True, overflow="ellipsis")
+    text.append(f"each mark is {mark}; a full mark is {largest:,} examples\n")
     for client, row in enumerate(rows):
-        cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
-        has = f"{sum(row):,} examples, {_classes(counts[client])}"
-        own = (
-            f", own test {tests[client]:,}" if client in tests else ", no own test" if tests else ""
-        )
-        text.append(f"{shown[client]:>{side}}  {cells}  {has}{own}\n")
+        cells = "".join(mark_width * SHADES[min(4, -(-4 * count // largest))] for count in row)
+        size = f"{sum(row):,} examples, {_classes(counts[client])}"
+        if client in tests:
+            size += f", own test {tests[client]:,}"
+        elif tests:
+            size += ", no own test"
+        text.append(f"{labels[client]:>{label_width}}  {cells}  {size}\n")
     if len(counts) > most:
-        text.append(f"{'…':>{side}}  and {len(counts) - most:,} more clients\n")
+        text.append(f"{'…':>{label_width}}  and {len(counts) - most:,} more clients\n")
     return text
 
 
 def _classes(counts: Sequence[int]) -> str:
-    there = sum(n > 0 for n in counts)
-    return f"{there} class" if there == 1 else f"{there} classes"
+    present = sum(count > 0 for count in counts)
+    return "1 class" if present == 1 else f"{present} classes"
 
 
 def comparison_table(compared: Sequence[Group]) -> PlainTable:
     """The table of a comparison: mean ± spread over seeds; best first where answers are each
     client's own.
     """
-    asked = [
-        m
-        for m in COLUMNS
-        if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)
-    ]
-    usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
-    own = PERSONAL if any(g.own_models for g in compared) else ()
-    some = [m for m in COLUMNS if any(g.values(m.key) for g in compared)]
-    tests, others = (
-        [m for m in some if m.key in keys]
-        for keys in (("own_test_accuracy", "own_test_worst"), usual)
-    )
+    known = [column for column in COLUMNS if any(g.values(column.key) for g in compared)]
+
+    def among(*keys: str) -> list[Column]:
+        return [column for column in known if column.key in keys]
+
     shown = [
-        *asked,
-        *([] if asked else [*tests, *own, *others]),
-        *(m for m in some if m.key == "epsilon"),
-        *(m for m in COLUMNS if m.key == "seconds"),
+        column
+        for column in COLUMNS
+        if column.key.startswith("query_") and any(g.mean_spread(column.key) for g in compared)
     ]
+    if not shown:
+        shown = among("own_test_accuracy", "own_test_worst")
+        if any(group.own_models for group in compared):
+            shown += PERSONAL
+        shown += among("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
+    shown += among("epsilon")
+    shown += [column for column in COLUMNS if column.key == "seconds"]
+
     rows = []
     for group in best_first(compared)[0]:
-        spreads = [group.mean_spread(m.key) for m in shown]
-        cells = [
-            v.text(m.scale, 1 if m.unit == "%" else m.digits) if v else "–"
-            for v, m in zip(spreads, shown, strict=True)
-        ]
+        cells = []
+        for column in shown:
+            spread = group.mean_spread(column.key)
+            digits = 1 if column.unit == "%" else column.digits
+            cells.append(spread.text(column.scale, digits) if spread else "–")
         label = group.label if group.finished else f"{group.label}, unfinished"
         rows.append([label, *cells, group.counted])
-    return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
+    return table(["", *(f"{column.title} [{column.unit}]" for column in shown), "seeds"], rows)
 
 
 def leak_table(compared: Sequence[Group]) -> PlainTable | None:
