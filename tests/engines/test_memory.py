@@ -14,6 +14,7 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest
 from fedstill.core.records import KEEP, NOTHING, Payload, Stage
 from fedstill.engines.client_memory import Memory
+from fedstill.running.stored_memory import StoredMemory
 
 
 def stage(round: int, index: int = 0) -> Stage:
@@ -26,7 +27,9 @@ def said(number: int) -> Payload:
 
 @pytest.fixture(params=["here", "files"])
 def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Memory:
-    return Memory(tmp_path / "memory" if request.param == "files" else None)
+    if request.param == "files":
+        return StoredMemory(tmp_path / "memory")
+    return Memory()
 
 
 def remembered(memory: Memory, client: int) -> int | None:
@@ -58,7 +61,7 @@ def test_what_those_left_out_hold_is_dropped_and_what_they_remember_stays(memory
 
 
 def test_a_file_a_client_and_stage_is_named_with_its_digest(tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
+    memory = StoredMemory(tmp_path)
     memory.hold(2, said(5))
     memory.commit(stage(3, 1), [2])
     (path,) = tmp_path.iterdir()
@@ -71,17 +74,17 @@ def test_a_file_a_client_and_stage_is_named_with_its_digest(tmp_path: Path) -> N
 
 
 def test_another_process_reads_what_the_index_names(tmp_path: Path) -> None:
-    first = Memory(tmp_path)
+    first = StoredMemory(tmp_path)
     first.hold(0, said(1))
     first.commit(stage(1), [0])
-    again = Memory(tmp_path)
+    again = StoredMemory(tmp_path)
     assert remembered(again, 0) is None, "a file that no index names does not count"
     again.index.update(first.index)
     assert remembered(again, 0) == 1
 
 
 def test_files_that_no_checkpoint_names_are_deleted_and_others_left(tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
+    memory = StoredMemory(tmp_path)
     for round in (1, 2, 3):
         memory.hold(0, said(round))
         memory.commit(stage(round), [0])
@@ -93,13 +96,13 @@ def test_files_that_no_checkpoint_names_are_deleted_and_others_left(tmp_path: Pa
         "client0-round3-stage0.safetensors",
         "notes.txt",
     }
-    Memory(tmp_path / "absent").prune(set())
+    StoredMemory(tmp_path / "absent").prune(set())
     Memory().prune(set())
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "another"])
 def test_a_damaged_file_names_the_client(damage: str, tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
+    memory = StoredMemory(tmp_path)
     memory.hold(1, said(1))
     memory.commit(stage(1), [1])
     path = tmp_path / memory.index[1][0]
@@ -123,18 +126,18 @@ def test_a_file_whose_digest_is_right_and_whose_content_is_none_is_damaged_too(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "strange").write_bytes(b"not a payload")
-    memory = Memory(tmp_path, {0: ("strange", digest(b"not a payload"))})
+    memory = StoredMemory(tmp_path, {0: ("strange", digest(b"not a payload"))})
     with pytest.raises(CorruptFile, match="client 0"):
         memory.load(0)
 
 
 def test_of_what_is_remembered_already() -> None:
-    memory = Memory.of({4: said(9)})
+    memory = Memory({4: said(9)})
     assert (remembered(memory, 4), remembered(memory, 0)) == (9, None)
 
 
 def test_what_is_to_be_kept_is_what_the_client_remembered_before(tmp_path: Path) -> None:
-    for memory in (Memory(), Memory(tmp_path)):
+    for memory in (Memory(), StoredMemory(tmp_path)):
         for index, given in enumerate((Payload(visits=3), KEEP)):
             memory.hold(1, given)
             memory.hold(2, KEEP)

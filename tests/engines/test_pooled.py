@@ -25,6 +25,7 @@ from fedstill.engines.cores import workers
 from fedstill.engines.pooled import LIGHT_FLOPS, PooledEngine
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.stored_memory import StoredMemory
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
@@ -78,7 +79,7 @@ def test_clients_act_side_by_side_and_one_that_fails_is_a_reply(ready: Prepared)
 
 
 def test_a_damaged_memory_ends_the_stage(ready: Prepared, tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
+    memory = StoredMemory(tmp_path)
     memory.index[1] = ("gone.safetensors", "0" * 64)
     engine = pooled(ready, 2, memory)
     with pytest.raises(CorruptFile, match="client 1"):

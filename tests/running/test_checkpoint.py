@@ -16,9 +16,9 @@ from fedstill.core.codec import encode
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest
 from fedstill.core.records import ModelSpec, Payload, Stage, State
-from fedstill.engines.client_memory import Memory
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import CHECKPOINTS_KEPT, Checkpoints, Restored
+from fedstill.running.stored_memory import StoredMemory
 
 CONFIG = digest(b"config")
 LABELS = torch.arange(12).reshape(4, 3)
@@ -147,7 +147,7 @@ def test_the_last_three_are_kept_and_the_rest_is_gone(checkpoints: Checkpoints) 
 
 def test_memory_files_that_no_kept_checkpoint_names_are_pruned(tmp_path: Path) -> None:
     memory, checkpoints = (
-        Memory(tmp_path / "memory"),
+        StoredMemory(tmp_path / "memory"),
         Checkpoints(tmp_path / "checkpoints", CONFIG, tmp_path / "memory"),
     )
     for round in range(1, 8):
@@ -162,7 +162,7 @@ def test_memory_files_that_no_kept_checkpoint_names_are_pruned(tmp_path: Path) -
     }
     restored = checkpoints.latest()
     assert restored is not None
-    assert Memory(tmp_path / "memory", restored.memory).load(3).number("n") == 7
+    assert StoredMemory(tmp_path / "memory", restored.memory).load(3).number("n") == 7
 
 
 # --- damage ---------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_checkpoint_whose_memory_files_are_damaged_is_not_used(
     harm: Callable[[Path], object], tmp_path: Path
 ) -> None:
     memory, checkpoints = (
-        Memory(tmp_path / "memory"),
+        StoredMemory(tmp_path / "memory"),
         Checkpoints(tmp_path / "checkpoints", CONFIG, tmp_path / "memory"),
     )
     for round in (1, 2):

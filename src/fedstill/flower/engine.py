@@ -13,9 +13,9 @@ from fedstill.core.records import SERVER, Payload, Reply, Stage
 from fedstill.core.screen import Truth, untrue
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.client_memory import Memory, Version
 from fedstill.engines.serial import SerialEngine
-from fedstill.flower.messages import Request, SiteReply, Version
+from fedstill.flower.messages import Request, SiteReply
 
 
 class Asks(Protocol):

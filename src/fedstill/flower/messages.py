@@ -16,6 +16,7 @@ from fedstill.core.files import digest
 from fedstill.core.process_settings import set_environment
 from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.core.reports import is_count, json_value, wrong_report
+from fedstill.engines.client_memory import Version
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
 # What the server asks of a client for one stage, and what the client answers: a JSON header beside
 # a payload.
 
-
-Version = tuple[str, str]
-"""A client's memory of a stage: the name of its file on the client's disk, and that file's
-SHA-256.
-"""
 
 MAX_HEADER = 1 << 20
 """The most characters of an answer's header."""

@@ -12,11 +12,12 @@ from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.files import in_shell
 from fedstill.core.records import Payload
 from fedstill.data.dataset import Dataset
+from fedstill.engines.client_memory import Version
 from fedstill.engines.cores import cores
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import load_federation
 from fedstill.flower.engine import FlowerEngine
-from fedstill.flower.messages import Version, require_flower
+from fedstill.flower.messages import require_flower
 from fedstill.flower.run_engine import connect, informed, trial_app
 from fedstill.flower.site_storage import Desk
 from fedstill.running import journal as journals

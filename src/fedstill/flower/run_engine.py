@@ -15,7 +15,6 @@ from fedstill.core.files import digest
 from fedstill.core.records import Examples
 from fedstill.core.screen import Truth
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Memory
 from fedstill.flower.client_app import Does, client_app
 from fedstill.flower.engine import FlowerEngine
 from fedstill.flower.facts import Facts
@@ -26,6 +25,7 @@ from fedstill.flower.site import Clerk
 from fedstill.flower.site_data import Ready
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.running.preparation import Prepared
+from fedstill.running.stored_memory import StoredMemory
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def connect(
     whose nodes are the clients; without one they work in this process, over a loopback grid.
     """
     settings = prepared.settings
-    here = prepared.engine(Memory(folder / "memory"))
+    here = prepared.engine(StoredMemory(folder / "memory"))
     if grid is None:
         grid = LoopbackGrid(
             trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients)

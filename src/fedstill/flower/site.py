@@ -24,9 +24,9 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Reply
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.client_memory import Memory, Version
 from fedstill.flower.facts import Facts
-from fedstill.flower.messages import Request, SiteReply, Version
+from fedstill.flower.messages import Request, SiteReply
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.flower.site_storage import Desk
@@ -221,7 +221,7 @@ class Visit:
             guard.admit(request, self.work)
 
         client = request.client
-        memory = Memory.of({client: self.desk.remembered(request.memory)})
+        memory = Memory({client: self.desk.remembered(request.memory)})
         engine = self.prepared.engine(memory, site=True)
         seed = self.prepared.settings.seed
         (reply,) = engine.run(self.work, request.stage, {client: request.payload}, seed)

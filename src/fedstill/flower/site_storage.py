@@ -12,7 +12,8 @@ from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, CorruptFile, FedstillError
 from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
 from fedstill.core.records import NOTHING, Payload, Stage
-from fedstill.flower.messages import Request, SiteReply, Version
+from fedstill.engines.client_memory import Version
+from fedstill.flower.messages import Request, SiteReply
 
 _GROUP = "up "
 """In a file of a reply, the names of the reply's groups begin with it."""

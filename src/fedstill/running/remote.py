@@ -19,12 +19,13 @@ from fedstill.core.records import Payload
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.client_memory import Memory, Version
 from fedstill.running.data_sums import run_sums, sums_of_run
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.progress import OnRound, Progress
 from fedstill.running.result import Result
 from fedstill.running.same_run import name_for_clients
+from fedstill.running.stored_memory import StoredMemory
 from fedstill.running.trackers import Track
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
 
 Driven = TypeVar("Driven")
-
-Version = tuple[str, str]
-"""A client's memory of a stage: the name of its file, and that file's SHA-256."""
 
 Place = Literal["here", "ray", "federation"]
 """Where the server of a run is: in this process, in Flower's simulation, or at a federation."""
@@ -142,7 +140,7 @@ def engine_of(
     """
     remote = remote_engine(prepared.settings)
     if remote is None:
-        return prepared.engine(Memory(folder / "memory"))
+        return prepared.engine(StoredMemory(folder / "memory"))
     return remote.connect(prepared, folder, identity, grid)
 
 

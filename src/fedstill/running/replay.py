@@ -27,6 +27,7 @@ from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_extensions
 from fedstill.running.preparation import Prepared, prepare_again
+from fedstill.running.stored_memory import StoredMemory
 
 # ---- other clients -------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Replay:
         """What clients remember at the checkpoint, in this process."""
         if self.restored is None:
             return Memory()
-        stored = Memory(self.folder / "memory", dict(self.restored.memory))
+        stored = StoredMemory(self.folder / "memory", self.restored.memory)
         return stored.in_process()
 
     def _first_state(self, engine: SerialEngine, extensions: Extensions) -> State:
