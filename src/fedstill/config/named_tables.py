@@ -11,7 +11,8 @@ from typing import Any
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, on_one_line
 from fedstill.core.fields import Fields, Seed, checked, held, shown
-from fedstill.core.files import named_path, short_name
+from fedstill.core.files import named_path
+from fedstill.core.registry import short_name
 
 NAMED = {
     "method": ("name", "fedavg"),

@@ -18,8 +18,8 @@ from fedstill.config.tables import StreamTable, TopKeys
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, UnknownKeys
 from fedstill.core.fields import fields_of_record
-from fedstill.core.files import short_name
 from fedstill.core.records import Plan
+from fedstill.core.registry import short_name
 
 MODELS = ("cnn", "digits_cnn")
 """The networks that a run has if its config names none."""

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import IO
 
 from fedstill.core.errors import ConfigError, DiskFull
@@ -180,15 +180,6 @@ def named_path(given: Path | str) -> Path:
         raise ConfigError(
             f"{given} names a home folder that is not there; give the whole path"
         ) from error
-
-
-def short_name(name: str) -> str:
-    """A name as people read it: of a file by its whole path, the file.
-
-    >>> short_name("/home/me/mine.py:Mine"), short_name("owner/name")
-    ('mine.py:Mine', 'owner/name')
-    """
-    return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
 def in_shell(path: Path | str) -> str:

@@ -32,8 +32,8 @@ from fedstill.core.fields import (
     Share,
     check_ranges,
 )
-from fedstill.core.files import short_name
 from fedstill.core.payload import KEEP, NOTHING, Group, Keep, Payload, Tensors, many
+from fedstill.core.registry import short_name
 from fedstill.core.stream import Stream
 
 __all__ = [

@@ -10,87 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import pkgutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
-from fedstill.core.errors import ConfigError, FedstillError, UnknownName
-from fedstill.core.files import digest
-
-# Modules beside a user's file: it can import them, and what was imported is known, so that an edit
-# is seen.
-
-
-_beside: dict[Path, tuple[str, str]] = {}
-"""What users' files imported from their own folders, by file: the module's name, and the file's
-SHA-256 then.
-"""
-
-
-@contextmanager
-def importable(folder: Path) -> Iterator[None]:
-    """Within it the modules of a folder can be imported, as beside a script; ``sys.path`` is as
-    before afterwards.
-
-    Modules of that name from another user's folder, and ones whose file has changed, are imported
-    anew.
-    """
-    for path, (name, sha) in _beside.items():
-        top = folder / name.partition(".")[0]
-        hidden = not path.is_relative_to(folder) and (
-            top.is_dir() or top.with_suffix(".py").is_file()
-        )
-        if hidden or _sha(path) != sha:
-            sys.modules.pop(name, None)
-    before, place = set(sys.modules), str(folder)
-    sys.path.insert(0, place)
-    try:
-        yield
-    finally:
-        if place in sys.path:
-            sys.path.remove(place)
-        for name in set(sys.modules) - before:
-            path = Path(getattr(sys.modules[name], "__file__", None) or "/")
-            if (
-                path.suffix == ".py"
-                and path.is_relative_to(folder)
-                and "site-packages" not in path.parts
-            ):
-                _beside[path] = name, _sha(path)
-
-
-def files_of(path: Path) -> list[Path]:
-    """A user's file, and the files of all modules that files of its folder have imported from
-    there.
-    """
-    return [
-        path,
-        *sorted({other for other in _beside if other.is_relative_to(path.parent)} - {path}),
-    ]
-
-
-def stale(folder: Path) -> bool:
-    """Whether a module that a file of a folder has imported from there has another file now."""
-    return any(
-        path.is_relative_to(folder) and _sha(path) != sha for path, (_, sha) in _beside.items()
-    )
-
-
-def _sha(path: Path) -> str:
-    try:
-        return digest(path.read_bytes())
-    except OSError:
-        return ""
-
+from fedstill.core.errors import ConfigError, UnknownName
 
 HOMES = {
     "method": "fedstill.methods",
@@ -169,6 +98,15 @@ class Entry:
         return self.target(*given, **{**self.preset, **fields})
 
 
+def short_name(name: str) -> str:
+    """A name as people read it: of a file by its whole path, the file.
+
+    >>> short_name("/home/me/mine.py:Mine"), short_name("owner/name")
+    ('mine.py:Mine', 'owner/name')
+    """
+    return PurePath(name).name if PurePath(name).is_absolute() else name
+
+
 def _annotated(target: Any) -> Any:
     """Where the annotations of what can be called are: of a class, a function, a partial one, or
     another object.
@@ -188,8 +126,8 @@ import.
 """
 
 USER = "fedstill_user_"
-"""How modules made from users' files begin; what they register is found by its file: two files may
-share a name.
+"""How the names of modules made from users' files begin (``core.user_modules``). What they register
+is found by its file, because two files may share a name.
 """
 
 
@@ -245,11 +183,13 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
         )
     path, _, attribute = name.partition(":")
     if path.endswith(".py"):
-        return _of_module(kind, name, _import_file((base or Path.cwd()) / path), attribute)
+        from fedstill.core.user_modules import module_of_file  # for users' own things alone
+
+        return _of_module(kind, name, module_of_file((base or Path.cwd()) / path), attribute)
     if path and attribute:
-        return _of_module(
-            kind, name, _imported(path, lambda: importlib.import_module(path)), attribute
-        )
+        from fedstill.core.user_modules import module_named
+
+        return _of_module(kind, name, module_named(path), attribute)
     raise UnknownName(kind, name, names(kind))
 
 
@@ -294,49 +234,6 @@ def _import_home(kind: str) -> None:
 
         for part in manifest.measures():
             part.load()
-
-
-def _import_file(path: Path) -> ModuleType:
-    try:
-        path = path.expanduser().resolve()
-        there = path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{str(path)[:80]!r} cannot be a file: {error}") from error
-    if not there:
-        raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
-    # By path and content: a file that was mended, in a notebook say, is another module.
-    name = (
-        f"{USER}{path.stem}_"
-        f"{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
-    )
-    if name in sys.modules and not stale(path.parent):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} cannot be imported as a Python file")
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[name] = module
-
-    def execute() -> ModuleType:
-        with importable(path.parent):
-            loader.exec_module(module)
-        return module
-
-    try:
-        return _imported(str(path), execute)
-    except ConfigError:
-        del sys.modules[name]
-        raise
-
-
-def _imported(what: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """A user's module; whatever its code raises while it is imported is one named error."""
-    try:
-        return load()
-    except FedstillError as error:
-        raise ConfigError(f"{what}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} failed to import: {type(error).__name__}: {error}") from error
 
 
 def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:

@@ -31,8 +31,8 @@ from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, write_whole
 from fedstill.core.records import Payload, Reply, Stage
-from fedstill.core.registry import files_of
 from fedstill.core.reports import OWN
+from fedstill.core.user_modules import files_of
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.precision import card_named
 from fedstill.engines.serial import ReplyInputs

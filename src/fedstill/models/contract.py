@@ -23,9 +23,9 @@ from fedstill.core.errors import (
     IncompatibleMethod,
     on_one_line,
 )
-from fedstill.core.files import short_name
 from fedstill.core.keys import put_aside, seed_global
 from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
+from fedstill.core.registry import short_name
 from fedstill.core.user_code import reason
 from fedstill.models.functional import features, forward, head, run_part, run_with
 from fedstill.models.network import ImageShape, RowShape, SeriesShape

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
-from fedstill.core.files import short_name
 from fedstill.core.records import ModelSpec, as_table_again
-from fedstill.core.registry import lookup, register
+from fedstill.core.registry import lookup, register, short_name
 from fedstill.models import contract
 from fedstill.models.layers import masked_mean
 from fedstill.models.network import InputShape, Network

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.config.earlier import UNSAID
-from fedstill.core.files import short_name
+from fedstill.core.registry import short_name
 from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run, find
 from fedstill.running.same_run import settings_but_seed

@@ -22,9 +22,9 @@ from fedstill.config.named_tables import NAMED
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
-from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, remove, short_name
+from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, remove
 from fedstill.core.method import Method
-from fedstill.core.registry import LIVE
+from fedstill.core.registry import LIVE, short_name
 
 # A run that has begun: its settings, as its directory says them.
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedstill.config.settings import Settings
 from fedstill.core.errors import CorruptFile
-from fedstill.core.files import digest, in_shell, named_path, short_name, write_whole
+from fedstill.core.files import digest, in_shell, named_path, write_whole
 from fedstill.core.records import SERVER, State
+from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
 from fedstill.metrics import tasks as over_tasks
 from fedstill.metrics.accuracy import best_and_recent

@@ -40,8 +40,9 @@ from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, in_shell
 from fedstill.core.records import State
-from fedstill.core.registry import LIVE, files_of
+from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
+from fedstill.core.user_modules import files_of
 from fedstill.data.sources.catalog import KNOWN
 from fedstill.engines.precision import card_named
 from fedstill.running.directory import settings_of

@@ -26,7 +26,8 @@ from safetensors.numpy import load_file, save_file
 
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.fields import problem
-from fedstill.core.registry import files_of, register
+from fedstill.core.registry import register
+from fedstill.core.user_modules import files_of
 from fedstill.data.cache import cache_folder
 from fedstill.data.client_split import ClientSplit
 

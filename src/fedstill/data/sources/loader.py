@@ -17,9 +17,8 @@ import pyarrow as pa
 
 from fedstill.core.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
 from fedstill.core.fields import plain_value
-from fedstill.core.files import short_name
 from fedstill.core.process_settings import process_settings
-from fedstill.core.registry import lookup, names
+from fedstill.core.registry import lookup, names, short_name
 from fedstill.core.user_code import of_kind, reason
 from fedstill.data.cache import Decoded, kept
 from fedstill.data.dataset import Dataset

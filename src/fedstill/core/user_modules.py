@@ -1,0 +1,147 @@
+"""The modules of users' files: imported by path, and imported anew once a file has changed.
+
+A file can import the modules beside it, as a script can. Which ones it has imported is known, so
+that a change in one of them is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.core.registry import USER
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A module that a user's file has imported from its own folder."""
+
+    name: str
+    sha: str
+    """The SHA-256 of the module's file when it was imported."""
+
+
+_neighbours: dict[Path, Neighbour] = {}
+"""The modules that users' files have imported from their own folders, by the modules' files."""
+
+
+def module_of_file(path: Path) -> ModuleType:
+    """The module of a user's Python file; raises ConfigError if it cannot be imported."""
+    try:
+        path = path.expanduser().resolve()
+        is_file = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{str(path)[:80]!r} cannot be a file: {error}") from error
+    if not is_file:
+        raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
+    name = _module_name(path)
+    if name in sys.modules and not _is_stale(path.parent):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    sys.modules[name] = module
+
+    def execute() -> ModuleType:
+        with _importable(path.parent):
+            loader.exec_module(module)
+        return module
+
+    try:
+        return imported(str(path), execute)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+
+
+def module_named(name: str) -> ModuleType:
+    """A user's installed module; raises ConfigError if it cannot be imported."""
+    return imported(name, lambda: importlib.import_module(name))
+
+
+def imported(source: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """A user's module; whatever its code raises while it is imported is one ConfigError."""
+    try:
+        return load()
+    except FedstillError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{source} failed to import: {type(error).__name__}: {error}") from error
+
+
+def files_of(path: Path) -> list[Path]:
+    """A user's file, and the files of all modules that files of its folder have imported from
+    there.
+    """
+    neighbours = {file for file in _neighbours if file.is_relative_to(path.parent)}
+    return [path, *sorted(neighbours - {path})]
+
+
+def _module_name(path: Path) -> str:
+    # By path and content: a file that was mended, in a notebook say, is another module.
+    sha = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()
+    return f"{USER}{path.stem}_{sha[:8]}"
+
+
+def _is_stale(folder: Path) -> bool:
+    """Whether a module that a file of a folder has imported from there has another file now."""
+    return any(
+        path.is_relative_to(folder) and _sha(path) != neighbour.sha
+        for path, neighbour in _neighbours.items()
+    )
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Within it the modules of a folder can be imported, as beside a script; ``sys.path`` is as
+    before afterwards.
+
+    Modules of that name from another user's folder, and ones whose file has changed, are imported
+    anew.
+    """
+    _drop_outdated(folder)
+    known = set(sys.modules)
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if entry in sys.path:
+            sys.path.remove(entry)
+        for name in set(sys.modules) - known:
+            _note_neighbour(name, folder)
+
+
+def _drop_outdated(folder: Path) -> None:
+    """Forget the modules that a file of a folder would get, and should not: see ``_importable``."""
+    for path, neighbour in _neighbours.items():
+        package = folder / neighbour.name.partition(".")[0]
+        is_in_folder = package.is_dir() or package.with_suffix(".py").is_file()
+        is_hidden = is_in_folder and not path.is_relative_to(folder)
+        if is_hidden or _sha(path) != neighbour.sha:
+            sys.modules.pop(neighbour.name, None)
+
+
+def _note_neighbour(name: str, folder: Path) -> None:
+    """Note a new module, if its file is in a folder and is a user's own."""
+    path = Path(getattr(sys.modules[name], "__file__", None) or "/")
+    is_own = path.is_relative_to(folder) and "site-packages" not in path.parts
+    if is_own and path.suffix == ".py":
+        _neighbours[path] = Neighbour(name, _sha(path))
+
+
+def _sha(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
