@@ -23,7 +23,7 @@ from fedstill.benchmark.recipes import load_recipe
 from fedstill.core.records import Stage, State, View
 from fedstill.core.rounds import run_round
 from fedstill.report import terminal
-from fedstill.running.context import run_context
+from fedstill.running.extensions import run_context
 from fedstill.running.preparation import Prepared, prepare
 
 PIXELS = {

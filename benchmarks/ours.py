@@ -12,7 +12,7 @@ import torch
 from fedstill.core.rounds import run_round
 from fedstill.engines.passes import correct_by_class
 from fedstill.running.checkpoint import Checkpoints
-from fedstill.running.context import run_context
+from fedstill.running.extensions import run_context
 from fedstill.running.preparation import Prepared
 
 

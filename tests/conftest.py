@@ -145,6 +145,18 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Generator[None, object, object]:
+    """While tests run, the collector does not search the tests and modules for garbage either: that
+    takes an eighth of the suite's time.
+    """
+    gc.freeze()
+    try:
+        return (yield)
+    finally:
+        gc.unfreeze()
+
+
 def reproducible() -> None:
     import torch  # not by the process that only hands tests out
 

@@ -10,7 +10,7 @@ from fedstill.core.extensions import Engine, NoRecorder, Observer, Recorder
 from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, run_round
-from fedstill.running.context import run_context
+from fedstill.running.extensions import run_context
 from fedstill.running.preparation import Prepared
 
 

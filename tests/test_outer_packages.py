@@ -13,7 +13,7 @@ import pytest
 
 from blocking.sitecustomize import VARIABLE
 from fedstill import manifest
-from fedstill.config.package_tables import record_tables
+from fedstill.config.tables import record_tables
 
 TESTS = Path(__file__).parent
 PACKAGES = [package.name for package in manifest.PACKAGES]

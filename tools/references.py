@@ -15,8 +15,7 @@ from typing import Any
 
 from fedstill.benchmark.recipes import recipe_names
 from fedstill.config.experiment import KEYS
-from fedstill.config.package_tables import record_tables
-from fedstill.config.tables import StreamTable
+from fedstill.config.tables import StreamTable, record_tables
 from fedstill.core import registry
 from fedstill.core.records import Plan
 from tools.gallery import PAGE as GALLERY

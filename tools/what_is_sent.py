@@ -21,7 +21,7 @@ from fedstill.core.records import SERVER, Group, Payload
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
-from fedstill.running.context import run_context
+from fedstill.running.extensions import run_context
 from fedstill.running.preparation import Prepared, prepare
 from tools.fitting_runs import fitting_run
 

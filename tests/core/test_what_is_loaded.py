@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-FILES = 55
-LINES = 10_067
+FILES = 48
+LINES = 8_806
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [

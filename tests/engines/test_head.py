@@ -11,8 +11,7 @@ import torch
 
 import toys
 from fedstill import losses
-from fedstill.core.records import TrainingStart
-from fedstill.core.stream import OFF
+from fedstill.core.records import OFF, TrainingStart
 from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.running.journal import read_journal

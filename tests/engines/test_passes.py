@@ -11,12 +11,13 @@ from torch import Tensor
 from fedstill.core.checks import as_hook
 from fedstill.core.errors import MethodFailed
 from fedstill.core.records import Examples
-from fedstill.data.inputs import SHARD, Inputs
+from fedstill.data.inputs import Inputs
 from fedstill.engines import passes
 from fedstill.engines.cores import torch_threads
 from fedstill.engines.passes import Predict, by_shard, correct_by_class, right_by_example
 from fedstill.models.contract import initial, predictor, spec_for
 from fedstill.models.ensemble import Joined, MeanOfProbabilities
+from fedstill.models.functional import SHARD
 
 SPEC = spec_for("tiny_cnn", (1, 8, 8), 4)
 INPUTS = Inputs()

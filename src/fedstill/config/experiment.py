@@ -28,7 +28,7 @@ from fedstill.core.errors import ConfigError, UnknownName, suggestion
 from fedstill.core.fields import as_table, plain_value, shown
 from fedstill.core.files import digest, named_path
 from fedstill.core.method import Method
-from fedstill.core.user_code import of_kind
+from fedstill.core.user_code import USER, of_kind
 
 # Classes, functions and networks that are handed over from Python: their name in a config, and what
 # they are.
@@ -132,7 +132,7 @@ def _importable(kind: str, thing: Any) -> str:
         return ""
     if home.startswith("fedstill."):
         return registry.registered_as(kind, thing)
-    if home.startswith(registry.USER):
+    if home.startswith(USER):
         return f"{module.__file__}:{name}"
     return f"{home}:{name}" if home != "__main__" and getattr(module, "__spec__", None) else ""
 

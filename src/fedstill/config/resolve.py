@@ -14,7 +14,6 @@ from fedstill import manifest
 from fedstill.config.client_models import checked_models
 from fedstill.config.experiment import Experiment, refuse_no_experiment
 from fedstill.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
-from fedstill.config.package_tables import package_tables
 from fedstill.config.settings import NamedTables, Settings
 from fedstill.config.tables import (
     NO_STREAM,
@@ -24,6 +23,7 @@ from fedstill.config.tables import (
     FlowerTable,
     StreamTable,
     TopKeys,
+    package_tables,
 )
 from fedstill.config.unknown_keys import named_better
 from fedstill.config.unseen_data import NO_DATA, unseen_kind

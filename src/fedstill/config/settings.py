@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import tomli_w
 
 from fedstill.config.named_tables import Named
-from fedstill.config.package_tables import with_package_tables
 from fedstill.config.tables import (
     NO_STREAM,
     SITES,
@@ -19,6 +18,7 @@ from fedstill.config.tables import (
     FlowerTable,
     StreamTable,
     TopKeys,
+    with_package_tables,
 )
 from fedstill.core.fields import Count, PackageTable, as_table
 from fedstill.core.method import Method

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -9,12 +10,14 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
+from fedstill import manifest
 from fedstill.config.named_tables import NAMED
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import (
     Count,
     CountOrZero,
     NonNegative,
+    PackageTable,
     Positive,
     PositiveShare,
     Seed,
@@ -342,3 +345,31 @@ class FlowerTable:
     """With data of the sites: how many token ids a tokenizer's file gives; unset: told by
     data.tokenizer.
     """
+
+
+# All tables that are records, those of outer packages among them, as the manifest lists them.
+
+
+@functools.cache
+def package_tables() -> Mapping[str, type[PackageTable]]:
+    """The records of the tables that outer packages add, by the name of the table."""
+    return {part.name: part.load() for part in manifest.config_tables()}
+
+
+@functools.cache
+def record_tables() -> Mapping[str, type[Any]]:
+    """All tables that are records, in their order; the others name a registered thing, or are of
+    stages.
+    """
+    inner: dict[str, type[Any]] = {
+        "data": DataTable,
+        "clients": ClientsTable,
+        "flower": FlowerTable,
+    }
+    return with_package_tables(inner, package_tables())
+
+
+def with_package_tables(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by table, with those of packages' tables behind the tables that they follow."""
+    parts = [(part, outer[part.name]) for part in manifest.config_tables() if part.name in outer]
+    return manifest.placed(inner, parts)

@@ -13,8 +13,7 @@ from typing import Any
 
 from fedstill import manifest
 from fedstill.config.named_tables import NAMED, fields_of
-from fedstill.config.package_tables import record_tables
-from fedstill.config.tables import StreamTable, TopKeys
+from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, UnknownKeys
 from fedstill.core.fields import fields_of_record

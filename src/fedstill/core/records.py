@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     Concatenate,
@@ -34,11 +35,14 @@ from fedstill.core.fields import (
 )
 from fedstill.core.payload import KEEP, NOTHING, Group, Keep, Payload, Tensors, many
 from fedstill.core.registry import short_name
-from fedstill.core.stream import Stream
+
+if TYPE_CHECKING:
+    from fedstill.core.stream import Stream
 
 __all__ = [
     "KEEP",
     "NOTHING",
+    "OFF",
     "SERVER",
     "Examples",
     "Group",
@@ -265,6 +269,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Teacher = Tensors | tuple[ModelSpec, Tensors]
+
+OFF = -1e4
+"""The logit of an output that takes no part: finite, as 0 times infinity has no value."""
 
 
 @dataclass(frozen=True)

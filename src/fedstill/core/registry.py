@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
 from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.user_code import USER
 
 HOMES = {
     "method": "fedstill.methods",
@@ -125,11 +126,6 @@ LIVE = "python:"
 import.
 """
 
-USER = "fedstill_user_"
-"""How the names of modules made from users' files begin (``core.user_modules``). What they register
-is found by its file, because two files may share a name.
-"""
-
 
 def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[Target], Target]:
     """Register a class or function under a name; with ``preset``, a registered setting of it (no
@@ -141,6 +137,7 @@ def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callabl
     def decorate(target: Target) -> Target:
         entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
         home = entry.target.__module__
+        # Two users' files may share a name.
         key = f"{home}:{name}" if home.startswith(USER) else name
         if (old := _entries.get((kind, key))) and old.target.__module__ != home:
             raise ConfigError(

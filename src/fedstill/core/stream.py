@@ -25,9 +25,6 @@ Head = Literal["all", "seen", "task"]
 task's own classes.
 """
 
-OFF = -1e4
-"""The logit of an output that takes no part: finite, as 0 times infinity has no value."""
-
 EVERYONE = -1
 """The client whose clock is never late: the server's id."""
 

@@ -21,6 +21,9 @@ from fedstill.core.errors import MAX_REASON, BadReturn, ConfigError, FedstillErr
 
 T = TypeVar("T")
 
+USER = "fedstill_user_"
+"""How the names of modules made from users' files begin (``core.user_modules``)."""
+
 _LIBRARY = Path(__file__).parents[1]
 _METHODS = _LIBRARY / "methods"
 _HERE = (lambda: None).__code__

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fedstill.core.errors import ConfigError, FedstillError
-from fedstill.core.registry import USER
+from fedstill.core.user_code import USER
 
 
 @dataclass(frozen=True)

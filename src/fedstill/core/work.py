@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedstill.core.records import (
     NOTHING,
+    OFF,
     Keep,
     ModelSpec,
     Payload,
@@ -19,7 +20,6 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.stream import OFF
 from fedstill.core.user_code import reject_misspelt_hooks
 from fedstill.losses import cross_entropy
 

@@ -167,11 +167,6 @@ def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
     return batch.masked_fill(hole.unsqueeze(1), 0.0)
 
 
-SHARD = 100
-"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit.
-With many more, the outputs of a convolution no longer fit into a core's cache.
-"""
-
 MOST_FEATURES = 12
 """Features that are named; the others are counted."""
 
@@ -221,20 +216,6 @@ class Inputs:
         if not self.steps:
             return self.plain(values)
         return augment(values, self.steps, self.mean, self.std, generator)
-
-
-def channels_last(tensor: Tensor) -> Tensor:
-    """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others
-    as they are.
-
-    On a CUDA card channels come first: small networks train faster so in float32
-    (``python -m benchmarks.layout``).
-    """
-    if tensor.dim() != 4:
-        return tensor
-    return tensor.contiguous(
-        memory_format=torch.contiguous_format if tensor.is_cuda else torch.channels_last
-    )
 
 
 def examples_are(inputs: Mapping[str, Any]) -> str:

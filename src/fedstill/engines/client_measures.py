@@ -15,9 +15,8 @@ from torch import Tensor
 from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import ClientHook
-from fedstill.core.records import SERVER, Stage
+from fedstill.core.records import OFF, SERVER, Stage
 from fedstill.core.reports import ENGINE, OWN, PROBE, TAKEN
-from fedstill.core.stream import OFF
 from fedstill.core.user_code import reason
 from fedstill.engines.at_client import AtClient
 from fedstill.engines.passes import correct_by_class

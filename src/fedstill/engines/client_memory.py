@@ -60,5 +60,5 @@ class Memory:
         """Keep the states of clients after a stage, none of which is empty."""
         self._remembered.update(states)
 
-    def prune(self, named: Collection[str]) -> None:
+    def prune(self, names: Collection[str]) -> None:
         """Delete files that no checkpoint names."""

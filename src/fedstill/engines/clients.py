@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from fedstill.core import trees
 from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Plan, Stage, Tensors, TrainingStart, View
-from fedstill.data.inputs import Inputs, channels_last
 from fedstill.engines.batches import Batch, Progress, epoch_batches
 from fedstill.engines.cores import workers
 from fedstill.engines.frozen_teachers import Teachers, build_modules, frozen_teachers
@@ -24,6 +23,10 @@ from fedstill.engines.precision import Precision
 from fedstill.engines.step import StepInputs, TeacherOnBatch
 from fedstill.models import contract
 from fedstill.models.contract import joins_last_example
+from fedstill.models.functional import channels_last
+
+if TYPE_CHECKING:
+    from fedstill.data.inputs import Inputs
 
 STEP_FIELDS = ("params", "teachers", "trace", "constants", "head")
 """The fields of a ``TrainingStart`` that a step may read."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedstill.core.records import ModelSpec, Teacher, Tensors
-from fedstill.data.inputs import SHARD, channels_last
 from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
+from fedstill.models.functional import SHARD, channels_last
 
 Outputs = dict[str, Tensor]
 """The outputs of one pass: "logits" (n, C), and "features" (n, D) if they were wanted."""

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from fedstill.core.keys import generator
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.trees import on_cpu
-from fedstill.data.inputs import SHARD, Inputs, channels_last
+from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import Precision, lowered, without_cudnn
 from fedstill.models import contract
 from fedstill.models.ensemble import Joined
+from fedstill.models.functional import SHARD, channels_last
 
 LONG_SHARD = 0.002
 """Seconds from which a shard is long. With shorter ones, threads would wait for the interpreter as

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from fedstill.core.records import (
 from fedstill.core.reports import OWN
 from fedstill.core.user_code import reason, returned
 from fedstill.core.work import ClientWork
-from fedstill.data.inputs import Inputs
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
@@ -49,6 +48,9 @@ from fedstill.engines.user_functions import (
     journal_fields,
     sent_and_remembered,
 )
+
+if TYPE_CHECKING:
+    from fedstill.data.inputs import Inputs
 
 # A batch's activations and gradients are allocated and freed in every step. If the C library
 # returns their pages, these must be found, cleared and mapped again. ``python -m

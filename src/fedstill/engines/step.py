@@ -11,8 +11,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedstill.core.records import ModelSpec, Tensors, TrainingStart
-from fedstill.core.stream import OFF
+from fedstill.core.records import OFF, ModelSpec, Tensors, TrainingStart
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract

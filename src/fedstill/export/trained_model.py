@@ -19,10 +19,10 @@ from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
 from fedstill.data.form import IMAGES, About
-from fedstill.data.inputs import channels_last
 from fedstill.data.table_encoding import MISSING, category_name, table_rows, with_marks
 from fedstill.data.text import encoded
 from fedstill.models.ensemble import module_of
+from fedstill.models.functional import channels_last
 from fedstill.running.data_sums import NO_SPREAD
 
 # Rows and texts as people have them, as the tensor that a run's model takes: as the run made its

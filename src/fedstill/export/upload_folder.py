@@ -17,11 +17,11 @@ import torch
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
 from fedstill.core.files import make_folder, write_whole
-from fedstill.data.inputs import channels_last
 from fedstill.export import standalone
 from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import TrainedModel
 from fedstill.metrics.forgetting import forgetting_by_class
+from fedstill.models.functional import channels_last
 from fedstill.models.layers import of_the_batch
 from fedstill.running.evaluation import of_some_clients
 from fedstill.running.journal import Event, read_journal

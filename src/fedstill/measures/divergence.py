@@ -12,12 +12,12 @@ from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.core.trees import only, sub
-from fedstill.data.inputs import SHARD
 from fedstill.losses import cross_entropy
 from fedstill.measures.base import Measure, Numbers, Room, comparable
 from fedstill.metrics.distances import distribution_distance, gradient_diversity, weight_divergence
 from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
+from fedstill.models.functional import SHARD
 
 
 @register("measure", "divergence")

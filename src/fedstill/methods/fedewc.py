@@ -37,6 +37,7 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Count, NonNegative, Share
 from fedstill.core.records import (
     KEEP,
+    OFF,
     Keep,
     Payload,
     Plan,
@@ -51,7 +52,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stream import OFF
 from fedstill.core.trees import add, only, scale, zeros_like
 from fedstill.core.work import ClientWork
 from fedstill.losses import quadratic

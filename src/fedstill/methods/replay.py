@@ -44,6 +44,7 @@ from fedstill.core.labels import means_by_class
 from fedstill.core.payload import NOTHING, Payload
 from fedstill.core.records import (
     KEEP,
+    OFF,
     SERVER,
     Examples,
     Keep,
@@ -59,7 +60,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.stream import OFF
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy

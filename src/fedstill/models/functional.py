@@ -17,6 +17,11 @@ from torch.nn.functional import unfold
 
 from fedstill.core.payload import Tensors
 
+SHARD = 100
+"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit.
+With many more, the outputs of a convolution no longer fit into a core's cache.
+"""
+
 _Place = tuple[dict[str, Any], str]
 """The dictionary of a module that holds a tensor, and its key there."""
 _Part = tuple[dict[str, Any], str, "ref[nn.Module]"]
@@ -184,3 +189,17 @@ def _columns(layer: nn.Module, x: Tensor) -> Tensor:
     # (B, d, places)
     patches = unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
     return patches.transpose(1, 2).reshape(-1, patches.shape[1])
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others
+    as they are.
+
+    On a CUDA card channels come first: small networks train faster so in float32
+    (``python -m benchmarks.layout``).
+    """
+    if tensor.dim() != 4:
+        return tensor
+    if tensor.is_cuda:
+        return tensor.contiguous(memory_format=torch.contiguous_format)
+    return tensor.contiguous(memory_format=torch.channels_last)

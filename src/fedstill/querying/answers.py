@@ -35,9 +35,8 @@ from fedstill.querying.queries import Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.querying.table import QueryTable
 from fedstill.running.checkpoint import Checkpoints
-from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
-from fedstill.running.extensions import Extensions
+from fedstill.running.extensions import Extensions, run_context
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
 

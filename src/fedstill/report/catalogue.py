@@ -19,7 +19,8 @@ from rich.text import Text
 from fedstill.core import docstrings
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
-from fedstill.core.registry import USER, Entry
+from fedstill.core.registry import Entry
+from fedstill.core.user_code import USER
 
 # What an annotation allows, in words.
 

@@ -20,9 +20,8 @@ from fedstill.core.rounds import RunContext, run_round
 from fedstill.core.user_code import returned
 from fedstill.engines.serial import SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Restored
-from fedstill.running.context import run_context
 from fedstill.running.evaluation import Evaluation, evaluated_answers
-from fedstill.running.extensions import run_extensions
+from fedstill.running.extensions import run_context, run_extensions
 from fedstill.running.journal import CONFIG_SEAL, START, Journal, read_journal
 from fedstill.running.observers import seconds_by_measure
 from fedstill.running.preparation import Prepared

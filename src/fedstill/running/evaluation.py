@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.method import Method
-from fedstill.core.records import SERVER, Examples, State, World
+from fedstill.core.records import OFF, SERVER, Examples, State, World
 from fedstill.core.results import Predictors, RoundResult
-from fedstill.core.stream import OFF
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers

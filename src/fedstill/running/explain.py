@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fedstill.config.named_tables import NAMED
 from fedstill.config.overrides import flat
-from fedstill.config.package_tables import record_tables
 from fedstill.config.settings import Settings
-from fedstill.config.tables import StreamTable, TopKeys
+from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.core import docstrings, registry
 from fedstill.core.codec import encode
 from fedstill.core.method import Method

@@ -1,4 +1,5 @@
-"""The table of a run's extensions: hooks, middleware and observers, in their order.
+"""The table of a run's extensions: hooks, middleware and observers, in their order; and the context
+of its rounds, which is built of them.
 
 Inner capabilities come first, then those of the outer packages in the order of the manifest.
 """
@@ -16,12 +17,15 @@ from fedstill.core.extensions import (
     ClientHook,
     Engine,
     Middleware,
+    NoRecorder,
     Observer,
+    Recorder,
     RoundHook,
     SiteGuard,
     StageKeeper,
 )
 from fedstill.core.records import World
+from fedstill.core.rounds import RunContext
 from fedstill.engines.client_measures import ClientMeasures, OwnTestSets
 from fedstill.running.hostile_clients import hostile_middleware
 from fedstill.running.kept_updates import update_keepers
@@ -93,3 +97,27 @@ def site_guards(prepared: PreparedRun, folder: Path) -> tuple[SiteGuard, ...]:
     for part in manifest.site_guards():
         guards += part.load()(prepared, folder)
     return tuple(guards)
+
+
+def run_context(
+    prepared: PreparedRun,
+    engine: Engine,
+    recorder: Recorder | None = None,
+    extensions: Extensions | None = None,
+) -> RunContext:
+    """The context of a run's rounds.
+
+    ``engine``: without the run's middleware. ``extensions``: those of ``run_extensions`` if they
+    are left out.
+    """
+    settings = prepared.settings
+    if extensions is None:
+        extensions = run_extensions(prepared)
+    return RunContext(
+        schedule=settings.schedule,
+        world=prepared.world,
+        engine=extensions.wrapped(engine),
+        rules=settings.rules,
+        recorder=recorder or NoRecorder(),
+        hooks=extensions.round_hooks,
+    )

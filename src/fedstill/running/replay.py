@@ -23,9 +23,8 @@ from fedstill.engines.client_memory import Memory
 from fedstill.engines.precision import steady
 from fedstill.engines.serial import SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored
-from fedstill.running.context import run_context
 from fedstill.running.directory import settings_of
-from fedstill.running.extensions import Extensions, run_extensions
+from fedstill.running.extensions import Extensions, run_context, run_extensions
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.stored_memory import StoredMemory
 

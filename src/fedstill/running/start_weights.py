@@ -29,10 +29,11 @@ from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.data.form import About
-from fedstill.data.inputs import SHARD, Inputs
+from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import side_by_side, workers
 from fedstill.engines.passes import ModelPasses
 from fedstill.models import contract
+from fedstill.models.functional import SHARD
 from fedstill.models.model_file import FINAL, read_final
 from fedstill.models.parameters import is_added
 

@@ -63,7 +63,7 @@ class StoredMemory(Memory):
         write_together(files())
         self.index.update(versions)
 
-    def prune(self, named: Collection[str]) -> None:
+    def prune(self, names: Collection[str]) -> None:
         for path in self.folder.glob("*.safetensors"):
-            if path.name not in named:
+            if path.name not in names:
                 remove(path)
