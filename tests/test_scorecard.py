@@ -107,7 +107,7 @@ def test_what_takes_long_passes_here() -> None:
 
 
 def test_a_screen_that_lets_all_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstill.core.screen._wild", lambda *_: "")
+    monkeypatch.setattr("fedstill.core.screen._Screening._numbers", lambda *_: "")
     says = hostile_replies.poisoned(17).says
     assert any("NaN: it ended the round: Diverged" in line for line in says)
 

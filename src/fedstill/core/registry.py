@@ -8,12 +8,11 @@ names is first asked for. A user's own is a file beside the config (``"mine.py:M
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path, PurePath
 from types import ModuleType
@@ -195,10 +194,10 @@ def registered_as(kind: str, target: object) -> str:
     not.
     """
     _import_home(kind)
-    return next(
-        (n for (k, n), e in _entries.items() if k == kind and e.target is target and not e.preset),
-        "",
-    )
+    for (of_kind, name), entry in _entries.items():
+        if of_kind == kind and entry.target is target and not entry.preset:
+            return name
+    return ""
 
 
 def enter(entry: Entry) -> None:
@@ -208,7 +207,10 @@ def enter(entry: Entry) -> None:
 
 def bound(kind: str, name: str) -> Any:
     """What a name ``python:Name`` stands for in this process; None if nothing does."""
-    return entry.target if (entry := _entries.get((kind, name))) else None
+    entry = _entries.get((kind, name))
+    if entry is None:
+        return None
+    return entry.target
 
 
 def builtin_modules() -> list[str]:
@@ -234,58 +236,77 @@ def _import_home(kind: str) -> None:
 
 
 def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:
-    own = [
-        e for (k, _), e in _entries.items() if k == kind and e.target.__module__ == module.__name__
+    """The entry of a user's module: of the attribute that a name gives, or the only one."""
+    registered = [
+        entry
+        for (of_kind, _), entry in _entries.items()
+        if of_kind == kind and entry.target.__module__ == module.__name__
     ]
-    file = Path(name).name
     if attribute:
-        if not callable(target := getattr(module, attribute, None)):
-            written = [
-                n
-                for n, v in vars(module).items()
-                if getattr(v, "__module__", "") == module.__name__
-            ]
-            raise UnknownName(kind, attribute, written, where=file.split(":")[0])
-        entry = next((e for e in own if e.target is target), Entry(kind, name, target))
-    elif len(own) != 1:
-        targets = [e.target for e in own] or filter(callable, vars(module).values())
-        some = [
-            f"{file}:{v.__name__}"
-            for v in targets
-            if getattr(v, "__module__", "") == module.__name__
-        ][:5]
-        has = f"the file registers {len(own) or 'no'} {kind}{'s' * bool(own)}"
-        raise ConfigError(f"{kind} {file!r}: {has}; say what of it is meant: {' or '.join(some)}")
+        entry = _of_attribute(kind, name, module, attribute, registered)
+    elif len(registered) == 1:
+        entry = registered[0]
     else:
-        entry = own[0]
+        raise ConfigError(_which_is_meant(kind, Path(name).name, module, registered))
     _refuse_undecorated(entry)
     return entry
+
+
+def _of_attribute(
+    kind: str, name: str, module: ModuleType, attribute: str, registered: Sequence[Entry]
+) -> Entry:
+    target = getattr(module, attribute, None)
+    if not callable(target):
+        defined = [n for n, value in vars(module).items() if _is_defined_in(value, module)]
+        raise UnknownName(kind, attribute, defined, where=Path(name).name.split(":")[0])
+    for entry in registered:
+        if entry.target is target:
+            return entry
+    return Entry(kind, name, target)
+
+
+def _which_is_meant(kind: str, file: str, module: ModuleType, registered: Sequence[Entry]) -> str:
+    """A message for a file that registers no thing of a kind, or several."""
+    targets = [entry.target for entry in registered] or filter(callable, vars(module).values())
+    choices = [f"{file}:{t.__name__}" for t in targets if _is_defined_in(t, module)]
+    count = f"no {kind}"
+    if registered:
+        count = f"{len(registered)} {kind}s"
+    return (
+        f"{kind} {file!r}: the file registers {count}; say what of it is meant: "
+        f"{' or '.join(choices[:5])}"
+    )
+
+
+def _is_defined_in(value: Any, module: ModuleType) -> bool:
+    return getattr(value, "__module__", "") == module.__name__
 
 
 def _refuse_undecorated(entry: Entry) -> None:
     """Raise ConfigError for a class with fields below a dataclass that is none itself: a config
     could not set them.
     """
-    lines = entry.target.__mro__ if inspect.isclass(entry.target) else ()
-    for i, one in enumerate(lines):
-        if "__dataclass_fields__" in vars(one) or not any(
-            "__dataclass_fields__" in vars(b) for b in lines[i + 1 :]
-        ):
+    if not inspect.isclass(entry.target):
+        return
+    is_below_dataclass = False
+    for cls in reversed(entry.target.__mro__):
+        if "__dataclass_fields__" in vars(cls):
+            is_below_dataclass = True
             continue
-        fields = [
-            name
-            for name, hint in inspect.get_annotations(one).items()
-            if "ClassVar" not in str(hint)
-        ]
-        if fields:
-            what = (
-                f"{entry.kind} {one.__name__}{_place(one)} has fields ({', '.join(fields)}) that "
-                "no config can set"
+        hints = inspect.get_annotations(cls)
+        fields = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
+        if is_below_dataclass and fields:
+            raise ConfigError(
+                f"{entry.kind} {cls.__name__}{_place(cls)} has fields ({', '.join(fields)}) that "
+                "no config can set: write @dataclass(frozen=True) above its class"
             )
-            raise ConfigError(f"{what}: write @dataclass(frozen=True) above its class")
 
 
-def _place(thing: type) -> str:
-    with contextlib.suppress(OSError, TypeError):  # its source may be gone
-        return f" ({Path(inspect.getfile(thing)).name}, line {inspect.getsourcelines(thing)[1]})"
-    return ""
+def _place(cls: type) -> str:
+    """The file and line of a class, in brackets; empty if its source is gone."""
+    try:
+        file = Path(inspect.getfile(cls)).name
+        line = inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return ""
+    return f" ({file}, line {line})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import Annotated, Literal, ParamSpec
 
 import torch
 from annotated_types import Interval
@@ -14,12 +14,8 @@ from torch import Tensor
 from fedstill.core import trees
 from fedstill.core.errors import cut_reason, on_one_line
 from fedstill.core.fields import Positive, PositiveShare, check_ranges
-from fedstill.core.records import NOTHING, Group, Payload, Reply, Stage
+from fedstill.core.records import NOTHING, Group, Payload, Reply, Stage, Tensors
 from fedstill.core.reports import wrong_report
-
-# The screen: which replies may be folded, and why the others may not, from what was expected and
-# what came.
-
 
 Kind = Literal["failed", "diverged", "unlike", "strange"]
 Failures = Literal["stop", "tolerate"]
@@ -88,61 +84,130 @@ def screen(
     rules: Rules,
     refusal: Callable[[Reply], str] = lambda reply: "",
 ) -> tuple[list[Reply], list[Refusal]]:
-    """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats,
-    claims and reports that cannot be, and payloads other than expected.
+    """The accepted replies, sorted by client id, and the refusals.
 
-    ``refusal``: why a reply of this stage cannot be true, empty if it can. A check that raises
-    refuses the reply.
+    Refused are failures, replies of clients that were not asked, repeated replies, claims and
+    reports that cannot be true, and payloads other than expected.
+
+    ``expected``: gives the form of a client's payload. ``payloads``: what the clients were sent.
+    ``refusal``: gives the reason why a reply cannot be true, or an empty string. A check that
+    raises an error refuses the reply.
     """
-    accepted: dict[int, Reply] = {}
-    sent: dict[int, float] = {}
-    refused = []
+    screening = _Screening(stage, payloads, rules, expected, refusal)
+    refused: list[Refusal] = []
     for reply in replies:
-        kind: Kind = "failed" if reply.failure else "strange"
-        why = (
-            _outcome(_envelope, reply, stage, payloads, accepted)
-            or _outcome(_claim, reply, rules.max_examples)
-            or _outcome(refusal, reply)
-        )
-        if not why:
-            kind, why = "unlike", _outcome(_content, reply.content, expected(reply.client))
-        if not why:
-            kind, why = (
-                "diverged",
-                _outcome(_wild, reply.content, payloads[reply.client], rules.norm_limit, sent),
-            )
-            why += _outcome(_lost, reply.metrics) if why else ""
-        if not why:
-            kind, why = "strange", _outcome(wrong_report, reply.metrics)
-        if why:
-            refused.append(Refusal(reply.client, why, kind, reply.content))
+        problem = screening.problem(reply)
+        if problem is None:
+            screening.accepted[reply.client] = reply
         else:
-            accepted[reply.client] = reply
-    return [accepted[c] for c in sorted(accepted)], refused
+            refused.append(problem)
+    accepted = [screening.accepted[client] for client in sorted(screening.accepted)]
+    return accepted, refused
+
+
+@dataclass
+class _Screening:
+    """The replies of one stage under examination."""
+
+    stage: Stage
+    payloads: Mapping[int, Payload]
+    rules: Rules
+    expected: Callable[[int], Payload]
+    untrue: Callable[[Reply], str]
+    accepted: dict[int, Reply] = field(default_factory=dict)
+    sent_norms: dict[int, float] = field(default_factory=dict)
+    """The norms of the groups that were sent, by the object's id: most clients share them, and they
+    live as long as the stage.
+    """
+
+    def problem(self, reply: Reply) -> Refusal | None:
+        """The refusal of a reply by the first check that it fails; None if it passes all."""
+        if reply.failure:
+            return _refusal(reply, "failed", f"failed: {reply.failure}")
+        reason = (
+            _outcome(self._envelope, reply)
+            or _outcome(_claim, reply, self.rules.max_examples)
+            or _outcome(self.untrue, reply)
+        )
+        if reason:
+            return _refusal(reply, "strange", reason)
+
+        expected = self.expected(reply.client)
+        reason = _outcome(_other_content, reply.content, expected)
+        if reason:
+            return _refusal(reply, "unlike", reason)
+
+        reason = _outcome(self._numbers, reply)
+        if reason:
+            return _refusal(reply, "diverged", reason + _outcome(_lost_terms, reply.metrics))
+
+        reason = _outcome(wrong_report, reply.metrics)
+        if reason:
+            return _refusal(reply, "strange", reason)
+        return None
+
+    def _envelope(self, reply: Reply) -> str:
+        if type(reply.client) is not int or reply.client not in self.payloads:
+            return "was not asked"
+        if reply.client in self.accepted:
+            return "replied twice"
+        return of_other_stage(reply, self.stage)
+
+    def _numbers(self, reply: Reply) -> str:
+        """Which numbers are not finite, or too large."""
+        norms: dict[str, float] = {}
+        for name, group in reply.content.items():
+            if isinstance(group, float) and not math.isfinite(group):
+                return f"{name} is {group}"
+            tensors = _tensors(name, group)
+            norms[name] = trees.norm(tensors)
+            if math.isfinite(norms[name]):
+                continue
+            # A sum of squares may have overflowed though every number is finite.
+            for label, tensor in tensors.items():
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                    return f"{label} holds numbers that are not finite"
+
+        payload = self.payloads[reply.client]
+        for name in MODELS:
+            if name in norms and name in payload:
+                reason = self._growth(name, norms[name], payload)
+                if reason:
+                    return reason
+        return ""
+
+    def _growth(self, name: str, norm: float, payload: Payload) -> str:
+        """How a group of parameters is too large for what was sent."""
+        key = id(payload[name])
+        if key not in self.sent_norms:
+            self.sent_norms[key] = max(1.0, trees.norm(payload.tensors(name)))
+        sent_norm = self.sent_norms[key]
+        limit = self.rules.norm_limit
+        if norm <= limit * sent_norm:
+            return ""
+        owner = "parameters'"
+        if name != "params":
+            owner = f"{name} parameters'"
+        return (
+            f"its {owner} norm {norm:.3g} is over {limit:g} times the {sent_norm:.3g} it was sent"
+        )
+
+
+def _refusal(reply: Reply, kind: Kind, reason: str) -> Refusal:
+    return Refusal(reply.client, reason, kind, reply.content)
 
 
 def _outcome(check: Callable[P, str], *args: P.args, **kwargs: P.kwargs) -> str:
+    """The reason that a check gives. An error in a check is a reason, too."""
     try:
         return check(*args, **kwargs)
     except Exception as error:
         return f"could not be checked: {on_one_line(error)}"
 
 
-def _envelope(
-    reply: Reply, stage: Stage, payloads: Mapping[int, Payload], seen: Mapping[int, Reply]
-) -> str:
-    if reply.failure:
-        return f"failed: {reply.failure}"
-    if type(reply.client) is not int or reply.client not in payloads:
-        return "was not asked"
-    if reply.client in seen:
-        return "replied twice"
-    return of_other_stage(reply, stage)
-
-
 def of_other_stage(reply: Reply, stage: Stage) -> str:
-    """Why a reply is not of this stage; empty if it is."""
-    if (reply.round, reply.stage) == (stage.round, stage.index):
+    """Why a reply does not belong to this stage; empty if it does."""
+    if reply.round == stage.round and reply.stage == stage.index:
         return ""
     return (
         f"replied for round {reply.round} stage {reply.stage}, not {stage.round} and {stage.index}"
@@ -150,160 +215,100 @@ def of_other_stage(reply: Reply, stage: Stage) -> str:
 
 
 def _claim(reply: Reply, most: int) -> str:
+    """Why a number of examples is not acceptable."""
     count = reply.examples
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         return f"claims {count!r} examples"
-    if count > most:
-        claimed = count if count < MAX_NUMBER else "endless"
-        return f"claims {claimed} examples, over clients.max_examples = {most}"
-    return ""
+    if count <= most:
+        return ""
+    claimed = str(count) if count < MAX_NUMBER else "endless"
+    return f"claims {claimed} examples, over clients.max_examples = {most}"
 
 
-def _content(content: Payload, expected: Payload) -> str:
+def _lost_terms(metrics: Mapping[str, object]) -> str:
+    """A remark on the terms of the objective whose loss was no number, as a client reports them."""
+    losses = metrics.get("loss")
+    if not isinstance(losses, Mapping):
+        return ""
+    lost = [f"{name!r:.60}" for name, loss in losses.items() if _is_lost(loss)]
+    if not lost:
+        return ""
+    noun = "term" if len(lost) == 1 else "terms"
+    return f" (so was the loss of its {noun} {', '.join(lost[:3])})"
+
+
+def _is_lost(loss: object) -> bool:
+    # JSON has no NaN: a loss that was sent over a network is None instead.
+    return loss is None or (isinstance(loss, float) and not math.isfinite(loss))
+
+
+# The form of a payload: its groups, and their names, shapes and types.
+
+
+def _other_content(content: Payload, expected: Payload) -> str:
     if set(content) != set(expected):
         return f"groups differ: {_difference(content, expected)}"
-    for name in expected:
-        bad = other_group(name, content[name], expected[name])
-        if bad:
-            return bad
+    for name, group in expected.items():
+        reason = other_group(name, content[name], group)
+        if reason:
+            return reason
     return ""
 
 
 def other_group(name: str, got: Group, want: Group) -> str:
-    """In what a group is not as it must be: its names, shapes and types; empty if it is."""
+    """How a group differs from the expected one in names, shapes or types; empty if it does not."""
     if isinstance(want, Tensor):
-        return _tensor(name, got, want)
+        return _other_tensor(name, got, want)
     if isinstance(want, Mapping):
-        if not isinstance(got, Mapping):
-            return f"{name} is a {type(got).__name__}, not named tensors"
-        if set(got) != set(want):
-            return f"{name} differs: {_difference(got, want)}"
-        return next((bad for k in want if (bad := _tensor(f"{name}/{k}", got[k], want[k]))), "")
+        return _other_tensors(name, got, want)
     if isinstance(want, str):
-        return (
-            ""
-            if isinstance(got, str) and len(got) <= MAX_STRING
-            else f"{name} is not a short string"
-        )
-    if type(got) is not type(want) and (type(got), type(want)) != (int, float):
-        return f"{name} is of type {type(got).__name__}, not {type(want).__name__}"
-    return (
-        f"{name} is a number beyond 2**63" if isinstance(got, int) and abs(got) > MAX_NUMBER else ""
-    )
+        if isinstance(got, str) and len(got) <= MAX_STRING:
+            return ""
+        return f"{name} is not a short string"
+    return _other_number(name, got, want)
 
 
-def _difference(got: Collection[str], want: Collection[str]) -> str:
-    return (
-        f"missing {sorted(set(want) - set(got))[:3]}, not asked for "
-        f"{sorted(set(got) - set(want))[:3]}"
-    )
+def _other_tensors(name: str, got: Group, want: Tensors) -> str:
+    if not isinstance(got, Mapping):
+        return f"{name} is a {type(got).__name__}, not named tensors"
+    if set(got) != set(want):
+        return f"{name} differs: {_difference(got, want)}"
+    for key, tensor in want.items():
+        reason = _other_tensor(f"{name}/{key}", got[key], tensor)
+        if reason:
+            return reason
+    return ""
 
 
-def _tensor(name: str, got: object, want: Tensor) -> str:
+def _other_tensor(name: str, got: object, want: Tensor) -> str:
     if not isinstance(got, Tensor) or got.layout != torch.strided:
         return f"{name} is not a dense tensor"
     if got.shape != want.shape:
         return f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    return "" if got.dtype == want.dtype else f"{name} is {got.dtype}, not {want.dtype}"
-
-
-def _wild(content: Payload, payload: Payload, limit: float, sent: dict[int, float]) -> str:
-    """What is not finite or too large; ``sent``: the norms of parameters that were sent, by the
-    object's id.
-    """
-    norms = dict[str, float]()
-    for name, group in content.items():
-        named = (
-            group
-            if isinstance(group, Mapping)
-            else {"": group}
-            if isinstance(group, Tensor)
-            else {}
-        )
-        norms[name] = trees.norm(named)
-        # looked at more closely: a sum of squares may have overflowed
-        if not math.isfinite(norms[name]):
-            for k, t in named.items():
-                if t.is_floating_point() and not bool(torch.isfinite(t).all()):
-                    return f"{name}{'/' if k else ''}{k} holds numbers that are not finite"
-        if isinstance(group, float) and not abs(group) < float("inf"):
-            return f"{name} is {group}"
-    return next(
-        (
-            bad
-            for n in MODELS
-            if n in content and n in payload and (bad := _grown(n, norms[n], payload, limit, sent))
-        ),
-        "",
-    )
-
-
-def _lost(metrics: Mapping[str, object]) -> str:
-    """The terms of the objective whose loss was no number, as a client reports them."""
-    losses = metrics.get("loss")
-    named = losses.items() if isinstance(losses, Mapping) else ()
-    lost = [
-        f"{name!r:.60}"
-        for name, loss in named
-        # over a network NaN becomes None
-        if loss is None or (isinstance(loss, float) and not math.isfinite(loss))
-    ]
-    return (
-        f" (so was the loss of its term{'s' * (len(lost) > 1)} {', '.join(lost[:3])})"
-        if lost
-        else ""
-    )
-
-
-def _grown(name: str, norm: float, payload: Payload, limit: float, sent: dict[int, float]) -> str:
-    group = id(payload[name])  # which most clients share, and which lives as long as the stage
-    if group not in sent:
-        sent[group] = max(1.0, trees.norm(payload.tensors(name)))
-    if norm > limit * sent[group]:
-        what = "parameters'" if name == "params" else f"{name} parameters'"
-        return (
-            f"its {what} norm {norm:.3g} is over {limit:g} times the {sent[group]:.3g} it was sent"
-        )
+    if got.dtype != want.dtype:
+        return f"{name} is {got.dtype}, not {want.dtype}"
     return ""
 
 
-# Whether what a client claims can be true, by what the server knows of its data.
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What a server knows of a client's data, by class (C,): its own, the common test set, the
-    public set.
-
-    None where it does not know, as of real sites. ``tasks``: how many the run has.
-    """
-
-    own: Sequence[int] | None = None
-    test: Sequence[int] | None = None
-    public: Sequence[int] | None = None
-    tasks: int = 0
-
-
-def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
-    """Why a client's number of examples and its counts cannot be true; empty if they can."""
-    own, test = truth.own, truth.test
-    if own is not None and examples > sum(own):
-        return f"claims {examples} examples, and has {sum(own)}"
-    if own is not None and "label_counts" in fields and list(fields["label_counts"]) != list(own):
-        return "its report 'label_counts' is not what it has"
-    for row in (fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())):
-        if test is not None and (
-            len(row) not in (0, len(test)) or any(r > n for r, n in zip(row, test, strict=False))
-        ):
-            return "its report has more right answers than there are test examples"
-    if truth.tasks and len(fields.get("site_by_task", ())) not in (0, truth.tasks):
-        return (
-            f"its report 'site_by_task' has {len(fields['site_by_task'])} numbers for "
-            f"{truth.tasks} tasks"
-        )
-    for name, there in (("private", own), ("public", truth.public)):
-        table = fields.get(name)
-        said = table.get("counts", ()) if isinstance(table, Mapping) else ()
-        if there is not None and any(n > of for n, of in zip(said, there, strict=False)):
-            return f"its report {name!r} counts more examples than there are"
+def _other_number(name: str, got: Group, want: float) -> str:
+    is_whole_float = type(got) is int and type(want) is float
+    if type(got) is not type(want) and not is_whole_float:
+        return f"{name} is of type {type(got).__name__}, not {type(want).__name__}"
+    if isinstance(got, int) and abs(got) > MAX_NUMBER:
+        return f"{name} is a number beyond 2**63"
     return ""
+
+
+def _difference(got: Collection[str], want: Collection[str]) -> str:
+    missing = sorted(set(want) - set(got))
+    unexpected = sorted(set(got) - set(want))
+    return f"missing {missing[:3]}, not asked for {unexpected[:3]}"
+
+
+def _tensors(name: str, group: Group) -> Tensors:
+    """The tensors of a group, by the names that messages use; none for a number or a text."""
+    if isinstance(group, Tensor):
+        return {name: group}
+    if isinstance(group, Mapping):
+        return {f"{name}/{key}": tensor for key, tensor in group.items()}
+    return {}

@@ -10,12 +10,25 @@ from typing import Any, Protocol
 
 from fedstill.core.errors import on_one_line
 from fedstill.core.records import SERVER, Payload, Reply, Stage
-from fedstill.core.screen import Truth, untrue
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.client_memory import Memory, Version
 from fedstill.engines.serial import SerialEngine
 from fedstill.flower.messages import Request, SiteReply
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a server knows of a client's data: its own examples, the common test set and the public
+    set, each by class (C,).
+
+    None where it does not know, as for real sites. ``tasks``: the number of the run's tasks.
+    """
+
+    own: Sequence[int] | None = None
+    test: Sequence[int] | None = None
+    public: Sequence[int] | None = None
+    tasks: int = 0
 
 
 class Asks(Protocol):
@@ -114,3 +127,58 @@ class FlowerEngine:
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"
         return replace(reply, failure=failure)
+
+
+# Whether the claims of a client can be true.
+
+
+def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
+    """Why a client's number of examples and its counts cannot be true; empty if they can."""
+    return (
+        _untrue_own(examples, fields, truth.own)
+        or _untrue_tests(fields, truth.test)
+        or _untrue_tasks(fields, truth.tasks)
+        or _untrue_counts("private", fields, truth.own)
+        or _untrue_counts("public", fields, truth.public)
+    )
+
+
+def _untrue_own(examples: int, fields: Mapping[str, Any], own: Sequence[int] | None) -> str:
+    if own is None:
+        return ""
+    if examples > sum(own):
+        return f"claims {examples} examples, and has {sum(own)}"
+    if "label_counts" in fields and list(fields["label_counts"]) != list(own):
+        return "its report 'label_counts' is not what it has"
+    return ""
+
+
+def _untrue_tests(fields: Mapping[str, Any], test: Sequence[int] | None) -> str:
+    if test is None:
+        return ""
+    rows = [fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())]
+    if any(len(row) not in (0, len(test)) or _exceeds(row, test) for row in rows):
+        return "its report has more right answers than there are test examples"
+    return ""
+
+
+def _untrue_tasks(fields: Mapping[str, Any], tasks: int) -> str:
+    numbers = fields.get("site_by_task", ())
+    if tasks == 0 or len(numbers) in (0, tasks):
+        return ""
+    return f"its report 'site_by_task' has {len(numbers)} numbers for {tasks} tasks"
+
+
+def _untrue_counts(name: str, fields: Mapping[str, Any], existing: Sequence[int] | None) -> str:
+    """Whether a table of answers by class counts more examples than there are."""
+    table = fields.get(name)
+    if existing is None or not isinstance(table, Mapping):
+        return ""
+    if _exceeds(table.get("counts", ()), existing):
+        return f"its report {name!r} counts more examples than there are"
+    return ""
+
+
+def _exceeds(counts: Sequence[int], limits: Sequence[int]) -> bool:
+    """Whether any count is above its limit."""
+    return any(count > limit for count, limit in zip(counts, limits, strict=False))

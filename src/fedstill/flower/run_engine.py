@@ -13,10 +13,9 @@ import torch
 from fedstill.config.settings import Settings
 from fedstill.core.files import digest
 from fedstill.core.records import Examples
-from fedstill.core.screen import Truth
 from fedstill.data.dataset import Dataset
 from fedstill.flower.client_app import Does, client_app
-from fedstill.flower.engine import FlowerEngine
+from fedstill.flower.engine import FlowerEngine, Truth
 from fedstill.flower.facts import Facts
 from fedstill.flower.fleet import Clock, Fleet, Patience
 from fedstill.flower.loopback import LoopbackGrid
@@ -77,16 +76,17 @@ def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
     if prepared.settings.on_sites:
         return lambda client, round: Truth(tasks=prepared.world.stream.tasks)
 
-    def by_class(examples: Examples | None) -> list[int] | None:
-        there = examples is not None and bool((examples.labels >= 0).all())
-        return (
-            torch.bincount(examples.labels.cpu(), minlength=classes).tolist()
-            if examples and there
-            else None
-        )
-
-    test, public = by_class(sites.common_test), by_class(sites.public)
+    test = _counts_by_class(sites.common_test, classes)
+    public = _counts_by_class(sites.public, classes)
     return lambda client, round: Truth(sites.counts(client, round).tolist(), test, public)
+
+
+def _counts_by_class(examples: Examples | None, classes: int) -> list[int] | None:
+    """How many examples each class has; None without examples, or without their labels."""
+    if examples is None or len(examples) == 0 or bool((examples.labels < 0).any()):
+        return None
+    counts: list[int] = torch.bincount(examples.labels.cpu(), minlength=classes).tolist()
+    return counts
 
 
 def patience(settings: Settings) -> Patience:
