@@ -9,11 +9,13 @@ times.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import re
 import shutil
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,18 +91,43 @@ if BLOCKED:  # here, since the conftest.py files of folders import fedstill
     )
 
 
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out the blocked package: hooks of this file are not asked about other folders."""
+    if BLOCKED:
+        ignored = config.option.ignore or []
+        config.option.ignore = [*ignored, str(ROOT / "src" / "fedstill" / BLOCKED)]
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the blocked package, its own tests, and test files that import it."""
+    """Leave out the tests of the blocked package, and files that need it."""
     if not BLOCKED:
         return None
-    root = Path(__file__).parents[1]
-    if collection_path in (root / "src" / "fedstill" / BLOCKED, root / "tests" / BLOCKED):
-        return True
-    if not collection_path.name.startswith("test_"):
-        return None
+    is_left_out = collection_path == ROOT / "tests" / BLOCKED or collection_path in _users()
+    return is_left_out or None
+
+
+@functools.cache
+def _users() -> frozenset[Path]:
+    """The tests and tools that import the blocked package, or others of them that do."""
+    folders = [ROOT / "tests", ROOT / "tools", ROOT / "benchmarks"]
+    files = {path: path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py")}
     imports = rf"^(from|import) fedstill\.{BLOCKED}\b|^from fedstill import .*\b{BLOCKED}\b"
-    text = collection_path.read_text(encoding="utf-8")
-    return re.search(imports, text, re.MULTILINE) is not None or None
+    users = {path for path, text in files.items() if re.search(imports, text, re.MULTILINE)}
+    while True:
+        names = {path.stem for path in users if path.stem != "__init__"}
+        further = {path for path, text in files.items() if not names.isdisjoint(_imported(text))}
+        if further <= users:
+            return frozenset(users)
+        users |= further
+
+
+def _imported(text: str) -> set[str]:
+    """The names of modules of this repository that a file imports at its top."""
+    lines = re.findall(r"^(?:from|import) (?!fedstill\b)(.*)", text, re.MULTILINE)
+    return set(re.findall(r"\w+", " ".join(lines)))
 
 
 def _leave_out_users(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -109,6 +136,8 @@ def _leave_out_users(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = []
     for item in items:
         packages = [name for mark in item.iter_markers("uses") for name in mark.args]
+        if item.get_closest_marker("needs_flower") is not None:
+            packages.append("flower")
         if BLOCKED in packages:
             users.append(item)
         else:
@@ -150,11 +179,19 @@ def pytest_runtestloop() -> Generator[None, object, object]:
     """While tests run, the collector does not search the tests and modules for garbage either: that
     takes an eighth of the suite's time.
     """
+    import hypothesis  # noqa: F401  # it asks the collector about objects when it is imported
+
     gc.freeze()
     try:
         return (yield)
     finally:
         gc.unfreeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of Flower where it is not installed."""
+    if item.get_closest_marker("needs_flower") is not None and find_spec("flwr") is None:
+        pytest.skip("Flower is not installed: pip install 'fedstill[flower]', as make test does")
 
 
 def reproducible() -> None:

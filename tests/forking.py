@@ -45,9 +45,10 @@ SETTINGS = {
         clients={"models": ["mlp", "logistic", "toy_batchnorm", "qkt_cnn"]},
     ),
     "peer_to_peer": toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
-    "asked_again": toys.asking_again(),
     "kept_updates": toys.toy("scaffold", rounds=2, keep_updates=True),
 }
+if toys.has("querying"):
+    SETTINGS["asked_again"] = toys.asking_again()
 KINDS = ("fsync", "replace", "unlink", "stage", "census")
 
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -145,6 +146,14 @@ def two_networks(own: str = "mlp", **arguments: object) -> dict[str, object]:
     return {"name": "pair", **both}
 
 
+def has(package: str) -> bool:
+    """Whether an outer package of fedstill is there; ``pytest --block PACKAGE`` blocks one."""
+    try:
+        return find_spec(f"fedstill.{package}") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def suited(name: str) -> dict[str, object]:
     """What a toy experiment with a method needs: one round among peers, public data, queries, a
     network of its kind.
@@ -155,7 +164,7 @@ def suited(name: str) -> dict[str, object]:
         "rounds": 1 if peers else 3,
         "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
         "data": {"public": PUBLIC if Need.PUBLIC_DATA in built.requires() else 0},
-        **({"query": {"draw": "single", "fewer_than": 5}} if peers else {}),
+        **({"query": {"draw": "single", "fewer_than": 5}} if peers and has("querying") else {}),
         **({"model": on_simplex()} if Need.ETF in built.requires() else {}),
         # it protects layers below the head
         **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),

@@ -17,12 +17,13 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted
 from fedstill.core.records import Payload
-from fedstill.flower.loopback import serialised
+from fedstill.flower.loopback import parsed, serialised
 from fedstill.flower.messages import SiteReply, content
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
-from flowers import TroubledGrid, needs_flower, over_flower, parsed
+from flowers import needs_flower, over_flower
 from run_bits import StopAfter
+from troubled_grid import TroubledGrid
 
 pytestmark = needs_flower
 

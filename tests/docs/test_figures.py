@@ -23,6 +23,7 @@ CHAIN = (
 )
 
 
+@pytest.mark.uses("benchmark")
 @pytest.mark.parametrize(
     ("name", "cells", "titles", "changes"),
     [

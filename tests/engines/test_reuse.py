@@ -27,7 +27,7 @@ from fedstill.engines import serial
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import Trained
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reply_cache import LOCKED_BY, KeptReplies
+from fedstill.engines.reply_cache import LOCK_DIGITS, StoredReplies
 from fedstill.engines.serial import ReplyInputs
 from fedstill.models import contract
 from fedstill.running.journal import read_journal, without_times
@@ -146,7 +146,7 @@ def test_own_tests_are_part_of_what_a_reply_depends_on(tmp_path: Path) -> None:
         test=None,
         further=(),
     )
-    cached = KeptReplies(tmp_path, frozenset({"fit"}), 10**6)
+    cached = StoredReplies(tmp_path, frozenset({"fit"}), 10**6)
     keys = {
         cached.key(replace(inputs, view=view))
         for view in (
@@ -220,7 +220,7 @@ def test_those_not_used_for_longest_make_room(
 ) -> None:
     run(experiment("local_only"), tmp_path / "one", toys.blobs())
     files = sorted(cache.glob("*.reply"))
-    assert {p.name for p in (cache / "locks").iterdir()} == {p.stem[:LOCKED_BY] for p in files}, (
+    assert {p.name for p in (cache / "locks").iterdir()} == {p.stem[:LOCK_DIGITS] for p in files}, (
         "no lock for each"
     )
     for age, path in enumerate(files):
@@ -228,7 +228,7 @@ def test_those_not_used_for_longest_make_room(
     used = files[-1]  # the oldest, until it serves again
     size = max(p.stat().st_size for p in files)
     monkeypatch.setenv("FEDSTILL_REUSE_GB", str(3.5 * size / 1e9))
-    kept = KeptReplies(cache, frozenset({"fit"}), reuse_bytes())
+    kept = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
     assert kept.reply(used.stem, Stage(1, 0, "fit", (0,)), pytest.fail).client >= 0
     made = Reply(9, Payload(params={"w": torch.zeros(1)}), 1)
     assert kept.reply("another", Stage(1, 0, "fit", (9,)), lambda: made) is made
@@ -243,7 +243,7 @@ def test_those_not_used_for_longest_make_room(
 def test_where_no_lock_can_be_written_what_is_kept_serves_and_one_line_warns(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = KeptReplies(cache, frozenset({"fit"}), reuse_bytes())
+    kept = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
     stage, made = Stage(1, 0, "fit", (0,)), Reply(0, Payload(params={"w": torch.zeros(1)}), 1)
     kept.reply("before", stage, lambda: made)
 

@@ -76,13 +76,15 @@ EXPERIMENTS = {
     "some_vote": toys.toy({"name": "ensemble", "participants": 2}, **toys.suited("ensemble")),
     **{
         name: toys.toy(name, **toys.suited(name), measure_every=1)
-        for name in ("local_only", "qkt", "ft_fedavg")
+        for name in ("local_only", "ft_fedavg")
     },
     "fedmd": toys.toy(
         "fedmd", **toys.suited("fedmd"), measure_every=1, clients={"models": FOUR}, plan={"lr": 0.1}
     ),
     "a_function": toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
 }
+if toys.has("querying"):
+    EXPERIMENTS["qkt"] = toys.toy("qkt", **toys.suited("qkt"), measure_every=1)
 FOR_ALL = (
     "fedntd",
     "scaffold",
@@ -174,7 +176,7 @@ def test_its_logits_are_those_of_the_evaluation_to_the_bit(name: str, runs: Runs
     ("name", "client"),
     [
         ("local_only", 3),
-        ("qkt", 1),
+        pytest.param("qkt", 1, marks=pytest.mark.uses("querying")),
         ("ft_fedavg", 0),
         ("fedmd", 0),
         ("fedmd", 1),

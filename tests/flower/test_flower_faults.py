@@ -14,11 +14,13 @@ import pytest
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted, TooFewReplies
+from fedstill.flower.loopback import parsed
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.progress import Quiet
 from fedstill.running.runner import resume, run
-from flowers import TroubledGrid, needs_flower, over_flower, parsed
+from flowers import needs_flower, over_flower
 from run_bits import StopAfter
+from troubled_grid import TroubledGrid
 
 pytestmark = needs_flower
 

@@ -46,19 +46,6 @@ def experiment(method: str, **changes: Any) -> Experiment:
 PLAN = {"epochs": 3, "batch": 10, "lr": 0.1}
 WITH_PUBLIC = {"data": {"public": toys.PUBLIC}}
 RUNS: dict[str, Experiment] = {
-    "queries": experiment("qkt"),
-    "queries, beside public data whose labels are hidden": experiment(
-        "qkt",
-        **WITH_PUBLIC,
-        plan={**PLAN, "transfer": {"keep": "best", "validation": 0.1}},
-    ),
-    "queries, scored on public labels": experiment("qkt_var_e", **WITH_PUBLIC),
-    "queries that sites raise": experiment(
-        "qkt", query={"draw": "single", "fewer_than": 12}, plan=PLAN
-    ),
-    "queries that sites raise again, with new data": replace(
-        toys.asking_again(), topology={"clients": CLIENTS}, measure=()
-    ),
     "public logits": experiment("hiper_fedkd", **WITH_PUBLIC),
     "public logits and labels": experiment("fedmd", **WITH_PUBLIC),
     "public noise": experiment("feddf", data={"public": 40, "public_from": "noise"}),
@@ -70,11 +57,30 @@ RUNS: dict[str, Experiment] = {
     ),
     "label counts": experiment("toy_logits", **WITH_PUBLIC),
     "a chain": experiment("fedseq"),
-    "secure sums": experiment("moon", privacy={"secure_sum": True}, measure=(), rounds=2),
-    "secure sums, beside label counts": experiment(
-        "fedlc", privacy={"secure_sum": True}, measure=()
-    ),
 }
+if toys.has("querying"):
+    RUNS |= {
+        "queries": experiment("qkt"),
+        "queries, beside public data whose labels are hidden": experiment(
+            "qkt",
+            **WITH_PUBLIC,
+            plan={**PLAN, "transfer": {"keep": "best", "validation": 0.1}},
+        ),
+        "queries, scored on public labels": experiment("qkt_var_e", **WITH_PUBLIC),
+        "queries that sites raise": experiment(
+            "qkt", query={"draw": "single", "fewer_than": 12}, plan=PLAN
+        ),
+        "queries that sites raise again, with new data": replace(
+            toys.asking_again(), topology={"clients": CLIENTS}, measure=()
+        ),
+    }
+if toys.has("privacy"):
+    RUNS |= {
+        "secure sums": experiment("moon", privacy={"secure_sum": True}, measure=(), rounds=2),
+        "secure sums, beside label counts": experiment(
+            "fedlc", privacy={"secure_sum": True}, measure=()
+        ),
+    }
 
 
 def saved(folder: Path, train: Examples, test: Examples) -> str:
@@ -180,7 +186,7 @@ class Spread(Measure):
 
 
 def test_real_sites_take_the_measures_that_say_so_and_no_others(tmp_path: Path) -> None:
-    what = replace(RUNS[next(iter(RUNS))], measure=("local", "toy_spread"), measure_every=1)
+    what = replace(RUNS["queries"], measure=("local", "toy_spread"), measure_every=1)
     over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
     events = [
         e

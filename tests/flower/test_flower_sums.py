@@ -35,7 +35,8 @@ from fedstill.privacy.sum_steps import STEPS, as_bytes, byte_tensors, question
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from flowers import TroubledGrid, needs_flower, over_flower
+from flowers import needs_flower, over_flower
+from troubled_grid import TroubledGrid
 
 pytestmark = needs_flower
 

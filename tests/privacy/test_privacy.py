@@ -25,9 +25,10 @@ from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
 from fedstill.running.progress import Quiet
 from fedstill.running.runner import resume, run
-from flowers import TroubledGrid, needs_flower, over_flower
+from flowers import needs_flower, over_flower
 from loops import record
 from run_bits import stopped
+from troubled_grid import TroubledGrid
 
 CLIP = {"clip": 2.0}
 

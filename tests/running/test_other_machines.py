@@ -69,6 +69,7 @@ def test_a_finished_run_gives_its_result_and_a_begun_one_is_refused(
         resume(begun, data=toys.blobs())
 
 
+@pytest.mark.uses("benchmark")
 def test_a_table_is_printed_and_its_runs_are_not_begun(
     lacking: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,8 +25,9 @@ CHAIN = toys.toy("fedseq", rounds=3, topology={"clients": 4, "sampled": 3})
 EXPERIMENTS = {
     "scaffold": toys.toy("scaffold"),
     "chain": CHAIN,
-    "queries": toys.asking_again(),
 }
+if toys.has("querying"):
+    EXPERIMENTS["queries"] = toys.asking_again()
 
 
 @dataclass

@@ -1,11 +1,18 @@
-"""What a measure sees of one client after its work."""
+"""What a hook sees of one client after its work, and the hook that tests the client's model on its
+own test sets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fedstill.core.records import SERVER, Examples, Stage, Tensors, View, World
+import torch
+from torch import Tensor
+
+from fedstill.core.extensions import ClientHook
+from fedstill.core.records import OFF, SERVER, Examples, Stage, Tensors, View, World
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
 from fedstill.models.contract import predictor
@@ -49,3 +56,46 @@ class AtClient:
         predict = predictor(self.view.model, params)
         counts: list[int] = correct_by_class(predict, examples, self.inputs, self.classes).tolist()
         return counts
+
+
+@dataclass(frozen=True)
+class OwnTestSets(ClientHook):
+    """Tests a client's model on the client's own test set, or on those of its tasks."""
+
+    def measured(self, seen: AtClient) -> dict[str, Any]:
+        """``site_accuracy``, and with tasks ``site_by_task``; nothing without a test set."""
+        if seen.view.tests:
+            return _tested_by_task(seen)
+        test = seen.view.test
+        if test is None or len(test) == 0:
+            return {}
+        return {"site_accuracy": sum(seen.correct_by_class(seen.end, test)) / len(test)}
+
+
+def _tested_by_task(seen: AtClient) -> dict[str, Any]:
+    """The accuracy of a real site's model on its own test sets of the tasks so far, among the
+    classes seen by then.
+
+    ``site_by_task``: the accuracy on each task, None if the site has no test examples of it or the
+    task is still to come. ``site_accuracy``: on all of them.
+    """
+    tests = seen.view.tests
+    stream = seen.world.stream
+    classes_seen = torch.zeros(seen.classes, dtype=torch.bool)
+    classes_seen[list(stream.seen(stream.task(seen.stage.round)))] = True
+    predict = predictor(seen.view.model, seen.end)
+
+    def logits_of_seen(x: Tensor) -> Tensor:
+        logits = predict(x)
+        # Below every logit that a network with outputs turned off could give.
+        return logits.where(classes_seen.to(logits.device), 100 * OFF)
+
+    correct: dict[int, int] = {}
+    for task, test in tests.items():
+        counts = correct_by_class(logits_of_seen, test, seen.inputs, seen.classes)
+        correct[task] = int(counts.sum())
+    by_task: list[float | None] = [None] * stream.tasks
+    for task, count in correct.items():
+        by_task[task] = count / len(tests[task])
+    examples = sum(len(test) for test in tests.values())
+    return {"site_accuracy": sum(correct.values()) / examples, "site_by_task": by_task}

@@ -1,5 +1,5 @@
-"""What clients measure of their own models at the end of a stage, and send with their replies:
-measures, by name.
+"""The measures that clients take of their own models at the end of a stage, and send with their
+replies.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import ClientHook
-from fedstill.core.records import OFF, SERVER, Stage
+from fedstill.core.records import SERVER, Stage
 from fedstill.core.reports import ENGINE, OWN, PROBE, TAKEN
 from fedstill.core.user_code import reason
 from fedstill.engines.at_client import AtClient
-from fedstill.engines.passes import correct_by_class
 from fedstill.engines.reply_cache import class_identity
 from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.methods.fit import FIT
-from fedstill.models.contract import predictor
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
 """Fields of a client's event that no measure gives."""
@@ -69,7 +64,7 @@ class ClientMeasures(ClientHook):
         return private and self.due(stage) and any(m.each_epoch for m in self.named.values())
 
     def reads_test_set(self, stage: Stage) -> bool:
-        """Whether clients measure in this stage."""
+        """Whether a reply of this stage depends on the common test set, which measures read."""
         return self.due(stage)
 
     def cache_key(self, stage: Stage) -> str:
@@ -79,98 +74,101 @@ class ClientMeasures(ClientHook):
         return repr([(name, class_identity(type(m))) for name, m in self.named.items()])
 
     def measured(self, seen: AtClient) -> dict[str, Any]:
-        """What the measures give, if they are due."""
-        return self.take(seen) if self.due(seen.stage) else {}
+        """The fields that the measures give, if they are due."""
+        if not self.due(seen.stage):
+            return {}
+        return self.take(seen)
 
     def take(self, seen: AtClient) -> dict[str, Any]:
-        """All fields that the measures give, each measure's seconds beside them; empty if there are
+        """All fields that the measures give, with the seconds of each measure; empty if there are
         none.
 
         Raises FedstillError naming the measure that failed.
         """
-        began, report = time.perf_counter(), dict[str, Any]()
-        shown = MutationGuard({"start": seen.start, "end": seen.end, "by_epoch": seen.by_epoch})
+        began = time.perf_counter()
+        report: dict[str, Any] = {}
+        models = MutationGuard({"start": seen.start, "end": seen.end, "by_epoch": seen.by_epoch})
         for name, measure in self.named.items():
-            start = time.perf_counter()
+            measure_began = time.perf_counter()
             try:
-                given = measure.at_client(seen)
-                numbers = (
-                    None
-                    if given is None
-                    else journal_fields(measure.at_client, given, NOT_A_MEASURES)
-                )
+                fields = _fields_of(measure, seen)
             except Exception as error:
-                who = "the server" if seen.is_server else f"client {seen.view.client}"
-                raise FedstillError(
-                    f"measure {name} failed at {who}: {reason(error, measure)}"
-                ) from error
-            shown.check(measure.at_client, seen.view.client)
-            if numbers is not None:
-                report |= {**numbers, f"seconds_{name}": time.perf_counter() - start}
-        return {**report, "seconds_measuring": time.perf_counter() - began} if report else {}
+                raise _measure_failed(name, measure, seen, error) from error
+            models.check(measure.at_client, seen.view.client)
+            if fields is not None:
+                report |= fields
+                report[f"seconds_{name}"] = time.perf_counter() - measure_began
+        if report:
+            report["seconds_measuring"] = time.perf_counter() - began
+        return report
 
     def refuses(self, metrics: Mapping[str, Any], stage: Stage, classes: int) -> str:
         """Why a reply's metrics hold what nothing in this run gives in a stage, or are malformed;
-        empty if not.
+        empty if they do not.
         """
-        due = self.named if self.due(stage) else {}
-        given = {name for measure in due.values() for name in measure.gives}
-        known = given | {f"seconds_{name}" for name in due} | ENGINE.keys() | {OWN}
-        strange = (
-            sorted(metrics.keys() - known) if all(measure.gives for measure in due.values()) else []
-        )
-        if strange:
-            return f"its report {strange[0][:40]!r} is none that this run asks for"
-        for name, measure in due.items():
-            if why := measure.refuses(metrics, classes):
-                return f"its report for measure {name!r} is malformed: {why}"
-        reserved = {name for measure in self.named.values() for name in measure.gives}
-        reserved |= {f"seconds_{name}" for name in self.named}
-        if both := sorted(metrics.get(OWN, {}).keys() & reserved):
-            return f"its method's report {both[0][:40]!r} is not a method's to give"
-        probe = metrics.get(OWN, {}).get(PROBE, [0] * classes)
+        due: Mapping[str, ClientMeasure] = {}
+        if self.due(stage):
+            due = self.named
         return (
-            ""
-            if len(probe) == classes
-            else f"its report {PROBE!r} has {len(probe)} numbers for {classes} classes"
+            _unknown_field(metrics, due)
+            or _malformed_measure(metrics, due, classes)
+            or _field_of_measure(metrics, self.named)
+            or _malformed_probe(metrics, classes)
         )
 
 
-@dataclass(frozen=True)
-class OwnTestSets(ClientHook):
-    """Tests a client's model on the client's own test set, or on those of its tasks."""
-
-    def measured(self, seen: AtClient) -> dict[str, Any]:
-        """``site_accuracy``, and with tasks ``site_by_task``; nothing without a test set."""
-        if seen.view.tests:
-            return tested_by_task(seen)
-        test = seen.view.test
-        if test is None or not len(test):
-            return {}
-        return {"site_accuracy": sum(seen.correct_by_class(seen.end, test)) / len(test)}
+def _fields_of(measure: ClientMeasure, seen: AtClient) -> dict[str, Any] | None:
+    """The fields that a measure gives; None if there is nothing to measure."""
+    fields = measure.at_client(seen)
+    if fields is None:
+        return None
+    return dict(journal_fields(measure.at_client, fields, NOT_A_MEASURES))
 
 
-def tested_by_task(seen: AtClient) -> dict[str, Any]:
-    """What a real site's model is worth on its own test sets of the tasks so far, among the classes
-    seen by then.
-
-    ``site_by_task``: the accuracy on each task, None where the site has no test examples of it, or
-    it is still to come. ``site_accuracy``: on all of them.
-    """
-    tests, stream, right = seen.view.tests, seen.world.stream, dict[int, int]()
-    on = torch.zeros(seen.classes, dtype=torch.bool)
-    on[list(stream.seen(stream.task(seen.stage.round)))] = True
-    predict = predictor(seen.view.model, seen.end)
-    for task, own in tests.items():
-        some = correct_by_class(lambda x: _among(predict(x), on), own, seen.inputs, seen.classes)
-        right[task] = int(some.sum())
-    return {
-        "site_accuracy": sum(right.values()) / sum(map(len, tests.values())),
-        "site_by_task": [
-            right[t] / len(tests[t]) if t in tests else None for t in range(stream.tasks)
-        ],
-    }
+def _measure_failed(
+    name: str, measure: ClientMeasure, seen: AtClient, error: Exception
+) -> FedstillError:
+    place = f"client {seen.view.client}"
+    if seen.is_server:
+        place = "the server"
+    return FedstillError(f"measure {name} failed at {place}: {reason(error, measure)}")
 
 
-def _among(logits: Tensor, on: Tensor) -> Tensor:
-    return logits.where(on.to(logits.device), 100 * OFF)
+def _field_names(measures: Mapping[str, ClientMeasure]) -> set[str]:
+    """The fields that measures declare, and those with their times."""
+    times = {f"seconds_{name}" for name in measures}
+    return times.union(*(measure.gives for measure in measures.values()))
+
+
+def _unknown_field(metrics: Mapping[str, Any], due: Mapping[str, ClientMeasure]) -> str:
+    if not all(measure.gives for measure in due.values()):
+        return ""  # a measure may give any field
+    unknown = sorted(metrics.keys() - _field_names(due) - ENGINE.keys() - {OWN})
+    if unknown:
+        return f"its report {unknown[0][:40]!r} is none that this run asks for"
+    return ""
+
+
+def _malformed_measure(
+    metrics: Mapping[str, Any], due: Mapping[str, ClientMeasure], classes: int
+) -> str:
+    for name, measure in due.items():
+        problem = measure.refuses(metrics, classes)
+        if problem:
+            return f"its report for measure {name!r} is malformed: {problem}"
+    return ""
+
+
+def _field_of_measure(metrics: Mapping[str, Any], measures: Mapping[str, ClientMeasure]) -> str:
+    """Whether the method reports a field that belongs to a measure."""
+    clashes = sorted(metrics.get(OWN, {}).keys() & _field_names(measures))
+    if clashes:
+        return f"its method's report {clashes[0][:40]!r} is not a method's to give"
+    return ""
+
+
+def _malformed_probe(metrics: Mapping[str, Any], classes: int) -> str:
+    report = metrics.get(OWN, {})
+    if PROBE not in report or len(report[PROBE]) == classes:
+        return ""
+    return f"its report {PROBE!r} has {len(report[PROBE])} numbers for {classes} classes"

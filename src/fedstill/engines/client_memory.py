@@ -11,7 +11,8 @@ Version = tuple[str, str]
 
 
 class Memory:
-    """The memories of all clients, in this process: a stage's count once it is committed.
+    """The memories of all clients, in this process. What a stage changes takes effect when it is
+    committed.
 
     remembered: what some clients remember already. ``index``: the version that counts of each
     client whose memory is a file; none here (``running.stored_memory``).
@@ -19,16 +20,16 @@ class Memory:
 
     def __init__(self, remembered: Mapping[int, Payload] | None = None) -> None:
         self.index: dict[int, Version] = {}
-        self._remembered = dict(remembered or {})
-        self._held: dict[int, Payload] = {}
+        self._committed = dict(remembered or {})
+        self._pending: dict[int, Payload] = {}
 
     def in_process(self) -> Memory:
         """The same in this process, to go on from without changing this one."""
-        return Memory(self._remembered)
+        return Memory(self._committed)
 
     def load(self, client: int) -> Payload:
         """What a client remembers; nothing at first."""
-        return self._remembered.get(client, NOTHING)
+        return self._committed.get(client, NOTHING)
 
     def hold(self, client: int, client_state: Payload | Keep) -> None:
         """Take a client's state after a stage that is not committed yet; ``KEEP``: the one before
@@ -36,13 +37,13 @@ class Memory:
         """
         if client_state is KEEP:
             client_state = self.load(client)
-        self._held[client] = client_state
+        self._pending[client] = client_state
 
     def held(self, client: int) -> Payload:
         """What a client remembers of a stage that is not committed yet; nothing, if it remembers
         nothing.
         """
-        return self._held.get(client, NOTHING)
+        return self._pending.get(client, NOTHING)
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage, and drop what the others do."""
@@ -50,15 +51,15 @@ class Memory:
             self.forget(client)
         states = {client: self.held(client) for client in clients}
         self.write(stage, {client: state for client, state in states.items() if state})
-        self._held.clear()
+        self._pending.clear()
 
     def forget(self, client: int) -> None:
         """Drop what a client remembers."""
-        self._remembered.pop(client, None)
+        self._committed.pop(client, None)
 
     def write(self, stage: Stage, states: Mapping[int, Payload]) -> None:
         """Keep the states of clients after a stage, none of which is empty."""
-        self._remembered.update(states)
+        self._committed.update(states)
 
     def prune(self, names: Collection[str]) -> None:
         """Delete files that no checkpoint names."""

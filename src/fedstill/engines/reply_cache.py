@@ -1,11 +1,12 @@
-"""Replies kept for other runs: what clients train alone is trained once and serves every method of
-a comparison.
+"""Replies stored for other runs. If clients train alone, the methods of a comparison share their
+replies instead of training again.
 
-A method names the stages whose replies may be kept (``Method.reusable``). A reply is kept under the
-hash of all that it depends on: the client's data, its model, what it was sent and remembers, the
-plan, the work and its fields, the seeds' place (run seed, round, stage, client), the test set if it
-was measured, this library's source, torch and the kind of processor. So the bits are those of
-training again, and a killed run has kept the clients that had finished.
+A method names the stages whose replies may be stored (``Method.reusable``). A reply's key is the
+hash of everything that the reply depends on: the client's data, its model, its payload and its
+memory, the plan, the work and its fields, the place of its seeds (run seed, round, stage, client),
+the test set if that was measured, this library's source, torch and the kind of processor. So a
+stored reply has the bits of training again. A run that was killed finds the replies of the clients
+that had finished.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,162 +34,198 @@ from fedstill.core.files import digest, write_whole
 from fedstill.core.records import Payload, Reply, Stage
 from fedstill.core.reports import OWN
 from fedstill.core.user_modules import files_of
+from fedstill.core.work import ClientWork
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.precision import card_named
 from fedstill.engines.serial import ReplyInputs
 
 log = logging.getLogger("fedstill.reuse")
 
-LOCKED_BY = 3
-"""Keys that begin with the same so many hexadecimal digits have one lock: few files, and seldom two
-that wait.
+LOCK_DIGITS = 3
+"""Keys that share this many leading hexadecimal digits share a lock. That keeps the lock files few,
+and processes seldom wait for each other.
 """
+
+SHA_LENGTH = 64
+"""The length of a SHA-256 in hexadecimal."""
 
 
 @dataclass(frozen=True)
-class KeptReplies:
-    """A folder of replies, the names of the stages whose replies may be kept there, and how many
-    bytes they may take.
-
-    Where they take more, those that were not used for longest are deleted.
-    """
+class StoredReplies:
+    """A folder of replies (``engines.serial.ReplyCache``)."""
 
     folder: Path
     stages: frozenset[str]
-    most: int
+    """The names of the stages whose replies may be kept."""
+    max_bytes: int
+    """The size of the folder above which the least recently used replies are deleted."""
 
     def key(self, inputs: ReplyInputs) -> str:
-        """The key of a client's reply, as hexadecimal."""
-        work, stage, view, payload = inputs.work, inputs.stage, inputs.view, inputs.payload
-        fields_of_work: dict[str, str] = {}
-        if is_dataclass(work):
-            fields_of_work = {f.name: repr(getattr(work, f.name)) for f in fields(work)}
-        device = view.data.values.device
-        known = {
-            "stage": [stage.round, stage.index, stage.name, stage.view, view.client, inputs.seed],
-            "work": [class_identity(type(work)), fields_of_work],
+        """The key of a client's reply, in hexadecimal."""
+        view = inputs.view
+        identity = {
+            "stage": _stage_identity(inputs),
+            "work": _work_identity(inputs.work),
             "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
             "plan": asdict(inputs.plan) if inputs.plan else None,
-            "machine": [
-                torch.__version__,
-                platform.machine(),
-                torch.backends.cpu.get_cpu_capability(),
-                _library(),
-            ],
-            "device": str(device)
-            + (f" {card_named(device.type)}" if device.type == "cuda" else ""),
+            "machine": _machine_identity(),
+            "device": _device_identity(view.data.values.device),
             "further": [str(value) for value in inputs.further],
         }
-        key = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-        key.update(encode(payload))
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+        key.update(encode(inputs.payload))
         key.update(encode(inputs.client_state))
         for examples in (view.data, view.validation, view.public, view.test, inputs.test):
-            key.update(b"none" if examples is None else examples_digest(examples).encode())
+            data = "none" if examples is None else examples_digest(examples)
+            key.update(data.encode())
         return key.hexdigest()
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
-        """The reply kept under a key, or the one that ``make`` gives, kept from now on.
+        """The reply stored under a key, or the one that ``make`` gives, stored from now on.
 
-        Of several processes that want it one makes it and the others wait; in a folder where no
-        lock can be written each makes it, and one warning says so. A damaged file counts as missing
-        and is logged; a reply that cannot be written is not kept. Times of a reply that was not
-        made now are 0, except ``seconds_reused``.
+        If several processes want the same reply, one makes it and the others wait. In a folder
+        where no lock can be written, each makes it, and one warning says so. A damaged file counts
+        as missing and is logged. A reply that cannot be written is not stored. The times of a
+        stored reply are 0, except ``seconds_reused``.
         """
-        path, locks = self.folder / f"{key}.reply", self.folder / "locks"
-        with contextlib.ExitStack() as locked:
-            try:
-                locks.mkdir(parents=True, exist_ok=True)
-                locked.enter_context(FileLock(locks / key[:LOCKED_BY]))
-            except OSError as error:
-                _tell_of(self.folder, error.strerror or str(error))
-            kept = _read(path)
-            if kept is not None:
+        path = self.folder / f"{key}.reply"
+        with self._lock(key):
+            stored = _load(path)
+            if stored is not None:
                 with contextlib.suppress(OSError):
                     os.utime(path)
-                return replace(kept, round=stage.round, stage=stage.index)
-            made = make()
+                return replace(stored, round=stage.round, stage=stage.index)
+            reply = make()
             with contextlib.suppress(DiskFull, BadPayload):
-                write_whole(path, _sealed(made))
+                write_whole(path, _serialised(reply))
                 self._make_room()
-        return made
+        return reply
+
+    @contextlib.contextmanager
+    def _lock(self, key: str) -> Iterator[None]:
+        """Hold the lock of a key, if the folder can be written."""
+        locks = self.folder / "locks"
+        with contextlib.ExitStack() as stack:
+            try:
+                locks.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(locks / key[:LOCK_DIGITS]))
+            except OSError as error:
+                _warn_unwritable(self.folder, error.strerror or str(error))
+            yield
 
     def _make_room(self) -> None:
-        """Delete what was not used for longest until the rest is small enough."""
-        files = []
+        """Delete the least recently used replies until the others fit."""
+        files: list[_StoredFile] = []
         for path in self.folder.glob("*.reply"):
             with contextlib.suppress(OSError):  # another process may have deleted it
-                about = path.stat()
-                files.append((about.st_mtime_ns, about.st_size, path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= self.most:
+                status = path.stat()
+                files.append(_StoredFile(status.st_mtime_ns, status.st_size, path))
+        total = sum(file.size for file in files)
+        for file in sorted(files):
+            if total <= self.max_bytes:
                 return
             with contextlib.suppress(OSError):
-                path.unlink()
-            total -= size
+                file.path.unlink()
+            total -= file.size
+
+
+@dataclass(frozen=True, order=True)
+class _StoredFile:
+    """A file of a reply. Files are ordered by their last use."""
+
+    used_ns: int
+    size: int
+    path: Path
 
 
 @functools.cache
-def _tell_of(folder: Path, why: str) -> None:
-    """Warn, once in a process, of a folder in which nothing can be written."""
-    log.warning("replies are not kept in %s for other runs: %s", folder, why)
+def _warn_unwritable(folder: Path, reason: str) -> None:
+    """Warn once in a process that nothing can be written in a folder."""
+    log.warning("replies are not kept in %s for other runs: %s", folder, reason)
 
 
-def class_identity(thing: Any) -> list[str]:
-    """A class by name, and by the SHA-256 of its file where that is not the library's."""
-    return [f"{thing.__module__}.{thing.__qualname__}", _source(thing)]
+# What a reply depends on, besides tensors.
 
 
-def _is_own(thing: Any) -> bool:
-    return str(thing.__module__).startswith("fedstill.")
+def _stage_identity(inputs: ReplyInputs) -> list[Any]:
+    """The stage, the client and the seed: every random number is drawn by them."""
+    stage = inputs.stage
+    return [stage.round, stage.index, stage.name, stage.view, inputs.view.client, inputs.seed]
 
 
-def _source(thing: Any) -> str:
-    """The SHA-256 of a user's file that defines a thing, with what it imports from its folder; the
-    library's own files are hashed together.
+def _work_identity(work: ClientWork) -> list[Any]:
+    """The work's class and its hyper-parameters."""
+    values: dict[str, str] = {}
+    if is_dataclass(work):
+        values = {field.name: repr(getattr(work, field.name)) for field in fields(work)}
+    return [class_identity(type(work)), values]
+
+
+def _machine_identity() -> list[str]:
+    """Everything but the config that decides about rounding: torch, processor and our own code."""
+    return [
+        torch.__version__,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        _library_digest(),
+    ]
+
+
+def _device_identity(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} {card_named(device.type)}"
+    return str(device)
+
+
+def class_identity(cls: type) -> list[str]:
+    """A class by its name, and by the SHA-256 of its file unless that is the library's."""
+    return [f"{cls.__module__}.{cls.__qualname__}", _source(cls)]
+
+
+def _source(target: Any) -> str:
+    """The SHA-256 of a user's file that defines a class or a function, together with the modules
+    that it imports from its folder. Empty for the library's own files, which are hashed together.
     """
-    if _is_own(thing):
+    if str(target.__module__).startswith("fedstill."):
         return ""
     try:
-        return digest(
-            b"".join(path.read_bytes() for path in files_of(Path(inspect.getfile(thing))))
-        )
+        paths = files_of(Path(inspect.getfile(target)))
+        return digest(b"".join(path.read_bytes() for path in paths))
     except (TypeError, OSError):
         return ""
 
 
 @functools.cache
-def _library() -> str:
+def _library_digest() -> str:
     """The SHA-256 of the library's source."""
     root = Path(__file__).parents[1]
-    files = sorted(p for p in root.rglob("*.py"))
-    return digest(
-        "".join(f"{p.relative_to(root)} {digest(p.read_bytes())}\n" for p in files).encode()
-    )
+    lines = [f"{path.relative_to(root)} {digest(path.read_bytes())}\n" for path in _sources(root)]
+    return digest("".join(lines).encode())
 
 
-def _sealed(reply: Reply) -> bytes:
+def _sources(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.py"))
+
+
+# A reply as bytes.
+
+
+def _serialised(reply: Reply) -> bytes:
     """A reply as bytes that begin with their SHA-256."""
-    rest = json.dumps(
-        {"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)}
-    )
-    data = encode(Payload({**{f"up {k}": v for k, v in reply.content.items()}, "rest": rest}))
+    fields = {"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)}
+    groups = {f"up {name}": group for name, group in reply.content.items()}
+    data = encode(Payload({**groups, "rest": json.dumps(fields)}))
     return digest(data).encode() + data
 
 
-def _read(path: Path) -> Reply | None:
+def _load(path: Path) -> Reply | None:
+    """The reply in a file; None if there is none, or if it is damaged."""
     try:
-        sealed = path.read_bytes()
+        serialised = path.read_bytes()
     except OSError:
         return None
-    seal, data = sealed[:64], sealed[64:]
     try:
-        if digest(data).encode() != seal:
-            raise BadPayload("its SHA-256 is not the one noted")
-        payload = decode(data, entries=OWN_ENTRIES)
-        rest = json.loads(str(payload["rest"]))
-        content = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
-        return Reply(rest["client"], content, rest["examples"], _not_now(rest["metrics"]))
+        return _deserialised(serialised)
     except (BadPayload, ValueError, KeyError, TypeError) as error:
         log.warning(
             "%s, a reply kept from another run, is damaged and is computed again: %s", path, error
@@ -196,10 +233,30 @@ def _read(path: Path) -> Reply | None:
         return None
 
 
-def _not_now(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    own = {OWN: _without_time(metrics[OWN])} if OWN in metrics else {}
-    return {**_without_time(metrics), **own, "seconds_reused": metrics.get("seconds", 0.0)}
+def _deserialised(serialised: bytes) -> Reply:
+    sha = serialised[:SHA_LENGTH]
+    data = serialised[SHA_LENGTH:]
+    if digest(data).encode() != sha:
+        raise BadPayload("its SHA-256 is not the one noted")
+    payload = decode(data, entries=OWN_ENTRIES)
+    fields = json.loads(str(payload["rest"]))
+    groups = {name.removeprefix("up "): group for name, group in payload.items() if name != "rest"}
+    return Reply(
+        client=fields["client"],
+        content=Payload(groups),
+        examples=fields["examples"],
+        metrics=_with_zero_times(fields["metrics"]),
+    )
+
+
+def _with_zero_times(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a reply that was not made now."""
+    zeroed = _without_time(metrics)
+    if OWN in metrics:
+        zeroed[OWN] = _without_time(metrics[OWN])
+    zeroed["seconds_reused"] = metrics.get("seconds", 0.0)
+    return zeroed
 
 
 def _without_time(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: 0.0 if k.startswith("seconds") else v for k, v in fields.items()}
+    return {name: 0.0 if name.startswith("seconds") else value for name, value in fields.items()}

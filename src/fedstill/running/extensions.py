@@ -26,7 +26,8 @@ from fedstill.core.extensions import (
 )
 from fedstill.core.records import World
 from fedstill.core.rounds import RunContext
-from fedstill.engines.client_measures import ClientMeasures, OwnTestSets
+from fedstill.engines.at_client import OwnTestSets
+from fedstill.engines.client_measures import ClientMeasures
 from fedstill.running.hostile_clients import hostile_middleware
 from fedstill.running.kept_updates import update_keepers
 

@@ -29,7 +29,7 @@ from fedstill.engines.client_memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.precision import check_machine, steady
-from fedstill.engines.reply_cache import KeptReplies
+from fedstill.engines.reply_cache import StoredReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
@@ -133,13 +133,13 @@ class Prepared:
             remembered=remembered,
         )
 
-    def _reply_cache(self) -> KeptReplies:
+    def _reply_cache(self) -> StoredReplies:
         """Replies of other runs, for the stages whose replies may serve again."""
         method = self.settings.method
         stages = method.reusable
         if FIT not in method.stages:
             stages |= ONLY_FIT.reusable
-        return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
+        return StoredReplies(cache_folder() / "replies", stages, reuse_bytes())
 
 
 def prepare(
