@@ -13,11 +13,11 @@ import time
 import torch
 
 from benchmarks.speed import spread
+from fedstill.core.process_settings import keep_freed_memory
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import cores, torch_threads
 from fedstill.engines.passes import right_by_example
-from fedstill.engines.serial import keep_freed
 from fedstill.models.contract import initial, predictor, spec_for
 from fedstill.report import terminal
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
         "--pairs", type=int, default=5, help="passes of each, in turn, after one to warm up"
     )
     asked = parser.parse_args()
-    keep_freed()
+    keep_freed_memory()
     rows = [row for name in asked.models.split(",") for row in measure(name, asked.pairs)]
     terminal.console().print(
         terminal.table(["2,000 test images", "seconds", "times the speed"], rows)

@@ -23,8 +23,8 @@ from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.config.resolve import settle
+from fedstill.core.process_settings import keep_freed_memory
 from fedstill.core.records import SERVER
-from fedstill.engines.serial import keep_freed
 from fedstill.models import contract
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
@@ -114,7 +114,7 @@ if __name__ == "__main__":
     for option, default in (("images", 500), ("batch", 50), ("turns", 3)):
         parser.add_argument(f"--{option}", type=int, default=default)
     asked = parser.parse_args()
-    keep_freed()
+    keep_freed_memory()
     rows = [
         row
         for m in asked.models.split(",")

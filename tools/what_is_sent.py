@@ -96,7 +96,7 @@ def collected(method: str, flip: bool) -> dict[str, Payload]:
 
 def _through(ready: Prepared) -> Iterator[tuple[str, Payload]]:
     recorder = Collected()
-    engine = replace(ready.engine(), kept=None, stops=True)
+    engine = replace(ready.engine(), reply_cache=None, stops_on_failure=True)
     context = run_context(ready, engine, recorder)
     state = replace(context.method.initial_state(ready.world), round=0)
     for round in range(ready.settings.rounds + 1):

@@ -10,14 +10,14 @@ import pytest
 
 WHERE = """
 import ctypes, os
-from fedstill.engines.serial import KEEP_FREED, keep_freed
+from fedstill.core.process_settings import KEEP_FREED, keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 
 
 def tell():
-    kept = keep_freed()
+    kept = keep_freed_memory()
     address = libc.malloc(16 * 2**20)
     for line in open("/proc/self/maps"):
         start, end = (int(part, 16) for part in line.split()[0].split("-"))

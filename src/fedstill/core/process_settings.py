@@ -9,6 +9,8 @@ afterwards they are again what they were.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import threading
@@ -268,3 +270,34 @@ def _small_numbers() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(True)
+
+
+# A step allocates and frees the activations and gradients of a batch. If the C library returns
+# their pages to the system, the next step waits until they are found, cleared and mapped again.
+# ``python -m benchmarks.allocator`` prints what keeping them is worth.
+
+KEEP_FREED = "FEDSTILL_KEEP_FREED"
+"""The environment variable that, at 0, leaves the C library as it is. The process then holds less
+memory between stages.
+"""
+
+# mallopt's names for its parameters.
+_MMAP_THRESHOLD = -3
+_TRIM_THRESHOLD = -1
+_LARGEST_BLOCK = 32 * 2**20
+"""The largest value that glibc takes for ``_MMAP_THRESHOLD``, in bytes."""
+_NEVER_TRIM = 2**31 - 1
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Have this process keep the memory that it frees, for good; return whether it does.
+
+    Only glibc can be asked to.
+    """
+    if sys.platform != "linux" or os.environ.get(KEEP_FREED) == "0":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))

@@ -19,8 +19,7 @@ from fedstill.core.records import SERVER, ModelSpec, Payload, Reply, Stage
 from fedstill.core.work import ClientWork
 from fedstill.engines.cores import workers
 from fedstill.engines.footprint import activations, step_flops
-from fedstill.engines.loop import Trained
-from fedstill.engines.serial import SerialEngine, StartedClient
+from fedstill.engines.serial import ClientJob, SerialEngine, StartedClient, TimedTraining
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers
 
@@ -91,7 +90,7 @@ class PooledEngine(SerialEngine):
             return super().run(work, stage, payloads, seed)
 
         def reply(client: int) -> Reply:
-            return self._reply(work, stage, client, payloads[client], seed)
+            return self._reply(ClientJob(work, stage, client, payloads[client], seed))
 
         try:
             with self._set_up(stage), self._sharing_generators(stage, seed):
@@ -160,22 +159,18 @@ class PooledEngine(SerialEngine):
         warn_of_draws(type(work).__name__)
         return SerialEngine.run(self, work, stage, payloads, seed)
 
-    def _new(
-        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
-    ) -> Reply:
-        reply = super()._new(work, stage, client, payload, seed)
+    def _new_reply(self, job: ClientJob) -> Reply:
+        reply = super()._new_reply(job)
         if self._watch is not None:
             # Here, because the caller may keep the reply for other runs.
             self._watch.check()
         return reply
 
-    def _train(
-        self, work: ClientWork, stage: Stage, started: StartedClient, seed: int
-    ) -> tuple[Trained | None, float]:
+    def _train(self, started: StartedClient) -> TimedTraining:
         model = started.start.model
         if self._watch is not None and model is not None and draws_random_numbers(model):
             raise SharedDraw
-        return super()._train(work, stage, started, seed)
+        return super()._train(started)
 
     def _failed(
         self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception

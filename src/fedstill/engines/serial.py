@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +16,7 @@ from fedstill.core.checks import place
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
-from fedstill.core.process_settings import torch_threads
+from fedstill.core.process_settings import keep_freed_memory, torch_threads
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -52,37 +48,13 @@ from fedstill.engines.user_functions import (
 if TYPE_CHECKING:
     from fedstill.data.inputs import Inputs
 
-# A batch's activations and gradients are allocated and freed in every step. If the C library
-# returns their pages, these must be found, cleared and mapped again. ``python -m
-# benchmarks.allocator`` prints what keeping them is worth.
-
-KEEP_FREED = "FEDSTILL_KEEP_FREED"
-"""The environment variable that, at 0, leaves the C library as it is, with less memory held between
-stages.
-"""
-
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's names for them
-LARGEST = 32 * 2**20  # the largest that the library takes for what is mapped on its own
-
-
-@functools.cache
-def keep_freed() -> bool:
-    """Have this process keep what is freed, once; whether it does: only glibc can be asked."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or os.environ.get(KEEP_FREED) == "0":
-        return False
-    return bool(mallopt(MMAP_THRESHOLD, LARGEST) and mallopt(TRIM_THRESHOLD, 2**31 - 1))
-
-
 log = logging.getLogger("fedstill.engine")
 
 CARD_FAILED = (
     torch.cuda.OutOfMemoryError,
     getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError),
 )
-"""A card without memory, and one that computes nothing more: what else was going on decides when,
-not the client.
-"""
+"""Errors of the card itself. Whether one occurs depends on the card's load, not on the client."""
 
 
 class Sites(Protocol):
@@ -141,38 +113,63 @@ class ReplyCache(Protocol):
 
 
 @dataclass(frozen=True)
+class ClientJob:
+    """One client's work in one stage."""
+
+    work: ClientWork
+    stage: Stage
+    client: int
+    payload: Payload
+    seed: int
+    """The run's seed."""
+
+
+@dataclass(frozen=True)
 class StartedClient:
-    """A client that has begun its work in a stage.
+    """A client that has begun its work in a stage."""
 
-    ``seconds``: how long that took. ``guard``: detects changes of the payload that it was sent.
-    """
-
+    job: ClientJob
     view: View
     start: TrainingStart
     seconds: float
+    """How long it took to begin."""
     guard: MutationGuard
+    """Detects changes of the payload."""
+
+
+@dataclass(frozen=True)
+class TimedTraining:
+    """The outcome of a client's training, and the seconds that it took."""
+
+    trained: Trained | None = None
+    """None if the stage trains nothing."""
+    seconds: float = 0.0
 
 
 @dataclass
 class SerialEngine:
     """Runs the clients of a stage in the order of the schedule.
 
-    ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack
-    of them; part of a run's definition, because the last bit of a sum depends on them. ``kept``:
-    replies that other runs have kept, for the stages that allow it. ``hooks``: extensions of what
-    clients do, in their order. ``stops``: the first client that fails ends the run, with
-    ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives an engine
-    that differs in some of this and has threads of its own; the memory is the same one.
+    ``dataclasses.replace`` gives an engine that differs in some of its fields and shares the
+    memory.
     """
 
     world: World
     sites: Sites
     memory: Memory = field(default_factory=Memory)
     threads: tuple[int, int] = (1, 1)
+    """The torch threads in a stage of several clients, and in a stage of one client or of a stack.
+    They are part of a run's definition, because the last bit of a sum depends on them.
+    """
     precision: Precision = "fp32"
     hooks: tuple[ClientHook, ...] = ()
-    kept: ReplyCache | None = None
-    stops: bool = False
+    """What extends the clients' work, in order."""
+    reply_cache: ReplyCache | None = None
+    """Replies of other runs, for the stages that allow them."""
+    stops_on_failure: bool = False
+    """Whether the first client that fails ends the run: with ClientFailed, chained to the client's
+    own exception.
+    """
 
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
@@ -190,7 +187,8 @@ class SerialEngine:
                     continue
                 # What its work draws from torch's global generators is drawn by key.
                 with drawing_from(seed_for(seed, stage.round, stage.index, client, "work")):
-                    replies.append(self._reply(work, stage, client, payloads[client], seed))
+                    job = ClientJob(work, stage, client, payloads[client], seed)
+                    replies.append(self._reply(job))
         return replies
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
@@ -203,33 +201,29 @@ class SerialEngine:
     @contextmanager
     def _set_up(self, stage: Stage) -> Iterator[None]:
         """Meanwhile this thread computes a stage."""
-        keep_freed()
+        keep_freed_memory()
         beside_others, alone = self.threads
         count = alone if len(stage.clients) == 1 else beside_others
         with torch_threads(count):
             yield
 
-    def _reply(
-        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
-    ) -> Reply:
+    def _reply(self, job: ClientJob) -> Reply:
+        cache = self.reply_cache
         try:
-            if self.kept is not None and stage.name in self.kept.stages:
-                key = self.kept.key(self._inputs_of_reply(work, stage, client, payload, seed))
-                return self.kept.reply(
-                    key, stage, lambda: self._new(work, stage, client, payload, seed)
-                )
-            return self._new(work, stage, client, payload, seed)
+            if cache is not None and job.stage.name in cache.stages:
+                key = cache.key(self._reply_inputs(job))
+                return cache.reply(key, job.stage, lambda: self._new_reply(job))
+            return self._new_reply(job)
         except Exception as error:
-            return self._failed(work, stage, [client], error)[0]
+            return self._failed(job.work, job.stage, [job.client], error)[0]
 
     def _failed(
         self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception
     ) -> list[Reply]:
-        """The replies of clients that failed together, in a stack, or of one: why, and where in its
-        author's code.
+        """The replies of a client that failed, or of several that failed together in a stack.
 
-        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. Ctrl-C
-        stays that. If it ``stops``, or the card failed and not the client, raises ClientFailed.
+        Raises CorruptFile, ChangedInPlace and KeyboardInterrupt again, because going on would give
+        other bits. Raises ClientFailed if the run stops on failures, or if the card failed.
         """
         if isinstance(error, (CorruptFile, ChangedInPlace)):
             raise error
@@ -237,7 +231,7 @@ class SerialEngine:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__
         why = reason(error, work)
-        if self.stops or isinstance(error, CARD_FAILED):
+        if self.stops_on_failure or isinstance(error, CARD_FAILED):
             raise ClientFailed(place(stage), clients, why) from error
         log.debug("clients %s failed", clients, exc_info=error)
         return [
@@ -245,16 +239,13 @@ class SerialEngine:
             for client in clients
         ]
 
-    def _new(
-        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
-    ) -> Reply:
-        started = self._begin(work, stage, client, payload)
-        return self._end(work, stage, started, *self._train(work, stage, started, seed))
+    def _new_reply(self, job: ClientJob) -> Reply:
+        started = self._begin(job)
+        return self._end(started, self._train(started))
 
-    def _inputs_of_reply(
-        self, work: ClientWork, stage: Stage, client: int, payload: Payload, seed: int
-    ) -> ReplyInputs:
+    def _reply_inputs(self, job: ClientJob) -> ReplyInputs:
         """Everything that a client's reply depends on."""
+        stage = job.stage
         further: list[object] = [
             self.sites.inputs,
             torch.get_num_threads(),
@@ -262,40 +253,39 @@ class SerialEngine:
             tuple(hook.cache_key(stage) for hook in self.hooks),
         ]
         if self.world.stream.tasks > 1:
-            head = self._head(stage, client)
+            head = self._head(stage, job.client)
             further.append(self.world.stream.within(stage.round))
             further.append("all" if head is None else head.tolist())
         is_test_read = any(hook.reads_test_set(stage) for hook in self.hooks)
         return ReplyInputs(
-            work=work,
+            work=job.work,
             stage=stage,
-            view=self.sites.view(client, stage),
+            view=self.sites.view(job.client, stage),
             plan=self.world.plans.get(stage.name),
-            seed=seed,
-            payload=payload,
-            client_state=self.memory.load(client),
+            seed=job.seed,
+            payload=job.payload,
+            client_state=self.memory.load(job.client),
             test=self.sites.common_test if is_test_read else None,
             further=tuple(further),
         )
 
-    def _begin(
-        self, work: ClientWork, stage: Stage, client: int, payload: Payload
-    ) -> StartedClient:
+    def _begin(self, job: ClientJob) -> StartedClient:
         began = time.perf_counter()
-        guard = MutationGuard(payload)
-        view = self.sites.view(client, stage)
+        guard = MutationGuard(job.payload)
+        view = self.sites.view(job.client, job.stage)
         for hook in self.hooks:
-            view = hook.extend_view(view, payload, stage)
-        head = self._head(stage, client)
+            view = hook.extend_view(view, job.payload, job.stage)
+        head = self._head(job.stage, job.client)
         if head is not None:
             view = replace(view, head=head)
 
-        begun = work.begin(payload, self.memory.load(client), view, self.world)
-        start = returned(begun, TrainingStart, work.begin, "a TrainingStart")
-        guard.check(work.begin, client)
+        begin = job.work.begin
+        begun = begin(job.payload, self.memory.load(job.client), view, self.world)
+        start = returned(begun, TrainingStart, begin, "a TrainingStart")
+        guard.check(begin, job.client)
         if head is not None:
             start = replace(start, head=head)
-        return StartedClient(view, start, time.perf_counter() - began, guard)
+        return StartedClient(job, view, start, time.perf_counter() - began, guard)
 
     def _head(self, stage: Stage, client: int) -> Tensor | None:
         """Which outputs take part in a client's training on its own data, (C,) bool; None where all
@@ -305,25 +295,24 @@ class SerialEngine:
             return None
         return self.world.stream.mask(stage.round, client, self.world.classes)
 
-    def _train(
-        self, work: ClientWork, stage: Stage, started: StartedClient, seed: int
-    ) -> tuple[Trained | None, float]:
+    def _train(self, started: StartedClient) -> TimedTraining:
+        stage = started.job.stage
         plan = self.world.plans.get(stage.name)
         if plan is None or not started.start.params:
-            return None, 0.0
+            return TimedTraining()
         began = time.perf_counter()
         setup = TrainingSetup(
             plan=plan,
             stage=stage,
             inputs=self.sites.inputs,
-            seed=seed,
+            seed=started.job.seed,
             precision=self.precision,
             by_epoch=self._keeps_epochs(stage) and started.start.model is None,
             lr_round=self.world.stream.within(stage.round),
             rule=self._gradient_rule(started.view, stage),
         )
-        trained = train(work, started.start, started.view, setup)
-        return trained, time.perf_counter() - began
+        trained = train(started.job.work, started.start, started.view, setup)
+        return TimedTraining(trained, time.perf_counter() - began)
 
     def _keeps_epochs(self, stage: Stage) -> bool:
         """Whether a hook needs the parameters after every epoch of a stage."""
@@ -334,25 +323,18 @@ class SerialEngine:
         rules = (hook.gradient_rule(view, stage) for hook in self.hooks)
         return next((rule for rule in rules if rule is not None), None)
 
-    def _end(
-        self,
-        work: ClientWork,
-        stage: Stage,
-        started: StartedClient,
-        trained: Trained | None,
-        seconds: float,
-    ) -> Reply:
-        """The reply of a client, given what it began with, what training gave, and how long that
-        took.
-        """
+    def _end(self, started: StartedClient, training: TimedTraining) -> Reply:
+        """The reply of a client after its training."""
         began = time.perf_counter()
+        work = started.job.work
+        stage = started.job.stage
         view = started.view
         start = started.start
         params = start.params
         result = TrainingResult(0, 0.0, start.trace)
-        if trained is not None:
-            params = trained.params
-            result = trained.result
+        if training.trained is not None:
+            params = training.trained.params
+            result = training.trained.result
 
         content, client_state = sent_and_remembered(
             work, work.end(params, start, result, view, self.world)
@@ -361,44 +343,52 @@ class SerialEngine:
             content = hook.extend_reply(content, params, view, stage, self.world)
         self.memory.hold(view.client, client_state)
 
-        metrics = _training_metrics(start, trained)
-        report = self._report(work, params, start, view, stage)
+        metrics = _training_metrics(start, training.trained)
+        report = self._report(started, params)
         if report:
             metrics[OWN] = report
         started.guard.check(type(work), view.client)
-        metrics["seconds_training"] = seconds
-        if self.hooks and params and start.model is None:
-            by_epoch = trained.by_epoch if trained else ()
-            models = [start.params, params, *by_epoch]
-            answers = [frozen(work.answer(model, view.model), view.model) for model in models]
-            metrics |= self._measured(stage, view, answers, frozenset(content))
-        metrics["seconds"] = started.seconds + seconds + time.perf_counter() - began
+        metrics["seconds_training"] = training.seconds
+        metrics |= self._measured(started, training.trained, params, frozenset(content))
+        seconds_ending = time.perf_counter() - began
+        metrics["seconds"] = started.seconds + training.seconds + seconds_ending
         return Reply(view.client, content, len(view.data), metrics, stage.round, stage.index)
 
-    def _report(
-        self, work: ClientWork, params: Tensors, start: TrainingStart, view: View, stage: Stage
-    ) -> Fields:
-        """What the work and the hooks report."""
-        report = dict(journal_fields(work.report, work.report(params, start, view, self.world)))
+    def _report(self, started: StartedClient, params: Tensors) -> Fields:
+        """What the work and the hooks report of a client whose training ended with ``params``."""
+        work = started.job.work
+        view = started.view
+        report = work.report(params, started.start, view, self.world)
+        fields = dict(journal_fields(work.report, report))
         for hook in self.hooks:
-            report |= hook.report(params, view, stage, self.world)
-        return report
+            fields |= hook.report(params, view, started.job.stage, self.world)
+        return fields
 
     def _measured(
-        self, stage: Stage, view: View, models: Sequence[FrozenModel], sent: frozenset[str]
+        self,
+        started: StartedClient,
+        trained: Trained | None,
+        params: Tensors,
+        sent: frozenset[str],
     ) -> Fields:
-        """What the hooks measure. ``models``: what the client answers with before and after its
-        work, and after each epoch if that is kept; ``sent``: the groups of its reply.
+        """What the hooks measure of a client whose training ended with ``params``; nothing if the
+        client has no model, or trains another network than its own.
+
+        sent: the groups of the client's reply.
         """
+        if not self.hooks or not params or started.start.model is not None:
+            return {}
         from fedstill.engines.at_client import AtClient  # not every run measures
 
-        before, after, *by_epoch = (model.params for model in models)
+        view = started.view
+        before = self._answering(started, started.start.params)
+        by_epoch = trained.by_epoch if trained else ()
         seen = AtClient(
-            stage=stage,
-            view=replace(view, model=models[0].spec),
-            start=before,
-            end=after,
-            by_epoch=by_epoch,
+            stage=started.job.stage,
+            view=replace(view, model=before.spec),
+            start=before.params,
+            end=self._answering(started, params).params,
+            by_epoch=[self._answering(started, p).params for p in by_epoch],
             test=self.sites.common_test,
             public=self.sites.public,
             inputs=self.sites.inputs,
@@ -409,6 +399,11 @@ class SerialEngine:
         for hook in self.hooks:
             measured |= hook.measured(seen)
         return measured
+
+    def _answering(self, started: StartedClient, params: Tensors) -> FrozenModel:
+        """The model with which a client answers, if these are its network's parameters."""
+        spec = started.view.model
+        return frozen(started.job.work.answer(params, spec), spec)
 
 
 def _training_metrics(start: TrainingStart, trained: Trained | None) -> Fields:

@@ -26,9 +26,9 @@ from fedstill.engines.clients import (
     uses_scores,
 )
 from fedstill.engines.footprint import activations
-from fedstill.engines.loop import Trained, train_stack
+from fedstill.engines.loop import train_stack
 from fedstill.engines.pooled import PooledEngine, SharedDraw
-from fedstill.engines.serial import StartedClient
+from fedstill.engines.serial import ClientJob, StartedClient, TimedTraining
 from fedstill.engines.stack import Structures
 from fedstill.models import contract
 from fedstill.models.contract import (
@@ -86,8 +86,8 @@ class VectorisedEngine(PooledEngine):
         try:
             with self._set_up(stage), self._sharing_generators(stage, seed):
                 for cohort in self._cohorts(clients, plan):
-                    cohort_payloads = {client: payloads[client] for client in cohort}
-                    replies |= self._cohort_replies(work, setup, cohort_payloads)
+                    jobs = [ClientJob(work, stage, c, payloads[c], seed) for c in cohort]
+                    replies |= self._cohort_replies(setup, jobs)
             return [replies[client] for client in clients]
         except SharedDraw:
             pass
@@ -131,36 +131,35 @@ class VectorisedEngine(PooledEngine):
         examples = 2 * example * self.sites.size(client)
         return 4.0 * (8 * contract.size(model) + examples + step * plan.batch)
 
-    def _cohort_replies(
-        self, work: ClientWork, setup: TrainingSetup, payloads: Mapping[int, Payload]
-    ) -> dict[int, Reply]:
+    def _cohort_replies(self, setup: TrainingSetup, jobs: Sequence[ClientJob]) -> dict[int, Reply]:
         """The replies of clients that are stacked as far as they fit on each other."""
         replies: dict[int, Reply] = {}
         groups: dict[object, list[StartedClient]] = {}
         structures = Structures()
-        for client, payload in payloads.items():
+        for job in jobs:
             try:
-                started = self._begin(work, setup.stage, client, payload)
+                started = self._begin(job)
             except Exception as error:
-                (replies[client],) = self._failed(work, setup.stage, [client], error)
+                (replies[job.client],) = self._failed(job.work, job.stage, [job.client], error)
                 continue
             # A client that cannot be stacked is a group by itself.
-            structure: object = client
+            structure: object = job.client
             if _is_stackable(started, setup):
                 structure = structures.of(started.start, started.view)
             groups.setdefault(structure, []).append(started)
 
         for group in groups.values():
-            replies |= self._group_replies(work, setup, group)
+            replies |= self._group_replies(setup, group)
         return replies
 
     def _group_replies(
-        self, work: ClientWork, setup: TrainingSetup, group: Sequence[StartedClient]
+        self, setup: TrainingSetup, group: Sequence[StartedClient]
     ) -> dict[int, Reply]:
         """The replies of clients of one structure."""
-        clients = [started.view.client for started in group]
+        clients = [started.job.client for started in group]
+        work = group[0].job.work
         try:
-            trained, seconds = self._train_group(work, setup, group)
+            outcomes = self._train_group(setup, group)
         except Exception as error:
             if _is_draw_under_vmap(error):
                 raise SharedDraw from error
@@ -168,28 +167,26 @@ class VectorisedEngine(PooledEngine):
             return dict(zip(clients, failures, strict=True))
 
         replies = {}
-        for client, started, result in zip(clients, group, trained, strict=True):
+        for client, started, outcome in zip(clients, group, outcomes, strict=True):
             try:
-                replies[client] = self._end(work, setup.stage, started, result, seconds)
+                replies[client] = self._end(started, outcome)
             except Exception as error:
                 (replies[client],) = self._failed(work, setup.stage, [client], error)
         return replies
 
     def _train_group(
-        self, work: ClientWork, setup: TrainingSetup, group: Sequence[StartedClient]
-    ) -> tuple[Sequence[Trained | None], float]:
-        """Each client's training, as a stack or, of a single client, as in the serial engine; and
-        the seconds that one client took.
-        """
+        self, setup: TrainingSetup, group: Sequence[StartedClient]
+    ) -> list[TimedTraining]:
+        """Each client's training: as a stack, or of a single client as in the serial engine."""
         if len(group) == 1:
-            trained, seconds = self._train(work, setup.stage, group[0], setup.seed)
-            return [trained], seconds
+            return [self._train(group[0])]
         began = time.perf_counter()
         starts = [started.start for started in group]
         views = [started.view for started in group]
         with torch_threads(self.threads[1]):
-            outcomes = train_stack(work, starts, views, setup)
-        return outcomes, (time.perf_counter() - began) / len(group)
+            stack = train_stack(group[0].job.work, starts, views, setup)
+        seconds = (time.perf_counter() - began) / len(group)
+        return [TimedTraining(trained, seconds) for trained in stack]
 
 
 def _is_stackable(started: StartedClient, setup: TrainingSetup) -> bool:

@@ -64,7 +64,7 @@ class Driver:
         is_local = isinstance(self.engine, SerialEngine)
         if isinstance(self.engine, SerialEngine):
             stops = self.debug or self.prepared.settings.rules.failures == "stop"
-            self.engine = replace(self.engine, stops=stops)
+            self.engine = replace(self.engine, stops_on_failure=stops)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             digest((self.folder / "config.toml").read_bytes()),

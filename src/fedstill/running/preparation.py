@@ -101,7 +101,7 @@ class Prepared:
             threads=settings.threads,
             precision=settings.precision,
             hooks=hooks,
-            kept=reply_cache,
+            reply_cache=reply_cache,
             **options,
         )
 

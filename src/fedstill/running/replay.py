@@ -137,7 +137,7 @@ class Replay:
             steady(settings.device)
             engine = replace(run_engine, hooks=(*run_engine.hooks, *hooks))
             if not reuse_replies:
-                engine = replace(engine, kept=None)
+                engine = replace(engine, reply_cache=None)
             extensions = run_extensions(self.prepared)
             yield Session(self, engine, extensions, self._first_state(engine, extensions))
 
