@@ -16,7 +16,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from double import NEAR
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import ModelSpec, Plan
-from fedstill.engines.stack import stacked
+from fedstill.engines.stack import use_stacked_layers
 from fedstill.engines.vectorised import why_not
 from fedstill.models import contract
 from fedstill.models.layer_chain import plain_chain, with_widths
@@ -111,7 +111,11 @@ def test_a_stack_is_its_clients_and_so_are_its_gradients(name: str, rules: str) 
             p.data.mul_(1 + 0.3 * k)
     params, _ = stack_module_state(models)
     x = torch.stack([some(spec).roll(k, 0) for k in range(3)])
-    run = copy.deepcopy(models[0]) if rules == "torch's" else stacked(copy.deepcopy(models[0]))
+    run = (
+        copy.deepcopy(models[0])
+        if rules == "torch's"
+        else use_stacked_layers(copy.deepcopy(models[0]))
+    )
     alone = torch.stack([m(x[k]) for k, m in enumerate(models)])
     together = vmap(lambda p, x: functional_call(run, p, (x,)))(params, x)
     torch.testing.assert_close(together, alone, rtol=0, atol=NEAR)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedstill.engines.stack import stacked
+from fedstill.engines.stack import use_stacked_layers
 
 CLIENTS, BATCH = 3, 4
 
@@ -59,7 +59,7 @@ def test_a_stack_is_its_clients(name: str, shared: bool) -> None:
     images = torch.randn(CLIENTS, BATCH, 2, 8, 8, generator=draw, dtype=torch.float64)
     network = NETWORKS[name]().double()
     network(images[0])  # shapes of lazy layers
-    alone, together = network, stacked(copy.deepcopy(network))
+    alone, together = network, use_stacked_layers(copy.deepcopy(network))
     params = {
         k: torch.randn(CLIENTS, *v.shape, generator=draw, dtype=torch.float64).requires_grad_()
         for k, v in alone.state_dict().items()
@@ -83,21 +83,26 @@ def test_a_stack_is_its_clients(name: str, shared: bool) -> None:
 
 def test_layers_change_only_where_all_are_known() -> None:
     known, other = NETWORKS["pooling"](), NETWORKS["a norm, by torch's rule"]()
-    assert {type(layer) for layer in stacked(other).modules()} >= {nn.Conv2d, nn.LayerNorm}
+    assert {type(layer) for layer in use_stacked_layers(other).modules()} >= {
+        nn.Conv2d,
+        nn.LayerNorm,
+    }
     known(torch.zeros(1, 2, 8, 8))
-    changed = [type(layer) for layer in stacked(known).modules()]
+    changed = [type(layer) for layer in use_stacked_layers(known).modules()]
     assert nn.Conv2d not in changed
-    assert [type(layer) for layer in stacked(known).modules()] == changed, "done twice, the same"
+    assert [type(layer) for layer in use_stacked_layers(known).modules()] == changed, (
+        "done twice, the same"
+    )
 
 
 def test_a_layer_of_a_stack_says_that_it_cannot_run_alone() -> None:
-    network = stacked(nn.Sequential(nn.Conv2d(1, 2, 3)))
+    network = use_stacked_layers(nn.Sequential(nn.Conv2d(1, 2, 3)))
     with pytest.raises(RuntimeError, match=r"under torch\.func\.vmap only"):
         network(torch.zeros(1, 1, 4, 4))
 
 
 def test_weights_gradients_lie_as_weights_do() -> None:
-    network = stacked(nn.Sequential(nn.Flatten(), nn.Linear(12, 7)))
+    network = use_stacked_layers(nn.Sequential(nn.Flatten(), nn.Linear(12, 7)))
     params = {
         k: torch.randn(CLIENTS, *v.shape).requires_grad_() for k, v in network.state_dict().items()
     }

@@ -34,17 +34,15 @@ from fedstill.models import contract
 from fedstill.models.layers import MaxPool2d
 from fedstill.models.network import Network, OnCircle
 
-# A network for a stack of clients: convolutions and poolings of all clients at once, channels next
-# to each other.
+# The layers of a network that runs for a stack of clients.
 #
-# Under ``torch.func.vmap`` a convolution with a weight for every client becomes one with groups,
-# and so it is computed here too, but in the memory order that torch's kernels are fastest in,
-# (image, row, column, client, channel), from one layer to the next: torch's own rule would copy its
-# input and its output into another order.
+# Under ``torch.func.vmap``, a convolution with a weight for each client becomes a convolution with
+# groups. The layers here do the same, but keep the memory order in which torch's kernels are
+# fastest, (image, row, column, client, channel), from one layer to the next. torch's own rule would
+# copy the input and the output of each layer into another order.
 
 
-SHAPES = (nn.Flatten, nn.Unflatten)
-KNOWN = (
+STACKABLE_LAYERS = (
     nn.Sequential,
     Network,
     OnCircle,
@@ -52,85 +50,98 @@ KNOWN = (
     nn.MaxPool2d,
     MaxPool2d,
     nn.ReLU,
-    *SHAPES,
+    nn.Flatten,
+    nn.Unflatten,
     nn.Linear,
 )
-"""Layers that may stand in such a network: others may ask for an order of memory that ``vmap`` does
-not tell.
+"""The layers of the networks that ``use_stacked_layers`` changes. Other layers may need an order of
+memory that ``vmap`` does not tell.
 """
 
 
-def stacked(m: nn.Module) -> nn.Module:
-    """The module, its layers changed in place to those of a stack; it then runs under ``vmap``
-    only.
+def use_stacked_layers(module: nn.Module) -> nn.Module:
+    """Change the layers of a module in place to those of a stack; return the module, which then
+    runs only under ``vmap``.
 
-    One with other layers than ``KNOWN``, or changed before, is left as it is: other layers run by
-    torch's own rules.
+    A module with any layer that is not in ``STACKABLE_LAYERS`` is left as it is: torch's own rules
+    apply to it.
     """
-    layers = list(m.modules())
-    if all(type(layer) in KNOWN and _plain(layer) for layer in layers):
-        for layer in layers:
-            if isinstance(layer, nn.Conv2d):
-                layer.__class__ = _Conv2d
-            elif isinstance(layer, nn.MaxPool2d):
-                layer.__class__ = _MaxPool2d
-            elif isinstance(layer, nn.Linear):
-                layer.__class__ = _Linear
-    return m
+    layers = list(module.modules())
+    if not all(_is_stackable(layer) for layer in layers):
+        return module
+    for layer in layers:
+        # The new class adds no state to the old one, so the layer stays valid.
+        if isinstance(layer, nn.Conv2d):
+            layer.__class__ = _StackedConv2d
+        elif isinstance(layer, nn.MaxPool2d):
+            layer.__class__ = _StackedMaxPool2d
+        elif isinstance(layer, nn.Linear):
+            layer.__class__ = _StackedLinear
+    return module
 
 
-def _plain(layer: nn.Module) -> bool:
+def _is_stackable(layer: nn.Module) -> bool:
+    if type(layer) not in STACKABLE_LAYERS:
+        return False
     if isinstance(layer, nn.Conv2d):
         return layer.padding_mode == "zeros"
-    return not (isinstance(layer, nn.MaxPool2d) and layer.return_indices)
+    if isinstance(layer, nn.MaxPool2d):
+        return not layer.return_indices
+    return True
 
 
-class _Conv2d(nn.Conv2d):
+class _StackedConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        stride, padding, dilation, groups = self.stride, self.padding, self.dilation, self.groups
-
         def convolve(
             clients: int, x: Tensor, weight: Tensor, bias: Tensor | None
         ) -> tuple[Tensor, int]:
-            own = weight.flatten(0, 1), bias if bias is None else bias.flatten()
-            return _apart(
-                functional.conv2d(
-                    _side_by_side(x), *own, stride, padding, dilation, groups * clients
-                ),
-                clients,
+            channels = functional.conv2d(
+                _side_by_side(x),
+                weight.flatten(0, 1),
+                None if bias is None else bias.flatten(),
+                stride=self.stride,
+                padding=self.padding,
+                dilation=self.dilation,
+                groups=self.groups * clients,
             )
+            return _split_by_client(channels, clients)
 
-        return _Layer.apply(convolve, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return _StackedLayer.apply(convolve, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _MaxPool2d(nn.MaxPool2d):
+class _StackedMaxPool2d(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
-        how = (self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
-
         def pool(clients: int, x: Tensor) -> tuple[Tensor, int]:
-            return _apart(functional.max_pool2d(_side_by_side(x), *how), clients)
+            channels = functional.max_pool2d(
+                _side_by_side(x),
+                self.kernel_size,
+                stride=self.stride,
+                padding=self.padding,
+                dilation=self.dilation,
+                ceil_mode=self.ceil_mode,
+            )
+            return _split_by_client(channels, clients)
 
-        return _Layer.apply(pool, x)  # type: ignore[no-any-return, no-untyped-call]
+        return _StackedLayer.apply(pool, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Linear(nn.Linear):
-    """As W x, not x W': so the gradient of W comes out in the memory order that W has."""
+class _StackedLinear(nn.Linear):
+    """Computes W x instead of x W': the gradient of W then has the memory order of W."""
 
     def forward(self, x: Tensor) -> Tensor:
         def multiply(
             clients: int, x: Tensor, weight: Tensor, bias: Tensor | None
         ) -> tuple[Tensor, int]:
             columns = x.transpose(1, 2)
-            out = (
-                weight @ columns
-                if bias is None
-                else torch.baddbmm(bias.unsqueeze(2), weight, columns)
-            )
-            return out.transpose(1, 2), 0
+            if bias is None:
+                outputs = weight @ columns
+            else:
+                outputs = torch.baddbmm(bias.unsqueeze(2), weight, columns)
+            return outputs.transpose(1, 2), 0
 
         if x.dim() != 2:
             return super().forward(x)
-        return _Layer.apply(multiply, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return _StackedLayer.apply(multiply, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -138,44 +149,54 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x.movedim(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
 
 
-def _apart(x: Tensor, clients: int) -> tuple[Tensor, int]:
-    """Images (B, K C, H, W) as (B, K, C, H, W), nothing copied, and where the clients' axis is."""
+def _split_by_client(x: Tensor, clients: int) -> tuple[Tensor, int]:
+    """Images (B, K C, H, W) as (B, K, C, H, W), without a copy, and the position of the client
+    axis.
+    """
     return x.view(len(x), clients, -1, *x.shape[2:]), 1
 
 
-class _Layer(torch.autograd.Function):
-    """A layer with a rule of its own under ``vmap``: from tensors (K, ...) to one, and where that
-    has the clients.
+class _StackedLayer(torch.autograd.Function):
+    """Gives a function of stacked tensors (K, ...) to ``vmap`` as the rule of a layer. The function
+    returns a tensor and the position of its client axis.
     """
 
     @staticmethod
     def forward(*_: Any) -> Tensor:
-        """Not outside of ``vmap``."""
+        """Called only outside of ``vmap``."""
         raise RuntimeError("a layer of a stack runs under torch.func.vmap only")
 
     @staticmethod
     def setup_context(*_: Any) -> None:
-        """Nothing: autograd records what the rule does."""
+        """Nothing to save: autograd records what the rule does."""
 
     @staticmethod
     def vmap(
         info: Any,
-        dims: tuple[int | None, ...],
+        in_dims: tuple[int | None, ...],
         rule: Callable[..., tuple[Tensor, int]],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, int]:
         """The layer for all clients at once."""
-        return rule(
-            info.batch_size,
-            *(_of_all(t, d, info.batch_size) for t, d in zip(tensors, dims[1:], strict=True)),
-        )
+        clients = info.batch_size
+        # The first of in_dims belongs to the rule.
+        axes = in_dims[1:]
+        stacks = [
+            _with_client_axis(tensor, axis, clients)
+            for tensor, axis in zip(tensors, axes, strict=True)
+        ]
+        return rule(clients, *stacks)
 
 
-def _of_all(value: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """The clients' axis first; what all share is repeated along it, without a copy."""
-    if value is None:
+def _with_client_axis(tensor: Tensor | None, axis: int | None, clients: int) -> Tensor | None:
+    """A tensor with its client axis first. If it has none, it is repeated along one, without a
+    copy.
+    """
+    if tensor is None:
         return None
-    return value.expand(clients, *value.shape) if dim is None else value.movedim(dim, 0)
+    if axis is None:
+        return tensor.expand(clients, *tensor.shape)
+    return tensor.movedim(axis, 0)
 
 
 T = TypeVar("T")
@@ -352,7 +373,7 @@ class Stack(TrainingClients):
         self._teacher_tables: dict[tuple[str, str], Tensor] = {}
 
     def module(self) -> nn.Module:
-        return stacked(contract.module(self.view.model, "stacked"))
+        return use_stacked_layers(contract.module(self.view.model, "stacked"))
 
     def batches(self) -> Iterator[Batch]:
         """The clients' batches side by side, each client's in its own order."""
@@ -368,11 +389,7 @@ class Stack(TrainingClients):
         offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)
         rows = table.index + offsets.view(1, -1, 1)
 
-        # A client that has finished takes its first example again, and that step is undone. Its
-        # examples count as real, because the mean over none would be 0 / 0.
-        width = table.index.shape[2]
-        unmasked = torch.where(running, table.sizes, width)
-        mask = (torch.arange(width) < unmasked.unsqueeze(2)).float()
+        mask = _mask(table)
 
         # All steps are copied to the device at once, and what the host needs stays on the host, so
         # that no step waits for a copy.
@@ -506,6 +523,15 @@ class Stack(TrainingClients):
         on_cpu = {name: v.detach().contiguous() for name, v in trees.on_cpu(tree).items()}
         by_entry = [torch.unbind_copy(v) for v in on_cpu.values()]  # type: ignore[func-returns-value]  # torch's stub
         return [dict(zip(on_cpu, tensors, strict=True)) for tensors in zip(*by_entry, strict=True)]
+
+
+def _mask(table: Timetable) -> Tensor:
+    """Which examples of every step are real, (steps, K, B) float."""
+    width = table.index.shape[2]
+    # A client that has finished takes its first example again, and that step is undone. Its
+    # examples count as real, because the mean over none would be 0 / 0.
+    real = torch.where(table.sizes > 0, table.sizes, width)
+    return (torch.arange(width) < real.unsqueeze(2)).float()
 
 
 def _concatenated(examples: Sequence[Examples]) -> Examples:
