@@ -33,20 +33,17 @@ from fedstill.models.parameters import moving, put_in, with_additions
 
 __all__ = [
     "NORMS",
-    "ONLY",
-    "RULE",
     "Predictor",
     "build",
-    "built",
     "built_size",
     "capabilities",
+    "construct",
     "draws_random_numbers",
     "entries",
     "example",
     "features",
     "forward",
     "freeze_norms",
-    "handed",
     "head",
     "initial",
     "is_of_library",
@@ -54,102 +51,123 @@ __all__ = [
     "module",
     "needs_two_examples",
     "predictor",
-    "refuse_other_inputs",
     "run_part",
     "run_with",
     "size",
     "spec_for",
-    "suited",
     "trainable_names",
     "width",
 ]
 
-# What a network's constructor is given of the data, by the names of its parameters; or why it takes
-# no such data.
+# What a network's constructor takes of the data.
 
 
-RULE = (
+_CONSTRUCTOR_HELP = (
     "a model's parameters named input_shape, in_channels (of images and series), vocabulary (of "
     "texts), classes or "
     "num_classes are given what the data have; one with **kwargs gets num_classes; the others are "
     "fields of [model]"
 )
-"""How classes and channels are handed over to a model."""
+"""How a user's model gets the number of classes and channels."""
 
-ONLY: Mapping[Any, tuple[int, str]] = {
-    ImageShape: (3, "images"),
-    SeriesShape: (2, "series"),
-    RowShape: (1, "rows of numbers"),
+
+@dataclass(frozen=True)
+class _InputKind:
+    """A kind of examples: how people call them, and how many axes one of them has."""
+
+    name: str
+    axes: int
+
+
+_INPUT_KINDS: Mapping[Any, _InputKind] = {
+    ImageShape: _InputKind("images", axes=3),
+    SeriesShape: _InputKind("series", axes=2),
+    RowShape: _InputKind("rows of numbers", axes=1),
 }
-"""The annotations of ``input_shape`` by which a network takes one kind of numbers: the axes of an
-example, in words.
-"""
+"""The annotations of ``input_shape`` by which a network takes one kind of numbers only."""
+
+_SUITABLE_MODELS = {1: "mlp", 2: "series_cnn", 3: "cnn"}
+"""A model for examples of so many axes."""
 
 
-def handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
-    """What a constructor is given of the data, by the names of its parameters."""
-    known = {
+def _constructor_arguments(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of a model's constructor that follow from the data, by the names of its
+    parameters.
+    """
+    values = {
         "input_shape": spec.input_shape,
         "vocabulary": spec.vocabulary,
         "classes": spec.classes,
         "num_classes": spec.classes,
     }
     if len(spec.input_shape) > 1:
-        known["in_channels"] = spec.input_shape[0]
-    named = inspect.signature(target).parameters
-    handed = {name: value for name, value in known.items() if name in named}
-    rest = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    return handed | (
-        {"num_classes": spec.classes}
-        if rest and not {"classes", "num_classes"} & set(named)
-        else {}
-    )
+        values["in_channels"] = spec.input_shape[0]
+    parameters = inspect.signature(target).parameters
+    arguments = {name: value for name, value in values.items() if name in parameters}
+    if _takes_any(parameters) and not {"classes", "num_classes"} & set(parameters):
+        arguments["num_classes"] = spec.classes
+    return arguments
 
 
-def refuse_other_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
-    """Raise ConfigError for a network of images, of numbers or of token ids on examples of another
-    kind.
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a function takes keyword arguments of any name."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
+    """Raise ConfigError for a network of images, of numbers or of token ids if the examples are of
+    another kind.
     """
-    named = inspect.signature(target).parameters
-    for_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    takes = ""
-    if (
-        "vocabulary" in named
-        and not spec.vocabulary
-        and named["vocabulary"].default is inspect.Parameter.empty
-    ):
-        takes = "the token ids of texts"
-    elif spec.vocabulary and not (for_any or "vocabulary" in named):
-        takes = "numbers"
-    elif not spec.vocabulary:
-        length, what = ONLY.get(_hints(target).get("input_shape"), (len(spec.input_shape), ""))
-        takes = what if length != len(spec.input_shape) else ""
-    if takes:
-        kind, model = suited(spec.input_shape, spec.vocabulary)
+    accepted = _other_kind(target, spec)
+    if accepted:
         raise ConfigError(
-            f"model {short_name(spec.name)!r} takes {takes}, and these examples are {kind}; {model}"
+            f"model {short_name(spec.name)!r} takes {accepted}, and these examples are "
+            f"{_described(spec)}; set model.name = {_suitable_model(spec)!r}"
         )
 
 
-def suited(input_shape: tuple[int, ...], vocabulary: int = 0) -> tuple[str, str]:
-    """What examples of a shape are, for people, and a model that takes them."""
-    shape = f"of shape ({', '.join(map(str, input_shape))})"
-    if vocabulary:
-        return "texts, as token ids", "set model.name = 'bag'"
-    kinds = {1: ("rows of numbers", "mlp"), 2: ("series", "series_cnn"), 3: ("images", "cnn")}
-    kind, model = kinds.get(len(input_shape), ("numbers", "mlp"))
-    return f"{kind} {shape}", f"set model.name = '{model}'"
+def _other_kind(target: Callable[..., Any], spec: ModelSpec) -> str:
+    """The kind of examples that a network takes, if it does not take those of a spec."""
+    parameters = inspect.signature(target).parameters
+    if spec.vocabulary:
+        takes_tokens = "vocabulary" in parameters or _takes_any(parameters)
+        return "" if takes_tokens else "numbers"
+    if "vocabulary" in parameters and parameters["vocabulary"].default is inspect.Parameter.empty:
+        return "the token ids of texts"
+    kind = _INPUT_KINDS.get(_hints(target).get("input_shape"))
+    if kind is None or kind.axes == len(spec.input_shape):
+        return ""
+    return kind.name
+
+
+def _described(spec: ModelSpec) -> str:
+    """The kind and shape of a spec's examples, as people read them."""
+    if spec.vocabulary:
+        return "texts, as token ids"
+    names = {kind.axes: kind.name for kind in _INPUT_KINDS.values()}
+    name = names.get(len(spec.input_shape), "numbers")
+    return f"{name} of shape ({', '.join(map(str, spec.input_shape))})"
+
+
+def _suitable_model(spec: ModelSpec) -> str:
+    """A model of the library for the examples of a spec."""
+    if spec.vocabulary:
+        return "bag"
+    return _SUITABLE_MODELS.get(len(spec.input_shape), "mlp")
 
 
 def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
-    """The annotations of a constructor; of one whose annotations cannot be read, none."""
+    """The annotations of a constructor; none if they cannot be read."""
+    function = target
+    if inspect.isclass(target):
+        function = target.__init__
     try:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        return typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError):  # names that are there for type checkers only
         return {}
 
 
-# What a method may ask of a model: build it, start it, run it, and which capabilities it has.
+# What a method may ask of a model: to build it, to start it, to run it, and its capabilities.
 #
 # A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has
 # *features* (the output of its body) and a *head* (its last layer). Any other ``nn.Module`` has
@@ -168,46 +186,49 @@ def build(spec: ModelSpec) -> nn.Module:
 
     Raises ConfigError if the model cannot be built for this input shape and class count.
     """
-    refuse_other_inputs(registry.lookup("model", spec.name).target, spec)
-    made = built(spec.name, spec, dict(spec.fields))
+    _check_inputs(registry.lookup("model", spec.name).target, spec)
+    network = construct(spec.name, spec, dict(spec.fields))
     if spec.widths:
         from fedstill.models.layer_chain import with_widths  # few networks have other widths
 
-        made = with_widths(made, spec.widths)
-    whole: nn.Module = put_in(with_additions(made, spec) if spec.adds else made, spec)
+        network = with_widths(network, spec.widths)
+    if spec.adds:
+        network = with_additions(network, spec)
+    whole: nn.Module = put_in(network, spec)
     return whole.cpu()
 
 
-def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
-    """A module of a name, a file or an import path, with what a spec knows of the data and these
-    fields.
+def construct(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
+    """A module of a registered name, a file or an import path, from its fields and from what a spec
+    knows of the data.
 
-    Raises ConfigError if it cannot be made, or is no module.
+    Raises ConfigError if the constructor fails, or does not return a module.
     """
     entry = registry.lookup("model", name)
     if isinstance(entry.target, nn.Module):
-        todo = (
-            "name its class, or a function that gives it; from Python, Experiment(model=NETWORK) "
-            "takes one"
+        raise ConfigError(
+            f"model {short_name(name)!r} is a network, not what makes one: name its class, or a "
+            "function that gives it; from Python, Experiment(model=NETWORK) takes one"
         )
-        raise ConfigError(f"model {short_name(name)!r} is a network, not what makes one: {todo}")
-    data = {k: v for k, v in handed(entry.target, spec).items() if k not in fields}
+    data = _constructor_arguments(entry.target, spec)
     try:
-        made = entry.build(**data, **fields)
+        network = entry.build(**{**data, **fields})
     except FedstillError:
         raise
     except Exception as error:
-        rule = f"; {RULE}" if isinstance(error, TypeError) else ""
+        advice = ""
+        if isinstance(error, TypeError):
+            advice = f"; {_CONSTRUCTOR_HELP}"
         raise ConfigError(
-            f"model {name!r} cannot be made: {reason(error, entry.target)}{rule}"
+            f"model {name!r} cannot be made: {reason(error, entry.target)}{advice}"
         ) from error
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"model {name!r} made a {type(made).__name__}, not a torch.nn.Module")
-    if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"model {name!r} made a {type(network).__name__}, not a torch.nn.Module")
+    if any(is_lazy(value) for value in (*network.parameters(), *network.buffers())):
         raise ConfigError(
             f"model {name!r} has lazy layers, whose sizes only a first batch tells; write them"
         )
-    return made
+    return network
 
 
 def example(spec: ModelSpec, count: int, device: str = "cpu") -> Tensor:
@@ -305,9 +326,7 @@ def _has_parts(m: nn.Module, *names: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Frozen parameters of an architecture: called with inputs (B, channels, H, W), it gives logits
-    (B, C).
-    """
+    """A model with frozen parameters. Called with inputs (B, ...), it returns logits (B, C)."""
 
     spec: ModelSpec
     params: Tensors
@@ -362,11 +381,11 @@ def spec_for(
 
 @functools.lru_cache(maxsize=1024)
 def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
-    """Whether a forward pass draws from torch's global generator: dropout, noise; ``training``: in
-    training mode.
+    """Whether a forward pass draws from torch's global generator, as dropout and noise do.
 
-    A layer of dropout is seen; whatever else draws, a pass of two examples without content tells. A
-    network that can take none of these is said not to draw.
+    training: whether the network is in training mode. Dropout layers are recognised. For other
+    layers, a trial pass on two examples without content decides. A network that fails on these is
+    taken not to draw.
     """
     m = module(spec, "frozen")
     if training and any(
@@ -374,7 +393,7 @@ def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
     ):
         return True
     try:
-        return _moves(m.train(training), example(spec, 2))
+        return _draws_in_forward(m.train(training), example(spec, 2))
     except (
         Exception
     ):  # the run's own examples, which it will be given, tell whether it can take any
@@ -385,12 +404,12 @@ def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def needs_two_examples(spec: ModelSpec, norm: str = "batch") -> bool:
-    """Whether a network in training mode takes two examples, and fails on one: batch normalisation
-    of features does.
+    """Whether a network in training mode takes two examples and fails on one, as batch
+    normalisation of features does.
 
-    ``norm``: as in a ``Plan``. A left-over example then joins the batch before it
-    (``Plan.leaves_one_over``). Examples without content tell, so that a server and its sites come
-    to the same answer.
+    norm: as in a ``Plan``. A left-over example then joins the batch before it
+    (``Plan.leaves_one_over``). The trial has examples without content, so that a server and its
+    sites get the same answer.
     """
     return not _trains_on(spec, 1, norm) and _trains_on(spec, 2, norm)
 
@@ -427,7 +446,7 @@ def built_size(spec: ModelSpec) -> int:
     """
     with put_aside(), torch.device("meta"):
         return sum(
-            value.numel() for value in built(spec.name, spec, dict(spec.fields)).parameters()
+            value.numel() for value in construct(spec.name, spec, dict(spec.fields)).parameters()
         )
 
 
@@ -452,8 +471,8 @@ def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
     return True
 
 
-def _moves(m: nn.Module, x: Tensor) -> bool:
-    """Whether a pass moves the generator; statistics of the module stay as they are."""
+def _draws_in_forward(m: nn.Module, x: Tensor) -> bool:
+    """Whether a pass draws from the generator. The module's statistics are not changed."""
     freeze_norms(m)
     with put_aside(card=True), torch.no_grad():
         before = torch.get_rng_state()

@@ -123,7 +123,7 @@ def pair(
     spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
     both = ((own, own_arguments), (shared, shared_arguments))
     return Pair(
-        *(contract.built(name, spec, as_table_again(fields or {})) for name, fields in both)
+        *(contract.construct(name, spec, as_table_again(fields or {})) for name, fields in both)
     )
 
 

@@ -77,7 +77,7 @@ def etf(
     Raises ConfigError for a network without body and head, and for fewer features than classes.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    made = contract.built(of, spec, as_table_again(arguments or {}))
+    made = contract.construct(of, spec, as_table_again(arguments or {}))
     body = getattr(made, "body", None)
     if not isinstance(body, nn.Module) or not isinstance(getattr(made, "head", None), nn.Module):
         raise ConfigError(f"model.of = {of!r} has no body and head; choose a network that has")

@@ -61,7 +61,7 @@ def lifted(
     Raises ConfigError for a network without body and head.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    made = contract.built(of, spec, as_table_again(arguments or {}))
+    made = contract.construct(of, spec, as_table_again(arguments or {}))
     body, head = getattr(made, "body", None), getattr(made, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
         raise ConfigError(

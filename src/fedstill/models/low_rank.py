@@ -64,7 +64,7 @@ def low_rank(
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
     fields: Mapping[str, Any] = as_table_again(arguments or {})
-    made = contract.built(of, spec, fields)
+    made = contract.construct(of, spec, fields)
     named = [
         (n, m) for n, m in made.named_modules() if type(m) is nn.Linear and matches(f"{n}.", layers)
     ]

@@ -95,7 +95,7 @@ def _made(of: str, arguments: Mapping[str, Any], spec: ModelSpec) -> nn.Module:
             f"model.of = {of!r} must be an import path, 'package.module:Name', or a file, "
             "'nets.py:Name'"
         )
-    return contract.built(of, spec, fields)
+    return contract.construct(of, spec, fields)
 
 
 def _object(value: Any) -> Any:
