@@ -23,7 +23,7 @@ from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.budget import Budget
 from fedstill.privacy.noise import Privacy
-from fedstill.running.data_sums import SumUp
+from fedstill.running.data_sums import SumsWork
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
 from flowers import needs_flower
@@ -404,14 +404,14 @@ def test_series_of_sites_are_standardised_by_channel_by_their_sums(place: Path) 
 def test_sums_that_no_numbers_have_are_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = SumUp.end
+    whole = SumsWork.end
 
-    def end(self: SumUp, params: Any, start: Any, result: Any, view: Any, world: Any) -> Any:
+    def end(self: SumsWork, params: Any, start: Any, result: Any, view: Any, world: Any) -> Any:
         up, memory = whole(self, params, start, result, view, world)
         wrong = {1: {"squares": up.tensor("squares") / 2}, 2: {"count": up.tensor("count") * 2}}
         return Payload(up, **wrong.get(view.client, {})), memory
 
-    monkeypatch.setattr(SumUp, "end", end)
+    monkeypatch.setattr(SumsWork, "end", end)
     data = {"name": "none", "standardise": "summed", **TABLE}
     with pytest.raises(TooFewReplies, match="'moments': 1 of 3 clients"):
         run(experiment(data, {}), place / "run", grid=grid(hospitals(place)))

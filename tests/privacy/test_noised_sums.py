@@ -17,7 +17,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients
 from fedstill.privacy.noise import SUMS_GROUP, Privacy
 from fedstill.privacy.noised_sums import LEAST_SPREAD, NoisedSums
-from fedstill.running.data_sums import SumUp
+from fedstill.running.data_sums import SumsWork
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
@@ -44,8 +44,10 @@ def test_the_longest_row_is_as_long_as_the_clipping() -> None:
 def test_without_noise_they_are_the_moments_of_the_clipped_values() -> None:
     draw = np.random.default_rng(0)
     each = [draw.normal((60, 0.5, 0), (30, 1, 1.5), (size, 3)) for size in (20, 50)]
-    sent = [(WORK.sent(torch.from_numpy(own)), len(own)) for own in each]
-    got, every = WORK.moments(sent), np.concatenate(each)
+    replies = [
+        Reply(client, WORK.sent(torch.from_numpy(own)), len(own)) for client, own in enumerate(each)
+    ]
+    got, every = WORK.moments(replies), np.concatenate(each)
     clipped = np.stack([every[:, 0].clip(0, 100), every[:, 2].clip(-2, 2)], 1)
     np.testing.assert_allclose(np.array(got.mean)[[0, 2]], clipped.mean(0), rtol=1e-10)
     np.testing.assert_allclose(np.array(got.std)[[0, 2]], clipped.std(0), rtol=1e-10)
@@ -55,7 +57,7 @@ def test_without_noise_they_are_the_moments_of_the_clipped_values() -> None:
 def test_noise_leaves_a_mean_within_the_limits_and_a_spread_that_can_be_divided_by() -> None:
     wild = Privacy(clip=WORK.clip, noise=100.0)
     for seed in range(20):
-        got = WORK.moments([(wild.protect(WORK.sent(torch.zeros(4, 3)), seed), 4)])
+        got = WORK.moments([Reply(0, wild.protect(WORK.sent(torch.zeros(4, 3)), seed), 4)])
         assert 0 <= got.mean[0] <= 100
         assert 50 * LEAST_SPREAD <= got.std[0] <= 50
 
@@ -70,7 +72,7 @@ def test_noise_has_the_spread_that_is_accounted_for() -> None:
     assert float((noised - clean).std()) == pytest.approx(0.5 * wide.clip, rel=0.05)
 
 
-def reply(work: SumUp, examples: int = 20, **groups: torch.Tensor) -> Reply:
+def reply(work: SumsWork, examples: int = 20, **groups: torch.Tensor) -> Reply:
     return Reply(0, Payload(**groups), examples, {}, 0, 1)
 
 
@@ -105,7 +107,7 @@ def test_sums_that_noise_cannot_give_are_refused_and_those_that_it_gives_are_not
 def test_plain_sums_that_no_numbers_have_are_refused(
     count: float, total: float, squares: float
 ) -> None:
-    work = SumUp((1,))
+    work = SumsWork((1,))
     sums = dict(
         zip(
             ("count", "total", "squares"),
@@ -120,7 +122,7 @@ def test_plain_sums_that_no_numbers_have_are_refused(
     "values", [[3.0] * 7, [0.0], [1e-200, 2e-200], [1e150, -1e150], [float("nan")] * 2]
 )
 def test_the_sums_of_any_numbers_are_accepted(values: list[float]) -> None:
-    work = SumUp((1,))
+    work = SumsWork((1,))
     assert (
         work.refuses(
             reply(
@@ -132,7 +134,7 @@ def test_the_sums_of_any_numbers_are_accepted(values: list[float]) -> None:
 
 
 def test_plain_sums_have_no_rows_to_account_for() -> None:
-    assert (SumUp((3,)).rows, WORK.rows) == (0, 2)
+    assert (SumsWork((3,)).rows, WORK.rows) == (0, 2)
 
 
 CLIP = {"clip": 2.0, "noise": 8.0}

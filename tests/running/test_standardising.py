@@ -15,7 +15,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import About
-from fedstill.running.data_sums import NO_SPREAD, moments
+from fedstill.running.data_sums import NO_SPREAD, column_moments
 from fedstill.running.preparation import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -64,11 +64,11 @@ def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None
 def test_small_numbers_are_standardised_as_large_ones_are() -> None:
     draw = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     values = (2 + draw) * torch.tensor([1e-12, 1e-30, 1e9])
-    own, plain = moments(values), values.double()
+    own, plain = column_moments(values), values.double()
     assert own.constant == ()
     assert own.std == pytest.approx(plain.std(0, correction=0).tolist(), rel=1e-6)
-    assert moments(torch.full((50, 1), 1.7e9)).constant == (0,)
-    assert moments(torch.zeros(50, 1)).constant == (0,)
+    assert column_moments(torch.full((50, 1), 1.7e9)).constant == (0,)
+    assert column_moments(torch.zeros(50, 1)).constant == (0,)
 
 
 def test_a_constant_column_is_0_whatever_it_holds_in_the_test_set() -> None:

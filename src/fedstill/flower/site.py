@@ -30,7 +30,7 @@ from fedstill.flower.messages import Request, SiteReply
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.flower.site_storage import Desk
-from fedstill.running.data_sums import sums_of_run, sums_stage
+from fedstill.running.data_sums import sums_stage, sums_work
 from fedstill.running.extensions import site_guards
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.version import VERSION
@@ -253,7 +253,7 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
         if not prepared.scaler.awaits_sums:
             raise Refused("the run is not standardised by sums that sites send, so they stay here")
         about = prepared.sites.inputs.about
-        return sums_of_run(settings, about, prepared.dataset.input_shape)
+        return sums_work(settings, about, prepared.dataset.input_shape)
     if prepared.scaler.awaits_sums:
         raise Refused("the request has no mean and spread, which the sites' sums would give")
     is_in_run = 1 <= stage.round <= settings.rounds

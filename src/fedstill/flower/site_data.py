@@ -26,7 +26,7 @@ from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
 from fedstill.running.client_data import ClientData
 from fedstill.running.compatibility import check_at_site
-from fedstill.running.data_sums import moments
+from fedstill.running.data_sums import column_moments
 from fedstill.running.preparation import Prepared, site_views
 from fedstill.running.public_data import NOISE, ExampleForm, public_copy, reading_like
 from fedstill.running.splitting import cut_into_tasks, stream_of
@@ -153,7 +153,7 @@ def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
             f"{asked!r}"
         )
     if facts.origin == "own":
-        mine = moments(own.train.values, own.about.marks)
+        mine = column_moments(own.train.values, own.about.marks)
         return Scaler("own", mine.mean, mine.std)
     if facts.origin == "none":
         return unscaled(settings, own.train)

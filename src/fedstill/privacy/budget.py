@@ -17,7 +17,7 @@ from fedstill.core.schedule import Schedule
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import GROUP, Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
-from fedstill.running.data_sums import sums_of_run
+from fedstill.running.data_sums import sums_work
 from fedstill.running.preparation import Prepared
 
 # What private training has cost each client so far; counted in the journal, so that a resumed run
@@ -148,7 +148,7 @@ class Budget(Observer):
         """The budget of a run; a simulation's clients have sent their sums when it begins."""
         settings, data = prepared.settings, prepared.dataset
         sums = (
-            sums_of_run(settings, data.about, data.input_shape).rows
+            sums_work(settings, data.about, data.input_shape).rows
             if prepared.scaler.origin == "summed"
             else 0
         )

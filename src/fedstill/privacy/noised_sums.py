@@ -12,6 +12,7 @@ examples, by which its row counts, has no noise, as in a weighted mean of models
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import Payload, Reply
 from fedstill.data.form import About
 from fedstill.privacy.noise import SUMS_GROUP, Privacy
-from fedstill.running.data_sums import ROUNDING, Answers, Moments, SumUp
+from fedstill.running.data_sums import ROUNDING, Moments, SumsWork
 
 FAR = 40.0
 """Nothing that a client sends is further than this times the noise's spread from what it may
@@ -33,7 +34,7 @@ LEAST_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
-class NoisedSums(SumUp):
+class NoisedSums(SumsWork):
     """Send means of clipped values and squares, on which the engine puts noise.
 
     ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the
@@ -67,37 +68,37 @@ class NoisedSums(SumUp):
     def simulated(self, values: Tensor, seed: int) -> Payload:
         return Privacy(clip=self.clip, noise=self.noise).protect(self.sent(values), seed)
 
-    def moments(self, answers: Answers) -> Moments:
-        weights = torch.tensor([float(examples) for _, examples in answers], dtype=torch.float64)
-        rows = torch.stack([up.tensor(SUMS_GROUP) for up, _ in answers]) * math.sqrt(2) / self.clip
-        mean, twice = ((rows * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1)).unbind(
-            1
-        )
-        mean, squares = mean.clamp(-1, 1), ((twice + 1) / 2).clamp(0, 1)
+    def moments(self, replies: Sequence[Reply]) -> Moments:
+        weights = torch.tensor([float(reply.examples) for reply in replies], dtype=torch.float64)
+        rows = torch.stack([reply.content.tensor(SUMS_GROUP) for reply in replies])
+        rows = rows * math.sqrt(2) / self.clip
+        weighted = (rows * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1)
+        # A client sends the mean of its scaled values, and twice the mean of their squares less 1.
+        mean, shifted_squares = weighted.unbind(1)
+        mean = mean.clamp(-1, 1)
+        squares = ((shifted_squares + 1) / 2).clamp(0, 1)
         spread = (squares - mean * mean).clamp(min=LEAST_SPREAD**2).sqrt()
+
         centre, half = self._scale
-        each = (centre + half * mean).tolist(), (half * spread).tolist()
-        means, stds = [0.0] * self.shape[0], [1.0] * self.shape[0]
-        for place, own, wide in zip(self.places, *each, strict=True):
-            means[place], stds[place] = own, wide
-        return Moments(tuple(means), tuple(stds))
+        means = torch.zeros(self.shape[0], dtype=torch.float64)
+        stds = torch.ones(self.shape[0], dtype=torch.float64)
+        places = list(self.places)
+        means[places] = centre + half * mean
+        stds[places] = half * spread
+        return Moments(tuple(means.tolist()), tuple(stds.tolist()))
 
     def refuses(self, reply: Reply) -> str:
-        """Why clipped rows with noise cannot be these: a number too far from them; empty if they
-        may be.
+        """Why clipped rows with noise cannot be these: a number is too large; empty if they can be,
+        or if they have another form than expected.
         """
-        rows, most = (
-            reply.content.get(SUMS_GROUP),
-            self.clip * (1 + FAR * self.noise) * (1 + ROUNDING),
-        )
-        if (
-            isinstance(rows, Tensor)
-            and rows.dtype == torch.float64
-            and bool((rows.abs() > most).any())
-        ):
+        rows = reply.content.get(SUMS_GROUP)
+        if not isinstance(rows, Tensor) or rows.dtype != torch.float64:
+            return ""
+        bound = self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
+        largest = rows.abs().max()
+        if bool((rows.abs() > bound).any()):
             return (
-                f"its sums hold {float(rows.abs().max()):.3g}, and with noise they are at most "
-                f"{most:.3g}"
+                f"its sums hold {float(largest):.3g}, and with noise they are at most {bound:.3g}"
             )
         return ""
 

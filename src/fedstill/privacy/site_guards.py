@@ -17,7 +17,7 @@ from fedstill.core.records import Plan, Reply, Stage
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
-from fedstill.running.data_sums import SumUp, sums_of_run, sums_stage
+from fedstill.running.data_sums import SumsWork, sums_stage, sums_work
 from fedstill.running.preparation import Prepared
 
 NOISED = "noised"
@@ -162,7 +162,7 @@ class UploadGuard(SiteGuard):
 
     def _expected_rows(self, request: SiteRequest, work: ClientWork) -> int:
         """The rows with noise that the run has for a stage."""
-        if isinstance(work, SumUp):
+        if isinstance(work, SumsWork):
             return work.rows
         actor = self.prepared.settings.schedule.actor(request.stage)
         return rows_of(actor.expected_reply(request.client, request.stage, self.prepared.world))
@@ -176,7 +176,7 @@ class UploadGuard(SiteGuard):
         if prepared.scaler.origin != "summed" or stage == sums_stage(prepared.world):
             return 0
         about = prepared.sites.inputs.about
-        return sums_of_run(prepared.settings, about, prepared.dataset.input_shape).rows
+        return sums_work(prepared.settings, about, prepared.dataset.input_shape).rows
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Mean and spread of columns or channels, from examples or from sums that clients send."""
+"""The mean and spread of columns or channels, from examples or from sums that clients send."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ from fedstill.core.rounds import RunContext, build_requests, run_stage
 from fedstill.core.work import ClientWork
 from fedstill.data.form import About
 
-# Mean and spread of columns or channels: of some examples, or from sums that clients send.
+# Mean and spread by column.
 
 
-LEAST = 1e-6
-"""A spread below this share of the mean's size is none, as sums of squares tell no less: the column
-is constant.
+LEAST_SPREAD = 1e-6
+"""A column whose spread is below this share of its mean counts as constant: sums of squares cannot
+tell such a spread from none.
 """
 
 NO_SPREAD = 1e300
-"""The spread that a constant column is given: whatever a number of 32 bits is divided by it, is 0
-in 32 bits.
-"""
+"""The spread of a constant column. A 32-bit number divided by it is 0."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """A mean and a spread (population) for each column (D,) or channel; ``constant``: columns given
-    ``NO_SPREAD``.
+    """A mean and a spread (of the population) for each column (D,) or channel.
+
+    ``constant``: the columns whose spread is ``NO_SPREAD``.
     """
 
     mean: tuple[float, ...]
@@ -58,84 +57,103 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What one client says of its examples, by column: how many values it knows, their sum, and
-    that of their squares.
-
-    Each (D,) float64.
+class ColumnSums:
+    """By column, how many values are known, their sum, and the sum of their squares: (D,) float64
+    each.
     """
 
     count: Tensor
     total: Tensor
     squares: Tensor
 
+    def to_payload(self) -> Payload:
+        """The sums as a client sends them."""
+        return Payload(count=self.count, total=self.total, squares=self.squares)
 
-def sums_of(values: Tensor) -> Sums:
-    """The sums of values (n, D) or (n, C, L), in which NaN stands for one that is missing."""
+    @staticmethod
+    def from_payload(content: Payload) -> ColumnSums:
+        """The sums that a client sent."""
+        return ColumnSums(*(content.tensor(name) for name in GROUPS))
+
+
+GROUPS = ("count", "total", "squares")
+"""The groups of a client's reply, in the order of the fields of ``ColumnSums``."""
+
+
+def column_sums(values: Tensor) -> ColumnSums:
+    """The sums of values (n, D) or (n, C, L), in which NaN stands for a missing value."""
     by_column = values.double().transpose(0, 1).flatten(1)
-    known = ~by_column.isnan()
-    there = by_column.nan_to_num(0.0)
-    return Sums(known.sum(1).double(), there.sum(1), (there * there).sum(1))
+    is_known = ~by_column.isnan()
+    known = by_column.nan_to_num(0.0)
+    return ColumnSums(
+        count=is_known.sum(1).double(),
+        total=known.sum(1),
+        squares=(known * known).sum(1),
+    )
 
 
-def moments(values: Tensor, fixed: Collection[int] = ()) -> Moments:
+def column_moments(values: Tensor, fixed: Collection[int] = ()) -> Moments:
     """The mean and spread of values (n, D) or (n, C, L); columns in ``fixed`` keep mean 0 and
     spread 1.
     """
-    return _from(sums_of(values), fixed)
+    return moments_from_sums(column_sums(values), fixed)
 
 
-def moments_of(each: Sequence[Sums], fixed: Collection[int]) -> Moments:
-    """The same from the sums that clients send, in the order of the clients."""
-    count, total, squares = (
-        torch.stack([getattr(own, name) for own in each]).sum(0)
-        for name in ("count", "total", "squares")
+def pooled_moments(sums_by_client: Sequence[ColumnSums], fixed: Collection[int]) -> Moments:
+    """The mean and spread of all clients' values, from sums that are added in this order."""
+    return moments_from_sums(
+        ColumnSums(
+            count=torch.stack([sums.count for sums in sums_by_client]).sum(0),
+            total=torch.stack([sums.total for sums in sums_by_client]).sum(0),
+            squares=torch.stack([sums.squares for sums in sums_by_client]).sum(0),
+        ),
+        fixed,
     )
-    return _from(Sums(count, total, squares), fixed)
 
 
-def _from(sums: Sums, fixed: Collection[int]) -> Moments:
+def moments_from_sums(sums: ColumnSums, fixed: Collection[int]) -> Moments:
+    """Mean and spread: mean = total / count, spread^2 = squares / count - mean^2.
+
+    Raises ConfigError if one of them is not finite.
+    """
     count = sums.count.clamp(min=1)
     mean = sums.total / count
     std = (sums.squares / count - mean * mean).clamp(min=0).sqrt()
-    small = std <= LEAST * mean.abs()
-    means, stds = mean.tolist(), std.masked_fill(small, NO_SPREAD).tolist()
+    is_constant = std <= LEAST_SPREAD * mean.abs()
+    means = mean.tolist()
+    stds = std.masked_fill(is_constant, NO_SPREAD).tolist()
     for column in fixed:
-        means[column], stds[column] = 0.0, 1.0
-    if not all(map(math.isfinite, (*means, *stds))):
+        means[column] = 0.0
+        stds[column] = 1.0
+    if not all(math.isfinite(number) for number in (*means, *stds)):
         raise ConfigError(
             "a column's mean or spread is not finite; its numbers are too large, scale them"
         )
-    constant = [i for i in small.nonzero().flatten().tolist() if i not in set(fixed)]
-    return Moments(tuple(means), tuple(stds), tuple(constant))
+    constant = is_constant.nonzero().flatten().tolist()
+    return Moments(
+        mean=tuple(means),
+        std=tuple(stds),
+        constant=tuple(column for column in constant if column not in set(fixed)),
+    )
 
 
-# The sums: the stage before round 1 in which sites send, by column, how many values they know,
-# their sum and squares.
-#
-# Of these the server makes the mean and spread by which all standardise (``data.standardise =
-# "summed"``).
+# The stage before round 1 in which clients send sums of their columns. The server computes the mean
+# and spread from them, and everybody standardises by these (``data.standardise = "summed"``).
 
 
 MOMENTS = "moments"
 """The name of the stage."""
 
-SUMS = ("count", "total", "squares")
-"""The groups of a reply, each (D,) float64."""
-
 ROUNDING = 1e-9
-"""By what share of it a sum of squares may be too small, as float64 rounds."""
+"""The relative error that float64 sums of squares may have."""
 
 TINY = 1e-150
-"""Numbers below it have squares that float64 does not hold."""
-
-Answers = Sequence[tuple[Payload, int]]
-"""What each client sent, and how many examples it has."""
+"""Below this, the square of a number is 0 in float64."""
 
 
 @dataclass(frozen=True)
-class SumUp(ClientWork):
-    """Send the sums of the training examples by column or channel, once, before round 1.
+class SumsWork(ClientWork):
+    """A client's work: to send the sums of its training examples by column or channel.
 
     ``shape``: of an example. ``fixed``: columns of 0 and 1, which keep mean 0 and spread 1.
     """
@@ -160,53 +178,74 @@ class SumUp(ClientWork):
 
     @property
     def rows(self) -> int:
-        """How many rows of the reply have noise."""
+        """The number of rows of a reply that have noise."""
         return 0
 
     @property
     def expected(self) -> Payload:
-        """What a reply looks like."""
-        return Payload(**{name: torch.zeros(self.shape[0], dtype=torch.float64) for name in SUMS})
+        """The form of a reply."""
+        zeros = torch.zeros(self.shape[0], dtype=torch.float64)
+        return ColumnSums(count=zeros, total=zeros, squares=zeros).to_payload()
 
     def sent(self, values: Tensor) -> Payload:
         """What a client with these values sends, before any noise."""
-        own = sums_of(values)
-        return Payload(**{name: getattr(own, name) for name in SUMS})
+        return column_sums(values).to_payload()
 
-    def moments(self, answers: Answers) -> Moments:
-        """The mean and spread that the clients' answers come to, in their order."""
-        return moments_of(
-            [Sums(*(up.tensor(name) for name in SUMS)) for up, _ in answers], self.fixed
-        )
+    def moments(self, replies: Sequence[Reply]) -> Moments:
+        """The mean and spread that follow from the clients' replies, in their order."""
+        sums_by_client = [ColumnSums.from_payload(reply.content) for reply in replies]
+        return pooled_moments(sums_by_client, self.fixed)
 
     def simulated(self, values: Tensor, seed: int) -> Payload:
         """What a simulated client with these values sends; ``seed``: of noise, if there is any."""
         return self.sent(values)
 
     def refuses(self, reply: Reply) -> str:
-        """Why no numbers have these sums; empty if some may, or if the reply's form is for the
-        screen to judge.
+        """Why no numbers have these sums; empty if some do, or if the reply has another form than
+        expected, which the screen refuses.
         """
-        sums = [
-            one
-            for name in SUMS
-            if isinstance(one := reply.content.get(name), Tensor) and one.dtype == torch.float64
-        ]
-        if len(sums) < len(SUMS) or len({one.shape for one in sums}) > 1:
+        groups = [reply.content.get(name) for name in GROUPS]
+        tensors = [g for g in groups if isinstance(g, Tensor) and g.dtype == torch.float64]
+        has_expected_form = len(tensors) == len(GROUPS) and len({t.shape for t in tensors}) == 1
+        if not has_expected_form:
             return ""
-        count, total, squares = sums
-        most = reply.examples * (self.shape[1] if len(self.shape) > 1 else 1)
-        if bool(((count < 0) | (count > most) | (count != count.round())).any()):
-            return f"its sums count {float(count.max()):g} values, and it claims {most}"
-        # by Cauchy and Schwarz, in roots, which stay finite; squares of tiny numbers are 0
-        roots = (count * (1 + ROUNDING)).sqrt() * squares.sqrt() + count * TINY
-        if bool((~(total.abs() <= roots) | ((count == 0) & (squares > 0))).any()):
-            return "no numbers have the sums and the sums of squares that it sends"
-        return ""
+        sums = ColumnSums(*tensors)
+        values_per_example = 1
+        if len(self.shape) > 1:
+            values_per_example = self.shape[1]
+        return _impossible_count(sums, reply.examples * values_per_example) or _impossible_sums(
+            sums
+        )
 
 
-def sums_of_run(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp:
-    """What clients send of their sums, for examples of a shape.
+def _impossible_count(sums: ColumnSums, claimed: int) -> str:
+    """Why the counts cannot be those of so many values."""
+    count = sums.count
+    is_impossible = (count < 0) | (count > claimed) | (count != count.round())
+    if bool(is_impossible.any()):
+        return f"its sums count {float(count.max()):g} values, and it claims {claimed}"
+    return ""
+
+
+def _impossible_sums(sums: ColumnSums) -> str:
+    """Why no numbers have these sums.
+
+    The inequality of Cauchy and Schwarz holds for all numbers: |total| <= sqrt(count squares). The
+    roots are taken first, because the product may not be finite. Numbers below ``TINY`` add nothing
+    to the squares.
+    """
+    count = sums.count
+    bound = (count * (1 + ROUNDING)).sqrt() * sums.squares.sqrt() + count * TINY
+    # Also true where one of them is not a number.
+    is_above = ~(sums.total.abs() <= bound)
+    is_of_nothing = (count == 0) & (sums.squares > 0)
+    if bool((is_above | is_of_nothing).any()):
+        return "no numbers have the sums and the sums of squares that it sends"
+    return ""
+
+
+def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumsWork:
+    """The clients' work in the stage of a run, for examples of a shape.
 
     Raises ConfigError for limits of columns that are not standardised, or not in order.
     """
@@ -223,10 +262,10 @@ def sums_of_run(settings: Settings, about: About, shape: tuple[int, ...]) -> Sum
                 f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first"
             )
     for part in manifest.sums():
-        sums: SumUp | None = part.load()(settings, about, shape)
-        if sums is not None:
-            return sums
-    return SumUp(shape, about.marks)
+        work: SumsWork | None = part.load()(settings, about, shape)
+        if work is not None:
+            return work
+    return SumsWork(shape, about.marks)
 
 
 def sums_stage(world: World) -> Stage:
@@ -235,10 +274,10 @@ def sums_stage(world: World) -> Stage:
 
 
 @dataclass(frozen=True)
-class SumsStage(StageProvider, RoundHook):
-    """The stage's provider, actor and check of replies, for sums of a kind."""
+class SumsProvider(StageProvider, RoundHook):
+    """Provides the stage, acts in it, and checks its replies."""
 
-    sums: SumUp
+    sums: SumsWork
 
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
@@ -269,31 +308,34 @@ class SumsStage(StageProvider, RoundHook):
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         """Mean and spread as tensors (D,) float64, and the constant columns."""
-        made = self.sums.moments([(reply.content, reply.examples) for reply in replies])
+        moments = self.sums.moments(replies)
         return state.next(
-            mean=torch.tensor(made.mean, dtype=torch.float64),
-            std=torch.tensor(made.std, dtype=torch.float64),
-            constant=torch.tensor(made.constant, dtype=torch.int64),
+            mean=torch.tensor(moments.mean, dtype=torch.float64),
+            std=torch.tensor(moments.std, dtype=torch.float64),
+            constant=torch.tensor(moments.constant, dtype=torch.int64),
         )
 
 
-def run_sums(sums: SumUp, context: RunContext) -> tuple[Moments, StageResult]:
-    """Ask every client for its sums, and make mean and spread of them.
+def run_sums(work: SumsWork, context: RunContext) -> tuple[Moments, StageResult]:
+    """Ask every client for its sums, and compute the mean and spread from them.
 
-    Clients that are refused do not count. Raises TooFewReplies where fewer are left than the
-    quorum, after the context's recorder has the refusals.
+    Clients that are refused do not count. Raises TooFewReplies if fewer are left than the quorum,
+    after the context's recorder has the refusals.
     """
-    collect = SumsStage(sums)
-    own_schedule = replace(context.schedule, providers=(collect,))
-    context = replace(context, schedule=own_schedule, hooks=(collect,))
+    provider = SumsProvider(work)
+    schedule = replace(context.schedule, providers=(provider,))
+    context = replace(context, schedule=schedule, hooks=(provider,))
     stage = sums_stage(context.world)
     state = State(params={}, round=0)
     result = run_stage(state, build_requests(state, stage, context), context)
     if not result.accepted:
         check_quorum(stage, (), result.refused, context.rules)
-    made = Moments(
-        mean=tuple(result.after.extra.tensor("mean").tolist()),
-        std=tuple(result.after.extra.tensor("std").tolist()),
-        constant=tuple(result.after.extra.tensor("constant").tolist()),
+    moments = result.after.extra
+    return (
+        Moments(
+            mean=tuple(moments.tensor("mean").tolist()),
+            std=tuple(moments.tensor("std").tolist()),
+            constant=tuple(moments.tensor("constant").tolist()),
+        ),
+        result,
     )
-    return made, result

@@ -20,7 +20,7 @@ from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory, Version
-from fedstill.running.data_sums import run_sums, sums_of_run
+from fedstill.running.data_sums import run_sums, sums_work
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.progress import OnRound, Progress
 from fedstill.running.result import Result
@@ -181,7 +181,7 @@ def complete(prepared: Prepared, engine: RunEngine, context: RunContext) -> Coll
         prepared = prepare(settings, prepared.dataset)
         engine = remote.informed(engine, prepared)
         context = replace(context, world=prepared.world, engine=engine)
-    sums = sums_of_run(settings, prepared.dataset.about, prepared.dataset.input_shape)
+    sums = sums_work(settings, prepared.dataset.about, prepared.dataset.input_shape)
     moments, result = run_sums(sums, context)
     prepared = prepare(settings, prepared.dataset, sent=moments)
     return Collected(prepared, remote.informed(engine, prepared), result)

@@ -16,10 +16,10 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.keys import seed_for
-from fedstill.core.records import Examples, Payload
+from fedstill.core.records import Examples, Payload, Reply
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset
-from fedstill.running.data_sums import Moments, SumUp, moments, sums_of_run
+from fedstill.running.data_sums import Moments, SumsWork, column_moments, sums_work
 
 Origin = Literal["declared", "pooled", "summed", "server", "own", "none"]
 
@@ -132,19 +132,19 @@ def fit_scaler(
     if origin == "own":
         return _scaler_by_client(dataset, train, split)
     if origin == "summed" and settings.on_sites:
-        sums_of_run(settings, dataset.about, dataset.input_shape)  # raises if it cannot be
+        sums_work(settings, dataset.about, dataset.input_shape)  # raises if it cannot be
         return Scaler(origin) if sent is None else _scaler(origin, sent, dataset)
     if origin == "server":
         if public is None:
             raise ConfigError("data.standardise = 'server' needs a public set: set data.public")
-        return _scaler(origin, moments(public.values, dataset.about.marks), dataset)
+        return _scaler(origin, column_moments(public.values, dataset.about.marks), dataset)
 
     assert split is not None  # where sites keep their data, _origin has refused "pooled"
     if origin == "summed":
         return _scaler(origin, _summed_moments(settings, dataset, train, split), dataset)
     # The order of the examples is that of the clients: it decides the last bits of the sums.
     values = train.values[torch.from_numpy(split.positions)]
-    return _scaler(origin, moments(values, dataset.about.marks), dataset)
+    return _scaler(origin, column_moments(values, dataset.about.marks), dataset)
 
 
 def unscaled(settings: Settings, train: Examples) -> Scaler:
@@ -240,7 +240,7 @@ def _scaler_by_client(dataset: Dataset, train: Examples, split: ClientSplit | No
     clients = () if split is None else split.tensors()
     for client, positions in enumerate(clients):
         values = train.values[positions]
-        by_client[client] = moments(values, dataset.about.marks)
+        by_client[client] = column_moments(values, dataset.about.marks)
         if by_client[client].constant:
             notes.append(_note_constant(by_client[client], dataset, f" at client {client}"))
     return Scaler(
@@ -254,15 +254,16 @@ def _summed_moments(
     settings: Settings, dataset: Dataset, train: Examples, split: ClientSplit
 ) -> Moments:
     """The mean and spread from the sums that simulated clients send."""
-    work = sums_of_run(settings, dataset.about, dataset.input_shape)
-    answers = []
+    work = sums_work(settings, dataset.about, dataset.input_shape)
+    replies = []
     for client, positions in enumerate(split.tensors()):
         values = train.values[positions]
-        answers.append((_sent_sums(settings, work, client, values), len(values)))
-    return work.moments(answers)
+        content = _sent_sums(settings, work, client, values)
+        replies.append(Reply(client, content, examples=len(values)))
+    return work.moments(replies)
 
 
-def _sent_sums(settings: Settings, work: SumUp, client: int, values: Tensor) -> Payload:
+def _sent_sums(settings: Settings, work: SumsWork, client: int, values: Tensor) -> Payload:
     """What a simulated client sends of its sums, with noise if the run has any."""
     return work.simulated(values, seed_for(settings.seed, 0, 1, client, "privacy"))
 
