@@ -160,11 +160,13 @@ def suited(name: str) -> dict[str, object]:
     """
     built = lookup("method", name).build()
     peers = built.topology == "peer_to_peer"
+    # Without queries, CLUE and QKT fit the clients' models and do nothing more.
+    asks = peers and (has("querying") or name.startswith(("clue", "qkt")))
     return {
         "rounds": 1 if peers else 3,
         "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
         "data": {"public": PUBLIC if Need.PUBLIC_DATA in built.requires() else 0},
-        **({"query": {"draw": "single", "fewer_than": 5}} if peers and has("querying") else {}),
+        **({"query": {"draw": "single", "fewer_than": 5}} if asks else {}),
         **({"model": on_simplex()} if Need.ETF in built.requires() else {}),
         # it protects layers below the head
         **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),

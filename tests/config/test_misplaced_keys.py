@@ -39,9 +39,10 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
             "[plan]\nrounds = 3",
             "unknown key 'plan.train.rounds'; did you mean 'rounds' (before all tables)?",
         ),
-        (
+        pytest.param(
             "[plan.train]\nseed = 3",
             "did you mean 'seed' (before all tables), 'query.seed' or 'partition.seed'?",
+            marks=pytest.mark.uses("querying"),
         ),
         (
             "[plan]\nlocal_epochs = 3",
@@ -72,7 +73,11 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ("[partition]\nlr = 0.1", "unknown key 'partition.lr'; did you mean 'plan.lr'?"),
         ("[topology]\nmodel = 'cnn'", "unknown key 'topology.model'; did you mean 'model.name'?"),
         ("[flower]\nsampled = 3", "unknown key 'flower.sampled'; did you mean 'topology.sampled'?"),
-        ("[privacy]\ndraw = 'single'", "unknown key 'privacy.draw'; did you mean 'query.draw'?"),
+        pytest.param(
+            "[privacy]\ndraw = 'single'",
+            "unknown key 'privacy.draw'; did you mean 'query.draw'?",
+            marks=pytest.mark.uses("privacy", "querying"),
+        ),
         ("[partition]\ncolumn = 'x'", "partition.kind"),
         (
             "[partition]\nname = 'iid'",

@@ -28,6 +28,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+EXPORT = pytest.mark.uses("export")
+
+
 @pytest.mark.parametrize(
     ("words", "name", "said"),
     [
@@ -35,14 +38,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
         ("report RUN --out page.html --tables .", "results.csv", "a table that fedstill wrote"),
         ("report RUN --out page.html --tables .", "results.md", "a table that fedstill wrote"),
         ("report RUN --out page.html --tables .", "differences.tex", "a table that fedstill wrote"),
-        ("export RUN --csv .", "clients.csv", "a run's table"),
-        ("export RUN --parquet .", "rounds.parquet", "a run's table"),
-        ("export RUN --onnx FILE", "data.csv", "an ONNX model"),
-        ("export RUN --pt2 FILE", "data.csv", "a program of torch.export"),
-        (
+        pytest.param("export RUN --csv .", "clients.csv", "a run's table", marks=EXPORT),
+        pytest.param("export RUN --parquet .", "rounds.parquet", "a run's table", marks=EXPORT),
+        pytest.param("export RUN --onnx FILE", "data.csv", "an ONNX model", marks=EXPORT),
+        pytest.param(
+            "export RUN --pt2 FILE", "data.csv", "a program of torch.export", marks=EXPORT
+        ),
+        pytest.param(
             "query RUN --client 1 --classes 1 --out FILE",
             "weights.safetensors",
             "a model that `fedstill query` wrote",
+            marks=pytest.mark.uses("querying"),
         ),
     ],
 )

@@ -267,6 +267,7 @@ def test_a_model_is_used_as_the_page_says(
     assert "accuracy, last [%]" in said
 
 
+@pytest.mark.uses("attribution", "querying")
 def test_who_made_the_model_forget_is_asked_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,14 +66,15 @@ class Kept(Method):
 BEFORE = Path(__file__).parents[1] / "running" / "begun_before"
 FOUR = ["mlp", "logistic", "toy_batchnorm", "qkt_cnn"]
 """Networks that differ, one with running statistics."""
+ASKS = pytest.mark.uses("querying")
+ENSEMBLE = pytest.param("ensemble", marks=ASKS)
 EXPERIMENTS = {
     **{
         name: toys.toy(name, **toys.suited(name))
-        for name in ("fedntd", "scaffold", "fedseq", "pfnm", "ensemble", "clue")
+        for name in ("fedntd", "scaffold", "fedseq", "pfnm")
     },
     "batchnorm": toys.toy("fedavg", model="toy_batchnorm"),
     "batch_stats": toys.toy("fedavg", model="toy_batch_stats"),
-    "some_vote": toys.toy({"name": "ensemble", "participants": 2}, **toys.suited("ensemble")),
     **{
         name: toys.toy(name, **toys.suited(name), measure_every=1)
         for name in ("local_only", "ft_fedavg")
@@ -84,13 +85,18 @@ EXPERIMENTS = {
     "a_function": toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
 }
 if toys.has("querying"):
-    EXPERIMENTS["qkt"] = toys.toy("qkt", **toys.suited("qkt"), measure_every=1)
+    EXPERIMENTS |= {
+        "ensemble": toys.toy("ensemble", **toys.suited("ensemble")),
+        "clue": toys.toy("clue", **toys.suited("clue")),
+        "some_vote": toys.toy({"name": "ensemble", "participants": 2}, **toys.suited("ensemble")),
+        "qkt": toys.toy("qkt", **toys.suited("qkt"), measure_every=1),
+    }
 FOR_ALL = (
     "fedntd",
     "scaffold",
     "fedseq",
     "pfnm",
-    "ensemble",
+    ENSEMBLE,
     "batchnorm",
     "batch_stats",
     "fedmd",
@@ -156,7 +162,7 @@ def test_the_model_has_the_accuracy_that_the_run_printed(name: str, runs: Runs) 
     assert about["fedstill"] == read_journal(folder / "journal.jsonl")[0]["fedstill"]
 
 
-@pytest.mark.parametrize("name", ["fedntd", "batchnorm", "batch_stats", "ensemble"])
+@pytest.mark.parametrize("name", ["fedntd", "batchnorm", "batch_stats", ENSEMBLE])
 def test_its_logits_are_those_of_the_evaluation_to_the_bit(name: str, runs: Runs) -> None:
     folder = runs(name)
     ready = prepare(settings_of(folder), toys.blobs())
@@ -176,7 +182,7 @@ def test_its_logits_are_those_of_the_evaluation_to_the_bit(name: str, runs: Runs
     ("name", "client"),
     [
         ("local_only", 3),
-        pytest.param("qkt", 1, marks=pytest.mark.uses("querying")),
+        pytest.param("qkt", 1, marks=ASKS),
         ("ft_fedavg", 0),
         ("fedmd", 0),
         ("fedmd", 1),
@@ -196,7 +202,10 @@ def test_a_clients_own_model_is_the_one_that_was_measured(
         assert model.about["network"].startswith(FOUR[client])
 
 
-@pytest.mark.parametrize(("name", "client"), [("clue", 3), ("some_vote", 2)])
+@pytest.mark.parametrize(
+    ("name", "client"),
+    [pytest.param("clue", 3, marks=ASKS), pytest.param("some_vote", 2, marks=ASKS)],
+)
 def test_models_that_answer_together_are_one_module(name: str, client: int, runs: Runs) -> None:
     folder, data = runs(name), toys.blobs()
     model = load_model(folder, client=client)

@@ -145,12 +145,14 @@ def test_sites_with_their_own_data_give_the_bits_of_the_simulation(
     )
 
 
+@pytest.mark.uses("querying")
 def test_a_run_with_a_public_set_needs_a_copy_at_every_site(tmp_path: Path) -> None:
     what = RUNS["queries, scored on public labels"]
     with pytest.raises(TooFewReplies, match="public"):
         over(what, sites(simulated(what), tmp_path / "sites", public=False), tmp_path / "run")
 
 
+@pytest.mark.uses("querying")
 def test_the_server_knows_of_a_query_what_its_site_says(tmp_path: Path) -> None:
     what = RUNS["queries that sites raise"]
     over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
@@ -185,6 +187,7 @@ class Spread(Measure):
         return {"spread": float(seen.view.logits(seen.end).std())}
 
 
+@pytest.mark.uses("querying")
 def test_real_sites_take_the_measures_that_say_so_and_no_others(tmp_path: Path) -> None:
     what = replace(RUNS["queries"], measure=("local", "toy_spread"), measure_every=1)
     over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")

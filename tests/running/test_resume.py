@@ -71,7 +71,7 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
         ("public_logits", 1),
         ("public_logits", 3),
         ("peer_to_peer", 2),
-        ("asked_again", 4),
+        pytest.param("asked_again", 4, marks=pytest.mark.uses("querying")),
     ],
 )
 def test_a_run_stopped_once_goes_on_to_the_same_bits(
