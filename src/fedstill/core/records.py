@@ -119,28 +119,31 @@ class ModelSpec:
         return self._with_options(short_name(self.name), longest=60)
 
     def _with_options(self, name: str, longest: int | None = None) -> str:
-        widths = [("widths", self.widths)] if self.widths else []
-        said = [(k, str(v)) for k, v in [*self.fields, *widths]]
-        options = ", ".join(
-            f"{k}={v if longest is None or len(v) <= longest else '…'}" for k, v in said
-        )
-        return f"{name}({options})" if options else name
+        options = [(key, str(value)) for key, value in self.fields]
+        if self.widths:
+            options.append(("widths", str(self.widths)))
+        if not options:
+            return name
+        if longest is not None:
+            options = [(key, text if len(text) <= longest else "…") for key, text in options]
+        return f"{name}({', '.join(f'{key}={text}' for key, text in options)})"
 
 
 def as_pairs(value: Any) -> Any:
-    """A value of a config, or one of a file of before, that can be hashed: tables as sorted pairs,
-    lists as tuples.
+    """A value of a config in a form that can be hashed: tables as sorted pairs, lists as tuples.
 
     >>> as_pairs({"b": [1, 2], "a": {"c": 3}})
     (('a', (('c', 3),)), ('b', (1, 2)))
     """
     if isinstance(value, Mapping):
         return tuple(sorted((str(k), as_pairs(v)) for k, v in value.items()))
-    return tuple(as_pairs(v) for v in value) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(as_pairs(v) for v in value)
+    return value
 
 
 def as_table_again(value: Any) -> Any:
-    """What ``as_pairs`` was given, tables as mappings: pairs of a text and a value are a table.
+    """The value that ``as_pairs`` was given. Pairs of a text and a value are a table.
 
     >>> as_table_again((('a', (('c', 3),)), ('b', (1, 2))))
     {'a': {'c': 3}, 'b': (1, 2)}
@@ -149,11 +152,13 @@ def as_table_again(value: Any) -> Any:
         return {k: as_table_again(v) for k, v in value.items()}
     if not isinstance(value, (list, tuple)):
         return value
-    if value and all(
-        isinstance(v, (list, tuple)) and len(v) == 2 and isinstance(v[0], str) for v in value
-    ):
+    if value and all(_is_pair(v) for v in value):
         return {k: as_table_again(v) for k, v in value}
     return tuple(as_table_again(v) for v in value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
 
 
 # Plan: how a stage trains, and the learning rate of each round.
@@ -318,15 +323,19 @@ class Examples:
 
     def take(self, index: Tensor) -> Examples:
         """The examples at some positions, (n,) int64, on whatever device."""
-        there = index.to(self.labels.device)
-        owners = None if self.owners is None else self.owners.index_select(0, there)
+        index = index.to(self.labels.device)
+        owners = None
+        if self.owners is not None:
+            owners = self.owners.index_select(0, index)
         return Examples(
-            self.values.index_select(0, there), self.labels.index_select(0, there), owners
+            self.values.index_select(0, index), self.labels.index_select(0, index), owners
         )
 
     def to(self, device: str) -> Examples:
         """The examples on a device."""
-        owners = None if self.owners is None else self.owners.to(device)
+        owners = None
+        if self.owners is not None:
+            owners = self.owners.to(device)
         return Examples(self.values.to(device), self.labels.to(device), owners)
 
 
@@ -494,17 +503,22 @@ class State:
         """The state with other parameters or extras, by name or as ``groups``; everything else is
         kept.
         """
-        extras = Payload({**self.extra, **groups}, **extra)
-        return replace(self, params=self.params if params is None else params, extra=extras)
+        if params is None:
+            params = self.params
+        return replace(self, params=params, extra=Payload({**self.extra, **groups}, **extra))
 
     def without(self, *groups: str) -> State:
-        """The state without some extras (a prefix ``name.`` drops all groups that ``many`` made
-        under a name).
+        """The state without some extras.
+
+        A prefix ``name.`` drops all groups that ``many`` made under that name.
         """
-        drop = {
-            g for g in self.extra for d in groups if g == d or (d.endswith(".") and g.startswith(d))
+        prefixes = tuple(group for group in groups if group.endswith("."))
+        kept = {
+            name: group
+            for name, group in self.extra.items()
+            if name not in groups and not name.startswith(prefixes)
         }
-        return replace(self, extra=Payload({g: v for g, v in self.extra.items() if g not in drop}))
+        return replace(self, extra=Payload(kept))
 
 
 class World(Protocol):
@@ -623,10 +637,7 @@ class View:
         ``only``: positions, (n,) int64; all if it is left out. ``model``: their network, if it is
         not the site's.
         """
-        examples = self._of(of)
-        return self.passes.logits(
-            params, examples if only is None else examples.take(only), model
-        ).cpu()
+        return self.passes.logits(params, self._of(of, only), model).cpu()
 
     def features(
         self,
@@ -641,10 +652,7 @@ class View:
         ``of``, ``only``, ``model``: as for ``logits``. Raises IncompatibleMethod for a network
         without body and head.
         """
-        examples = self._of(of)
-        return self.passes.features(
-            params, examples if only is None else examples.take(only), model
-        ).cpu()
+        return self.passes.features(params, self._of(of, only), model).cpu()
 
     def gradients(
         self,
@@ -662,12 +670,15 @@ class View:
         """
         return self.passes.gradients(params, self._of(of), loss, batch, seed)
 
-    def _of(self, of: str) -> Examples:
-        if of == "data":
-            return self.data
-        if self.public is None:
-            raise BadPayload(
-                f"client {self.client} has no public data; set [data] public, or choose a method "
-                "without"
-            )
-        return self.public
+    def _of(self, of: str, only: Tensor | None = None) -> Examples:
+        examples = self.data
+        if of != "data":
+            if self.public is None:
+                raise BadPayload(
+                    f"client {self.client} has no public data; set [data] public, or choose a "
+                    "method without"
+                )
+            examples = self.public
+        if only is not None:
+            examples = examples.take(only)
+        return examples

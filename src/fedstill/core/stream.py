@@ -1,7 +1,7 @@
-"""Tasks that come and go: a stream is a clock, which says who is in which task in a round, and a
-cut of the data.
+"""Tasks over time: a stream says which clients are in which task in a round, and how the data are
+cut into tasks.
 
-Both are pure functions of the config and the seed, so there is nothing to save. Tasks are counted
+Both are pure functions of the config and the seed, so nothing has to be saved. Tasks are counted
 from 0 here, and from 1 where people read them.
 """
 
@@ -82,12 +82,9 @@ class Stream:
         """What to say of a method that minds earlier tasks, where there are none; empty where there
         are.
         """
-        return (
-            ""
-            if self.tasks > 1
-            else "without [stream] there is no earlier task, and this trains as fedavg; add "
-            "[stream]"
-        )
+        if self.tasks > 1:
+            return ""
+        return "without [stream] there is no earlier task, and this trains as fedavg; add [stream]"
 
     @property
     def tasks(self) -> int:
@@ -100,22 +97,24 @@ class Stream:
         """
         if self.tasks == 1:
             return 0
-        now = self._clock(round - (self._lags[client] if client >= 0 and self.lag else 0))
         if client < 0:
-            return now
-        if now < self._entries[client]:
+            return self._clock(round)
+        task = self._clock(round - self._lag_of(client))
+        entry = self._entries[client]
+        if task < entry:
             return -1
-        while now > self._entries[client] and client in self._staying[now]:
-            now -= 1
-        return now
+        while task > entry and client in self._staying[task]:
+            task -= 1
+        return task
 
     def been_in(self, client: int, round: int) -> list[int]:
         """The tasks that a client has been in by a round, ascending; those that it passed over are
         not among them.
         """
-        late = self._lags[client] if self.lag else 0
-        changes = (start + late for start in self.starts if start + late < round)
-        return sorted({self.task(r, client) for r in (*changes, round)} - {-1})
+        starts = [start + self._lag_of(client) for start in self.starts]
+        rounds = [start for start in starts if start < round]
+        tasks = {self.task(r, client) for r in (*rounds, round)}
+        return sorted(tasks - {-1})
 
     def begins(self, round: int) -> bool:
         """Whether a task begins in a round."""
@@ -129,14 +128,15 @@ class Stream:
         """Whether the run or any client changes its task between the round before and this one."""
         if round <= 1 or self.tasks == 1:
             return False
-        late = range(self.lag + 1) if self.lag else (0,)
-        return any(round - by in self.starts[1:] for by in late)
+        return any(round - lag in self.starts[1:] for lag in range(self.lag + 1))
 
     def within(self, round: int) -> int:
         """The round counted within its task, from 1; as it is where schedules go on over the
         run.
         """
-        return round - self.starts[self._clock(round)] + 1 if self.restarts else round
+        if not self.restarts:
+            return round
+        return round - self.starts[self._clock(round)] + 1
 
     def classes(self, task: int) -> tuple[int, ...]:
         """The classes of a task."""
@@ -153,27 +153,34 @@ class Stream:
         """
         if self.head == "all":
             return tuple(range(classes))
-        return self.classes(task) if self.head == "task" and not self.kept else self.seen(task)
+        if self.head == "task" and not self.kept:
+            return self.classes(task)
+        return self.seen(task)
 
     def present(self, round: int) -> list[int]:
         """The clients that have joined by a round, and have examples in their task of it."""
         everyone = range(self.clients)
         if self.join >= 1 and not self.absent:
             return list(everyone)
-        now = ((client, self.task(round, client)) for client in everyone)
-        return [client for client, task in now if task >= 0 and (task, client) not in self.absent]
+        tasks = ((client, self.task(round, client)) for client in everyone)
+        return [client for client, task in tasks if task >= 0 and (task, client) not in self.absent]
 
     def mask(self, round: int, client: int, classes: int) -> Tensor | None:
         """Which outputs take part in a client's training in a round, (C,) bool; None where all
         do.
         """
         task = self.task(round, client)
-        on = tuple(range(classes)) if task < 0 else self.outputs(task, classes)
-        if len(on) == classes:
+        if task < 0:
+            return None
+        outputs = self.outputs(task, classes)
+        if len(outputs) == classes:
             return None
         mask = torch.zeros(classes, dtype=torch.bool)
-        mask[list(on)] = True
+        mask[list(outputs)] = True
         return mask
+
+    def _lag_of(self, client: int) -> int:
+        return self._lags[client] if self.lag else 0
 
     def _clock(self, round: int) -> int:
         return max(0, bisect.bisect_right(self.starts, round) - 1)
@@ -203,11 +210,11 @@ class Stream:
     def _staying(self) -> list[frozenset[int]]:
         """The clients that stay with the task before, at the change to each task."""
         count = round(self.stay * self.clients)
-        each = [
-            torch.randperm(self.clients, generator=self._draw("stay", t)).tolist()
-            for t in range(self.tasks)
-        ]
-        return [frozenset(), *(frozenset(order[:count]) for order in each[1:])]
+        staying: list[frozenset[int]] = [frozenset()]
+        for task in range(1, self.tasks):
+            order = torch.randperm(self.clients, generator=self._draw("stay", task)).tolist()
+            staying.append(frozenset(order[:count]))
+        return staying
 
 
 ONE_TASK = Stream()
