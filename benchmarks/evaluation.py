@@ -17,7 +17,7 @@ from fedstill.core.process_settings import keep_freed_memory
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import cores, torch_threads
-from fedstill.engines.passes import right_by_example
+from fedstill.engines.passes import correct_by_example
 from fedstill.models.contract import initial, predictor, spec_for
 from fedstill.report import terminal
 
@@ -35,7 +35,7 @@ def measure(model: str, pairs: int) -> list[tuple[str, ...]]:
         for turn in range(1 + pairs):
             for way, workers in ways.items():
                 began = time.perf_counter()
-                right_by_example(predict, test, Inputs(), workers)
+                correct_by_example(predict, test, Inputs(), workers)
                 seconds[way] += [time.perf_counter() - began] if turn else []
     base = seconds["one thread"]
     ratios = {way: [b / s for b, s in zip(base, own, strict=True)] for way, own in seconds.items()}

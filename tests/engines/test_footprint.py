@@ -11,7 +11,7 @@ from fedstill.core.records import ModelSpec, Plan
 from fedstill.core.registry import register
 from fedstill.engines import footprint
 from fedstill.engines.pooled import step_cost
-from fedstill.engines.vectorised import why_not
+from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.models import contract
 
 TEXT = contract.spec_for("bag", (12,), 4, {"width": 6}, 30)
@@ -82,6 +82,6 @@ class SparseBag(nn.Module):
 
 
 def test_layers_without_a_rule_are_named() -> None:
-    why = why_not(contract.spec_for("toy_sparse_bag", (12,), 4, {}, 30), Plan())
+    why = stacking_obstacle(contract.spec_for("toy_sparse_bag", (12,), 4, {}, 30), Plan())
     assert why == "model toy_sparse_bag has layers for which torch knows no stack (EmbeddingBag)"
-    assert not why_not(TEXT, Plan())
+    assert not stacking_obstacle(TEXT, Plan())

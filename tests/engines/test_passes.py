@@ -14,7 +14,7 @@ from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines import passes
 from fedstill.engines.cores import torch_threads
-from fedstill.engines.passes import Predict, by_shard, correct_by_class, right_by_example
+from fedstill.engines.passes import Predict, by_shard, correct_by_class, correct_by_example
 from fedstill.models.contract import initial, predictor, spec_for
 from fedstill.models.ensemble import Joined, MeanOfProbabilities
 from fedstill.models.functional import SHARD
@@ -64,7 +64,7 @@ def test_shards_side_by_side_give_the_bits_of_one_after_another(
     assert torch.equal(torch.cat(logits), torch.cat(before))
     assert any(name.startswith("shard") for name in names) == (workers > 1)
     right = torch.cat(before).argmax(1) == data.labels
-    assert torch.equal(right_by_example(predict, data, INPUTS, workers), right)
+    assert torch.equal(correct_by_example(predict, data, INPUTS, workers), right)
     by_class = [int(right[data.labels == c].sum()) for c in range(4)]
     assert correct_by_class(predict, data, INPUTS, 4, workers).tolist() == by_class
 
@@ -99,9 +99,9 @@ def test_shards_stay_in_one_thread(why: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_predictor_raises_names_its_part() -> None:
     data = Examples(torch.zeros(3 * SHARD, 2, 8, 8), torch.zeros(3 * SHARD, dtype=torch.int64))
     with pytest.raises(MethodFailed, match=r"round 1: str\.predictors"):
-        right_by_example(wrapped(), data, INPUTS, workers=2)
+        correct_by_example(wrapped(), data, INPUTS, workers=2)
 
 
 def test_no_examples() -> None:
-    assert right_by_example(one(0), some(0), INPUTS, workers=2).shape == (0,)
+    assert correct_by_example(one(0), some(0), INPUTS, workers=2).shape == (0,)
     assert correct_by_class(one(0), some(0), INPUTS, 4, workers=2).tolist() == [0] * 4

@@ -17,7 +17,7 @@ from double import NEAR
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import ModelSpec, Plan
 from fedstill.engines.stack import use_stacked_layers
-from fedstill.engines.vectorised import why_not
+from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.models import contract
 from fedstill.models.layer_chain import plain_chain, with_widths
 
@@ -104,7 +104,7 @@ def _no_slow_rules() -> Iterator[None]:
 @pytest.mark.parametrize("name", [*TEXTS, *NUMBERS])
 def test_a_stack_is_its_clients_and_so_are_its_gradients(name: str, rules: str) -> None:
     spec = spec_of(name)
-    assert not why_not(spec, Plan())
+    assert not stacking_obstacle(spec, Plan())
     models = [wide(spec) for _ in range(3)]
     for k, m in enumerate(models):
         for p in m.parameters():

@@ -16,7 +16,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import FedstillError, Interrupted
 from fedstill.core.records import ModelSpec, Plan, as_pairs, as_table_again
-from fedstill.engines.vectorised import why_not
+from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.flower.site_settings import code_in
 from fedstill.models import contract
 from fedstill.running.runner import resume, run
@@ -190,8 +190,8 @@ class Series(nn.Module):
 
 
 def test_modules_that_cannot_be_stacked_are_told_beforehand() -> None:
-    assert not why_not(wrapping((12,), 30, **TEXT, output="mean"), Plan())
-    why = why_not(wrapping((6,), of=f"{HERE}:Branching"), Plan())
+    assert not stacking_obstacle(wrapping((12,), 30, **TEXT, output="mean"), Plan())
+    why = stacking_obstacle(wrapping((6,), of=f"{HERE}:Branching"), Plan())
     assert "under torch.func.vmap, or not at all" in why
     assert "\n" not in why
 

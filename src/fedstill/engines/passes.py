@@ -193,7 +193,7 @@ def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool
     return all(isinstance(p, contract.Predictor) for p in predictors)
 
 
-def right_by_example(
+def correct_by_example(
     predict: Predict, examples: Examples, inputs: Inputs, workers: int = 1
 ) -> Tensor:
     """Which examples are predicted right: (n,) bool, on the CPU; ``workers`` as in ``by_shard``."""

@@ -98,7 +98,7 @@ class VectorisedEngine(PooledEngine):
         if len(clients) < 2 or not all(hook.stackable for hook in self.hooks):
             return False
         models = {self.world.model(client) for client in clients}
-        return not any(why_not(model, plan) for model in models)
+        return not any(stacking_obstacle(model, plan) for model in models)
 
     def _cohorts(self, clients: Sequence[int], plan: Plan) -> list[list[int]]:
         """Clients of similar size together, the largest first: a stack trains as long as its
@@ -208,7 +208,7 @@ def _is_draw_under_vmap(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "random operation" in str(error)
 
 
-def why_not(model: ModelSpec, plan: Plan) -> str:
+def stacking_obstacle(model: ModelSpec, plan: Plan) -> str:
     """Why clients with this model and plan cannot be stacked; empty if they can."""
     if draws_random_numbers(model):
         return f"model {model.label} draws random numbers (dropout)"

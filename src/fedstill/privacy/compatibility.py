@@ -16,7 +16,7 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.census import CENSUS
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors
-from fedstill.engines.vectorised import why_not
+from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.measures.base import Measure
 from fedstill.methods.fit import FIT
 from fedstill.privacy.noise import Privacy
@@ -94,7 +94,7 @@ def joint_gradients(run: PlannedRun) -> str:
     networks = dict.fromkeys(run.world.model(client) for client in range(run.world.clients))
     for spec in networks:
         for plan in run.settings.plans.values():
-            reason = why_not(spec, plan)
+            reason = stacking_obstacle(spec, plan)
             if reason:
                 return f"privacy.gradient_clip needs each example's gradient, and {reason}"
     return ""

@@ -37,7 +37,7 @@ from fedstill.core.records import SERVER, ModelSpec, Stage
 from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.data.views import SiteViews
-from fedstill.engines.vectorised import why_not
+from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.measures.base import Measure
 from fedstill.measures.choice import MeasuredRun, measures, misfit
 from fedstill.methods.fit import FIT
@@ -533,7 +533,7 @@ def unstackable_clients(run: PlannedRun) -> str:
         )
     for stage in stacked:
         for spec in stage.specs:
-            reason = why_not(spec, stage.plan)
+            reason = stacking_obstacle(spec, stage.plan)
             if reason:
                 return (
                     f"engine = 'vectorised' cannot stack these clients: {reason}; set engine = "

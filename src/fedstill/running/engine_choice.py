@@ -11,7 +11,7 @@ from fedstill.core.records import SERVER, ModelSpec, Plan
 from fedstill.engines.footprint import step_flops
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
-from fedstill.engines.vectorised import VectorisedEngine, why_not
+from fedstill.engines.vectorised import VectorisedEngine, stacking_obstacle
 from fedstill.running.world import RunWorld
 
 # What a client's step costs, and from that which engine suits a run: by arithmetic alone, never by
@@ -69,7 +69,7 @@ def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
         return EngineChoice("pooled", reason)
     for stage in side_by_side:
         for spec in stage.specs:
-            if reason := why_not(spec, stage.plan):
+            if reason := stacking_obstacle(spec, stage.plan):
                 return EngineChoice("pooled", reason)
     if device not in CROSSOVER:
         reason = (

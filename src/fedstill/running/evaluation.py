@@ -19,7 +19,7 @@ from fedstill.core.results import Predictors, RoundResult
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
-from fedstill.engines.passes import by_shard, correct_by_class, counted_right, right_by_example
+from fedstill.engines.passes import by_shard, correct_by_class, correct_by_example, counted_right
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.local_models import personal_answers
 from fedstill.metrics.values import Values
@@ -280,7 +280,7 @@ class OwnTests(Observer):
         if not predictors:
             return {}
         examples, owners = self.everyone
-        right = right_by_example(
+        right = correct_by_example(
             next(iter(predictors.values())), examples, self.sites.inputs, workers()
         ).double()
         most = int(owners.max()) + 1
@@ -288,7 +288,7 @@ class OwnTests(Observer):
         return {c: float(hits[c] / counts[c]) for c in self.sites.own_tests}
 
     def _shares(self, predict: Callable[[Tensor], Tensor], examples: Examples) -> float:
-        return float(right_by_example(predict, examples, self.sites.inputs).double().mean())
+        return float(correct_by_example(predict, examples, self.sites.inputs).double().mean())
 
 
 # What real sites say of a model at a task's end: its accuracy on their own test sets, by task.

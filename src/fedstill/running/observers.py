@@ -141,7 +141,7 @@ class Measures(Observer):
         settings = self.prepared.settings
         world = self.prepared.world
         self.measures = measures(settings.measure)
-        self._only_stage = stages_of_pictures(self.measures, self.prepared)
+        self._single_looks = single_looks(self.measures, self.prepared)
         self._test_counts = tests_by_class(self.prepared.sites, world.classes)
         first_round = settings.schedule(1, world)
         self._chains = {stage.name for stage in first_round if stage.sequential}
@@ -155,7 +155,7 @@ class Measures(Observer):
         where = {"round": stage.round, "stage": stage.index, "name": stage.name}
         for name, measure in self.measures.items():
             place = (stage.round, stage.index)
-            if measure.only_last and place != self._only_stage.get(name):
+            if measure.only_last and place != self._single_looks.get(name):
                 continue
             began = time.perf_counter()
             fields = look(name, measure, result, room)
@@ -199,10 +199,8 @@ class Measures(Observer):
         return replace(room, previous=previous.client, previous_round=previous.round)
 
 
-def stages_of_pictures(
-    chosen: Mapping[str, Measure], prepared: Prepared
-) -> dict[str, tuple[int, int]]:
-    """By name, for measures that look once: the round and the stage in which they look."""
+def single_looks(chosen: Mapping[str, Measure], prepared: Prepared) -> dict[str, tuple[int, int]]:
+    """The measures that look once, by name, with the round and the stage in which they look."""
     settings = prepared.settings
     last = settings.rounds
     stages = settings.schedule(last, prepared.world)

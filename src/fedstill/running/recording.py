@@ -34,7 +34,7 @@ from fedstill.running.tasks import TaskEnds
 # ---- what the journal's first event says of the data ---------------------------------------------
 
 MOST_NAMES = 10_000
-"""Clients of more are known by their numbers alone."""
+"""With more clients than this, the journal leaves out their names."""
 
 
 def data_fields(prepared: Prepared, has_split: bool) -> Fields:
@@ -81,15 +81,17 @@ def examples_seal(prepared: Prepared) -> Fields:
 
 
 def _standardised(scaler: Scaler) -> Fields:
-    """Whose mean and spread standardises; and each client's own, where clients have such."""
+    """Whose mean and spread standardise the data, and the clients' own if they have them."""
     if scaler.origin == "none":
         return {}
-    own = scaler.by_client or {}
-    each = {str(c): {"mean": list(m.mean), "std": list(m.std)} for c, m in sorted(own.items())}
-    return {
-        "standardise": scaler.origin,
-        **({"by_client": each} if 0 < len(each) <= MOST_NAMES else {}),
-    }
+    fields: Fields = {"standardise": scaler.origin}
+    moments_by_client = scaler.by_client or {}
+    if 0 < len(moments_by_client) <= MOST_NAMES:
+        fields["by_client"] = {
+            str(client): {"mean": list(moments.mean), "std": list(moments.std)}
+            for client, moments in sorted(moments_by_client.items())
+        }
+    return fields
 
 
 # ---- observers -----------------------------------------------------------------------------------
