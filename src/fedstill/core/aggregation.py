@@ -14,16 +14,15 @@ from fedstill.core import trees
 from fedstill.core.payload import Tensors
 from fedstill.core.records import Reply
 
-# Means that a few hostile clients cannot move far: pure functions of named tensors, all trees
-# weighed alike.
+# Means that a few hostile clients cannot move far: pure functions of named tensors.
 #
-# A client says itself how many examples it has, so what it says has no part in any of them.
+# All trees have the same weight, because hostile clients could claim any number of examples.
 
 
 Robust = Literal["trimmed_mean", "median", "norm_clipping", "krum"]
 ROBUST: frozenset[str] = frozenset(get_args(Robust))
 SUSPECTED = 0.3
-"""The share of hostile clients that is reckoned with where nothing else is said."""
+"""The default of the share of hostile clients that a robust mean allows for."""
 
 
 def robust_mean(
@@ -36,13 +35,14 @@ def robust_mean(
     make a number, rounded down. Integer entries are the first tree's; with "krum", those of the
     tree that is taken.
     """
-    if how == "krum":
-        return dict(trees.clone(many[krum(many, part_of(suspected, len(many)))]))
     if how == "norm_clipping":
         return clipped_mean(many, start)
-    return trimmed_mean(
-        many, (len(many) - 1) // 2 if how == "median" else part_of(suspected, len(many))
-    )
+    if how == "median":
+        return trimmed_mean(many, (len(many) - 1) // 2)
+    hostile = part_of(suspected, len(many))
+    if how == "krum":
+        return dict(trees.clone(many[krum(many, hostile)]))
+    return trimmed_mean(many, hostile)
 
 
 def part_of(share: float, many: int) -> int:
@@ -84,19 +84,18 @@ def clipped_mean(many: Sequence[Tensors], start: Tensors | None) -> dict[str, to
     Reading: the paper's bound is a number to choose; here it is the round's median norm.
     """
     names = list(trees.floats(many[0]))
-    near = (
-        trees.only(start, names)
-        if start is not None
-        else trees.zeros_like(trees.only(many[0], names))
-    )
-    changes = [trees.sub(trees.only(tree, names), near) for tree in many]
+    if start is None:
+        start = trees.zeros_like(many[0])
+    start = trees.only(start, names)
+    changes = [trees.sub(trees.only(tree, names), start) for tree in many]
     norms = [trees.norm(change) for change in changes]
-    most = median(norms)
-    cut = [
-        trees.scale(c, most / norm) if norm > most else c
-        for c, norm in zip(changes, norms, strict=True)
+    bound = median(norms)
+    clipped = [
+        trees.scale(change, bound / norm) if norm > bound else change
+        for change, norm in zip(changes, norms, strict=True)
     ]
-    return {**trees.clone(many[0]), **trees.add(near, trees.mean(cut, [1.0] * len(cut)))}
+    mean_change = trees.mean(clipped, [1.0] * len(clipped))
+    return {**trees.clone(many[0]), **trees.add(start, mean_change)}
 
 
 def krum(many: Sequence[Tensors], hostile: int) -> int:

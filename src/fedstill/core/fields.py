@@ -34,36 +34,47 @@ R = TypeVar("R")
 
 
 def problem(hint: Any, value: Any) -> str:
-    """What is wrong with a value under an annotation, as "VALUE: why"; empty if nothing is.
+    """What is wrong with a value under an annotation, as "VALUE: reason"; empty if nothing is.
 
-    Types are strict (a whole number is a float, True is no number), numbers are finite; its
-    ``plain_value`` counts. Raises ConfigError for an annotation that says nothing that can be
-    checked.
+    Types are strict: a whole number is a float, and True is no number. Numbers must be finite. The
+    value is checked as ``plain_value`` gives it. Raises ConfigError for an annotation that cannot
+    be checked.
     """
     value = plain_value(value)
     try:
         _adapter(hint).validate_python(value)
     except ValidationError as error:
-        wrong = {one["type"]: one for one in reversed(error.errors())}
-        first = error.errors()[0]
-        # a list may do where a table would
-        if first["type"] == "dict_type" and not isinstance(value, (list, tuple)):
-            first = wrong.get("tuple_type", first)
-        if first["type"] in ("tuple_type", "list_type"):
-            given = _parts(value) if isinstance(value, str) else value
-            return (
-                f"{shown(first['input'])}: write a list, "
-                f"{shown(given if isinstance(given, list) else [given])}"
-            )
-        return f"{shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        return _described(error, value)
     return ""
 
 
-def plain_value(value: Any) -> Any:
-    """A value as a config holds it: of NumPy's the numbers, of a path its text; in lists and
-    tables, too.
+def _described(error: ValidationError, value: Any) -> str:
+    """The first problem of a value, with what to write if that should be a list."""
+    problems = error.errors()
+    first = problems[0]
+    if first["type"] == "dict_type" and not isinstance(value, (list, tuple)):
+        # The annotation takes a table or a list, and a list is easier to write.
+        tuples = (problem for problem in problems if problem["type"] == "tuple_type")
+        first = next(tuples, first)
+    if first["type"] in ("tuple_type", "list_type"):
+        return f"{shown(first['input'])}: write a list, {shown(_as_list(value))}"
+    message = first["msg"]
+    return f"{shown(first['input'])}: {message[0].lower()}{message[1:]}"
 
-    A path without an ending, which could be a name, begins with a dot.
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, str):
+        return list(_parts(value))
+    return [value]
+
+
+def plain_value(value: Any) -> Any:
+    """A value as a config holds it: NumPy's numbers become Python's, and paths become texts, also
+    in lists and tables.
+
+    A path without an ending could be a name, so its text begins with a dot.
 
     >>> plain_value({"columns": PurePath("a.csv"), "name": PurePath("digits")})
     {'columns': 'a.csv', 'name': './digits'}
@@ -73,32 +84,33 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(map(plain_value, value))
     if isinstance(value, PurePath):
-        named = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
-        return str(value) if named else f"./{value}"
-    return (
-        value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
-    )
+        is_clear = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
+        return str(value) if is_clear else f"./{value}"
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 class Typed(str):
-    """A text of a command line: a list, with commas, where one is wanted."""
+    """A text of a command line. With commas it can stand for a list."""
 
     def fitting(self, hint: Any) -> str | tuple[Any, ...]:
-        """The text, or if an annotation takes a list alone, the list.
+        """The list if an annotation takes only a list, else the text.
 
         >>> Typed("a,1").fitting(tuple[str | int, ...]), Typed("a,1").fitting(str)
         (('a', 1), 'a,1')
         """
-        parts = tuple(_part(part) for part in _parts(self))
-        return parts if problem(hint, str(self)) and not problem(hint, parts) else str(self)
+        text = str(self)
+        parts = tuple(_part(part) for part in _parts(text))
+        if problem(hint, text) and not problem(hint, parts):
+            return parts
+        return text
 
 
 def _parts(text: str) -> list[str]:
-    return [
-        part.strip()
-        for part in text.strip().removeprefix("[").removesuffix("]").split(",")
-        if part.strip()
-    ]
+    """The items of a list that is written with commas, and perhaps in brackets."""
+    inner = text.strip().removeprefix("[").removesuffix("]")
+    return [part.strip() for part in inner.split(",") if part.strip()]
 
 
 def _part(text: str) -> Any:
@@ -113,40 +125,57 @@ def check_ranges(thing: object) -> None:
     allows.
     """
     for name, hint in _with_ranges(type(thing)).items():  # type: ignore[arg-type]
-        if hasattr(thing, name) and (why := problem(hint, getattr(thing, name))):
-            raise ConfigError(f"{type(thing).__name__}.{name} = {why}")
+        reason = ""
+        if hasattr(thing, name):
+            reason = problem(hint, getattr(thing, name))
+        if reason:
+            raise ConfigError(f"{type(thing).__name__}.{name} = {reason}")
 
 
 def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Every field's value, given (``plain_value``, a list as a tuple) or by default.
+    """Every field's value: the given one, as ``plain_value`` and with tuples for lists, or the
+    default.
 
-    ``where``: the table, which goes before each key in the message. Raises ConfigError with one
-    line for all that is
-    wrong: values, missing fields, and (then an UnknownKeys) unknown keys with the nearest known
-    one.
+    ``where``: the table, which messages put before each key. Raises ConfigError with one line for
+    everything that is wrong: values, missing fields, and unknown keys with the nearest known one
+    (then UnknownKeys).
     """
-    values, wrong = dict[str, Any](), list[str]()
+    values: dict[str, Any] = {}
+    problems: list[str] = []
     for key, (hint, default) in fields.items():
-        value = plain_value(given[key]) if key in given else default
-        value = value.fitting(hint) if isinstance(value, Typed) else value
-        values[key] = value = tuple(value) if isinstance(value, list) else value
         name = f"{where}.{key}" if where else key
         try:
             _adapter(hint)
         except ConfigError as error:
             raise ConfigError(f"{name} {error}") from error
         if key not in given:
-            wrong += [f"{name} is missing, and has no default"] if default is ... else []
-        elif why := problem(hint, value):
-            wrong.append(f"{name} = {why}{_meant(hint, given[key])}")
+            values[key] = tuple(default) if isinstance(default, list) else default
+            if default is ...:
+                problems.append(f"{name} is missing, and has no default")
+            continue
+        values[key] = _fitted(given[key], hint)
+        reason = problem(hint, values[key])
+        if reason:
+            problems.append(f"{name} = {reason}{_meant(hint, given[key])}")
+
     unknown = [
         (where, key, suggestion(key, fields)) for key in map(str, given) if key not in fields
     ]
     if unknown:
-        raise UnknownKeys(wrong, unknown)
-    if wrong:
-        raise ConfigError("; ".join(wrong))
+        raise UnknownKeys(problems, unknown)
+    if problems:
+        raise ConfigError("; ".join(problems))
     return values
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """A given value as a field with an annotation holds it."""
+    value = plain_value(value)
+    if isinstance(value, Typed):
+        value = value.fitting(hint)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def _meant(hint: Any, typed: Any) -> str:

@@ -1,7 +1,7 @@
-"""Topologies: which clients act in which stage of a round. Schedules, nothing else.
+"""Topologies: schedules of which clients act in which stage of a round.
 
-Who is sampled is a pure function of the run's seed and the round, or of the round alone: it cannot
-depend on who answered.
+Which clients are sampled follows from the run's seed and the round, or from the round alone. It
+cannot depend on which clients have answered.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def sample(world: World, round: int, count: int | None, cohorts: Cohorts = None)
         draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
         order = torch.randperm(world.clients, generator=draw)
     if world.stream.tasks > 1:
-        there = torch.zeros(world.clients, dtype=torch.bool)
-        there[world.stream.present(round)] = True
-        order = order[there[order]]
-    drawn: list[int] = order[: min(10, world.clients) if count is None else count].tolist()
-    return drawn
+        is_present = torch.zeros(world.clients, dtype=torch.bool)
+        is_present[world.stream.present(round)] = True
+        order = order[is_present[order]]
+    if count is None:
+        count = min(10, world.clients)
+    clients: list[int] = order[:count].tolist()
+    return clients
 
 
 @dataclass(frozen=True)
@@ -78,21 +80,19 @@ class _Sampled:
         return sample(world, round, self.sampled, self.cohorts)
 
     def ending(self, round: int, world: World) -> list[Stage]:
-        """The stage of a task's end, in a round with which one ends; it stands before those of the
-        run's end.
+        """The stage that ends a task, in the task's last round. It comes before the stages that end
+        the run.
         """
-        ends = round == world.rounds or world.stream.ends(round)
-        return (
-            [Stage(round, 0, self.task_end, everyone(world, round))]
-            if self.task_end and ends
-            else []
-        )
+        is_last = round == world.rounds or world.stream.ends(round)
+        if not self.task_end or not is_last:
+            return []
+        return [Stage(round, 0, self.task_end, everyone(world, round))]
 
 
 @register("topology", "parallel")
 @dataclass(frozen=True)
 class Parallel(_Sampled):
-    """All sampled clients train side by side; the server folds their replies."""
+    """All sampled clients train side by side; the server aggregates their replies."""
 
     server: str = ""
     """A stage of this name follows, in which the server works on public data (FedDF)."""
@@ -176,10 +176,14 @@ class PublicLogits(_Sampled):
     """A stage of this name follows the last round's, for all clients, on their own data (FedMD)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        starting = round == 1 and bool(self.start)
-        clients = everyone(world, round) if starting else tuple(sorted(self.drawn(round, world)))
+        name = "local"
+        if self.start and round == 1:
+            name = self.start
+            clients = everyone(world, round)
+        else:
+            clients = tuple(sorted(self.drawn(round, world)))
         stages = [
-            Stage(round, 0, self.start if starting else "local", clients),
+            Stage(round, 0, name, clients),
             Stage(round, 0, "teach_server", (SERVER,), "public"),
             Stage(round, 0, "distil", clients, "public"),
         ]
@@ -214,16 +218,17 @@ class PeerToPeer:
             raise ConfigError(
                 f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}"
             )
-        students = tuple(sorted(set(self.students) & set(present))) if self.students else present
+        students = present
+        if self.students:
+            students = tuple(sorted(set(self.students) & set(present)))
         stages = [Stage(round, 0, "fit", present)]
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
-        later = [
-            n
-            for n, wanted in (("transfer", self.transfer), ("refine", self.refine))
-            if wanted and students
-        ]
-        return _numbered([*stages, *(Stage(round, 0, name, students) for name in later)])
+        if self.transfer and students:
+            stages.append(Stage(round, 0, "transfer", students))
+        if self.refine and students:
+            stages.append(Stage(round, 0, "refine", students))
+        return _numbered(stages)
 
 
 def has_links(stages: Sequence[Stage]) -> bool:
@@ -235,7 +240,9 @@ def has_links(stages: Sequence[Stage]) -> bool:
 
 def everyone(world: World, round: int) -> tuple[int, ...]:
     """All clients; with tasks, those that take part in a round."""
-    return tuple(world.stream.present(round) if world.stream.tasks > 1 else range(world.clients))
+    if world.stream.tasks > 1:
+        return tuple(world.stream.present(round))
+    return tuple(range(world.clients))
 
 
 def _numbered(stages: Sequence[Stage]) -> list[Stage]:
