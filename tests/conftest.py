@@ -184,9 +184,12 @@ def _is_missed(error: BaseException) -> bool:
 
     (package,) = [package for package in manifest.PACKAGES if package.name == BLOCKED]
     tables = "|".join(part.name for part in package.config_tables)
+    measures = "|".join(part.name for part in package.measures)
     mentions = rf"fedstill\.{BLOCKED}\b"
     if tables:
         mentions += rf"|unexpected keyword argument '({tables})'"
+    if measures:
+        mentions += rf"|unknown measure '({measures})'"
     cause: BaseException | None = error
     while cause is not None:
         if re.search(mentions, str(cause)):

@@ -65,9 +65,10 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
             "unknown key 'clients.lr'; did you mean 'plan.lr'?",
         ),
         ("[method]\nepochs = 3", "unknown key 'method.epochs'; did you mean 'plan.epochs'?"),
-        (
+        pytest.param(
             "[method]\nname = 'fedprox'\nclip = 3",
             "unknown key 'method.clip'; did you mean 'privacy.clip'?",
+            marks=pytest.mark.uses("privacy"),
         ),
         ("[model]\nhiddn = [3]\nname = 'mlp'", "unknown key 'model.hiddn'; did you mean 'hidden'?"),
         ("[partition]\nlr = 0.1", "unknown key 'partition.lr'; did you mean 'plan.lr'?"),

@@ -41,11 +41,10 @@ class UnknownName(ConfigError):
         self, what: str, name: str, known: Iterable[str], where: str = "", todo: str = ""
     ) -> None:
         self.name = name
-        said = name if len(name) <= 80 else name[:79] + "…"
-        super().__init__(
-            f"{where + ': ' if where else ''}unknown {what} {said!r}; "
-            f"{todo or suggestion(name, known)}"
-        )
+        place = f"{where}: " if where else ""
+        shortened = name if len(name) <= 80 else name[:79] + "…"
+        advice = todo or suggestion(name, known)
+        super().__init__(f"{place}unknown {what} {shortened!r}; {advice}")
 
 
 class UnknownKeys(ConfigError):
@@ -55,11 +54,12 @@ class UnknownKeys(ConfigError):
     """
 
     def __init__(self, wrong: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> None:
-        self.wrong, self.keys = wrong, keys
-        unknown = [
-            f"unknown key {f'{table}.{key}' if table else key!r}; {todo}"
-            for table, key, todo in keys
-        ]
+        self.wrong = wrong
+        self.keys = keys
+        unknown = []
+        for table, key, todo in keys:
+            name = f"{table}.{key}" if table else key
+            unknown.append(f"unknown key {name!r}; {todo}")
         super().__init__("; ".join([*wrong, *unknown]))
 
 
@@ -125,23 +125,18 @@ class ClientFailed(FedstillError):
 
     def __init__(self, where: str, clients: Sequence[int], why: str) -> None:
         ids = ", ".join(map(str, clients))
-        who = (
-            f"clients {ids} in a stack"
-            if len(clients) > 1
-            else "the server"
-            if ids == "-1"
-            else f"client {ids}"
-        )
-        text = f"{where}: {who} failed: {why}"
-        todo = (
-            ""
-            if ids == "-1"
-            else 'to leave out clients that fail, set clients.failures = "tolerate"'
-        )
-        super().__init__(
-            "; ".join(filter(None, [text, todo])), "; ".join(filter(None, [text + TRACEBACK, todo]))
-        )
-        self.clients, self.why = tuple(clients), why
+        advice = '; to leave out clients that fail, set clients.failures = "tolerate"'
+        if len(clients) > 1:
+            subject = f"clients {ids} in a stack"
+        elif clients[0] == -1:
+            subject = "the server"
+            advice = ""
+        else:
+            subject = f"client {ids}"
+        text = f"{where}: {subject} failed: {why}"
+        super().__init__(text + advice, text + TRACEBACK + advice)
+        self.clients = tuple(clients)
+        self.why = why
 
 
 class MethodFailed(FedstillError):

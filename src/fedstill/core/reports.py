@@ -48,7 +48,9 @@ def is_number(value: Any) -> bool:
     """Whether a value is a number that every reader can compute with."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) <= 2**63 if isinstance(value, int) else math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) <= 2**63
+    return math.isfinite(value)
 
 
 def is_count(value: Any) -> bool:
@@ -57,7 +59,7 @@ def is_count(value: Any) -> bool:
 
 
 def _number_or_none(value: Any) -> bool:
-    # one not finite is null in the journal
+    # A number that is not finite is null in the journal.
     return value is None or isinstance(value, float) or is_number(value)
 
 
@@ -117,21 +119,24 @@ number or None.
 """
 
 
-def _whys(value: Any) -> bool:
-    """Numbers by reason, by class."""
+def _reasons_by_class(value: Any) -> bool:
+    """By class, numbers by reason."""
     if not isinstance(value, Mapping) or not all(_name(c) and c.isdecimal() for c in value):
         return False
-    few = all(isinstance(why, Mapping) and len(why) <= MAX_REASONS for why in value.values())
-    return few and all(
-        _name(k) and _number_or_none(v) for why in value.values() for k, v in why.items()
-    )
+    return all(_are_reasons(reasons) for reasons in value.values())
+
+
+def _are_reasons(value: Any) -> bool:
+    if not isinstance(value, Mapping) or len(value) > MAX_REASONS:
+        return False
+    return all(_name(reason) and _number_or_none(number) for reason, number in value.items())
 
 
 _FORMS: Mapping[str, Callable[[Any], bool]] = {
     **ENGINE,
     **COUNTED,
     PROBE: _list_of(is_number),
-    WHY: _whys,
+    WHY: _reasons_by_class,
 }
 
 
@@ -144,18 +149,27 @@ def wrong_report(metrics: Mapping[str, Any]) -> str:
     "its report 'seconds_training' is malformed"
     """
     for name, value in metrics.items():
-        if name != OWN and (bad := _wrong_field(name, value)):
-            return bad
-    own = metrics.get(OWN, {})
-    if not isinstance(own, Mapping):
+        problem = "" if name == OWN else _wrong_field(name, value)
+        if problem:
+            return problem
+    return _wrong_method_report(metrics.get(OWN, {}), metrics)
+
+
+def _wrong_method_report(report: Any, metrics: Mapping[str, Any]) -> str:
+    """Why the method's own report is not acceptable beside the other metrics."""
+    if not isinstance(report, Mapping):
         return f"its report {OWN!r} is malformed"
-    for name, value in own.items():
+    for name, value in report.items():
+        # A method may say which teachers it used, in place of the engine.
         if name != "teachers" and (name in ENGINE or name in COUNTED or name in metrics):
             return f"its method's report {name!r} is not a method's to give"
-        if bad := _wrong_field(name, value):
-            return bad
-    if own and (size := len(json.dumps(json_value(own)))) > MAX_REPORT:
-        return f"its method's report has {size} characters, over the limit of {MAX_REPORT}"
+        problem = _wrong_field(name, value)
+        if problem:
+            return problem
+    if report:
+        size = len(json.dumps(json_value(report)))
+        if size > MAX_REPORT:
+            return f"its method's report has {size} characters, over the limit of {MAX_REPORT}"
     return ""
 
 
@@ -164,24 +178,32 @@ def _wrong_field(name: Any, value: Any) -> str:
         return f"its report has a name that is no short text, {str(name)[:40]!r}"
     if name in TAKEN:
         return f"its report {name!r} is the server's to fill in"
-    return "" if _has_its_form(name, value) else f"its report {name!r} is malformed"
+    if not has_valid_form(name, value):
+        return f"its report {name!r} is malformed"
+    return ""
 
 
-def _has_its_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -> bool:
-    check = _FORMS.get(name) or (_seconds if name.startswith("seconds") else None)
-    return check(value) if check else _plain(value, depth, word)
+def has_valid_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -> bool:
+    """Whether a field has the form that its name asks for; without one, it must consist of numbers,
+    short texts, and lists and tables of them.
+
+    depth: how deep lists and tables may be nested. word: the most characters of a text.
+    """
+    if name in _FORMS:
+        return _FORMS[name](value)
+    if name.startswith("seconds"):
+        return _seconds(value)
+    return _is_plain(value, depth, word)
 
 
-def _plain(value: Any, depth: int, word: int) -> bool:
-    """Numbers, short words, and lists and tables of them."""
+def _is_plain(value: Any, depth: int, word: int) -> bool:
     if isinstance(value, Mapping):
-        return depth > 0 and all(
-            _plain(one, depth - 1, word) for pair in value.items() for one in pair
-        )
+        items = [*value.keys(), *value.values()]
+        return depth > 0 and all(_is_plain(item, depth - 1, word) for item in items)
     if isinstance(value, (list, tuple)):
-        return depth > 0 and all(_plain(v, depth - 1, word) for v in value)
+        return depth > 0 and all(_is_plain(item, depth - 1, word) for item in value)
     if isinstance(value, str):
-        # which no file can hold
+        # No file can hold a text with half of a surrogate pair.
         return len(value) <= word and not any("\ud800" <= c <= "\udfff" for c in value)
     return isinstance(value, bool) or _number_or_none(value)
 
@@ -198,42 +220,14 @@ def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def healed(event: Mapping[str, Any], classes: int) -> tuple[dict[str, Any], list[str]]:
-    """A client's event of an old journal without what is malformed in it, and the names of what was
-    left out.
-
-    Before reports were checked, a client could write anything there, and the run could not go on.
-    """
-    bad = {k for k, v in event.items() if k not in TAKEN and not _heals(k, v, classes)}
-    if bad & COUNTED.keys():  # they are read together
-        bad |= COUNTED.keys() & event.keys()
-    if not is_count(event.get("noised_rows", 0)):
-        bad.add("noised_rows")
-    if not is_count(event.get("private_steps", 0)) or not 0 <= event.get("private_rate", 0.0) <= 1:
-        bad |= {"private_steps", "private_rate"}
-    return ({k: v for k, v in event.items() if k not in bad} if bad else dict(event)), sorted(bad)
-
-
-def _heals(name: str, value: Any, classes: int) -> bool:
-    if not _has_its_form(name, value, depth=100, word=1 << 20):
-        return False
-    if name in ("private", "public") and not is_number(value):
-        return value == {} or not wrong_table(name, value, classes)
-    rows = value if name == "correct_by_epoch" else [value] if name in COUNTED else []
-    return not classes or all(len(row) == classes for row in rows)
-
-
 def wrong_table(of: str, table: Any, classes: int) -> str:
     """Why a table is not ``counts`` of examples by class (C,), and how many were right ``before``
     and ``after``.
 
     classes: 0 if they are not known.
     """
-    if not isinstance(table, Mapping) or not {"counts", "after"} <= table.keys() <= {
-        "counts",
-        "before",
-        "after",
-    }:
+    required = {"counts", "after"}
+    if not isinstance(table, Mapping) or not required <= table.keys() <= {*required, "before"}:
         return f"{of} is not a table of counts and after"
     for name, value in table.items():
         if not counts(value):
@@ -252,4 +246,6 @@ def json_value(value: Any) -> Any:
         return {str(k): json_value(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_value(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -17,7 +17,15 @@ from typing import Any
 
 from fedstill.core.errors import CorruptFile, UnknownName, cut_reason
 from fedstill.core.files import as_named, digest, sync_folder, write_whole
-from fedstill.core.reports import healed, json_value
+from fedstill.core.reports import (
+    COUNTED,
+    TAKEN,
+    has_valid_form,
+    is_count,
+    is_number,
+    json_value,
+    wrong_table,
+)
 
 # The journal of a run: one JSON object a line, in the order of events; times are only in fields
 # named ``seconds…``.
@@ -154,7 +162,7 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             raise CorruptFile(f"{path}, line {number}, is not an event")
         if event["event"] == "client":
-            event, left_out = healed(event, _classes(events))
+            event, left_out = without_malformed(event, _classes(events))
             _warn(path, number, str(event.get("client")), tuple(left_out))
         events.append(event)
     return events
@@ -261,3 +269,38 @@ def _added(folder: Path) -> list[Look]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged; delete it, and ask again") from error
+
+
+# Journals of earlier versions: before reports were checked, a client could write anything there,
+# and the run could not go on.
+
+
+def without_malformed(event: Event, classes: int) -> tuple[Event, list[str]]:
+    """A client's event without its malformed fields, and the names of what was left out."""
+    malformed = {
+        name
+        for name, value in event.items()
+        if name not in TAKEN and not _is_readable(name, value, classes)
+    }
+    # These fields are read together.
+    if malformed & COUNTED.keys():
+        malformed |= COUNTED.keys() & event.keys()
+    if not is_count(event.get("noised_rows", 0)):
+        malformed.add("noised_rows")
+    if not is_count(event.get("private_steps", 0)) or not 0 <= event.get("private_rate", 0.0) <= 1:
+        malformed |= {"private_steps", "private_rate"}
+    fields = {name: value for name, value in event.items() if name not in malformed}
+    return fields, sorted(malformed)
+
+
+def _is_readable(name: str, value: Any, classes: int) -> bool:
+    if not has_valid_form(name, value, depth=100, word=1 << 20):
+        return False
+    if name in ("private", "public") and not is_number(value):
+        return value == {} or not wrong_table(name, value, classes)
+    rows: list[Any] = []
+    if name == "correct_by_epoch":
+        rows = value
+    elif name in COUNTED:
+        rows = [value]
+    return classes == 0 or all(len(row) == classes for row in rows)
