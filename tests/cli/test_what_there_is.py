@@ -148,7 +148,7 @@ def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "did you mean 'fedntd'" in capsys.readouterr().err
 
 
-@pytest.mark.uses("querying")
+@pytest.mark.uses("privacy", "querying")
 def test_explain_says_what_each_value_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
