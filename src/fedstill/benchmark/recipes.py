@@ -15,7 +15,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.experiment import from_tree
+from fedstill.config.experiment import COMMAND_LINE, from_tree
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.variants import Variant, seeded
 
@@ -120,7 +120,7 @@ class Recipe:
                 after = self._start(start, seed, changes, out) if start else None
                 own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
                 own |= {"start_from": str(after.folder)} if after else {}
-                experiment = from_tree(tree, {}, None).with_values(own, "command line")
+                experiment = from_tree(tree, {}, None).with_values(own, COMMAND_LINE)
                 runs.append(
                     replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after)
                 )
@@ -137,7 +137,7 @@ class Recipe:
         if name not in self.starts:
             raise UnknownName("start", name, self.starts, where=self.name)
         experiment = from_tree({**self.common, **self.starts[name]}, {}, None)
-        changed = experiment.with_values(changes, "command line")
+        changed = experiment.with_values(changes, COMMAND_LINE)
         return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 
     def folder(self, changes: Mapping[str, Any]) -> Path:

@@ -60,14 +60,14 @@ def run_command(
             clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.config.experiment import load
+    from fedstill.config.experiment import COMMAND_LINE, load
     from fedstill.config.resolve import settle
     from fedstill.report.progress import followed
     from fedstill.running import runner
 
     experiment = load(config, set_)
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
-    experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
+    experiment = experiment.with_values({k: v for k, v in given.items() if v}, COMMAND_LINE)
     settings = settle(experiment)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:

@@ -226,6 +226,9 @@ class Experiment(TopKeys):
         return from_tree(tree, {**self.origins, **dict.fromkeys(values, origin)}, self.base)
 
 
+COMMAND_LINE = "command line"
+"""The origin of values that an override gives."""
+
 LIVING = ("method", "model", "partition")
 """Tables that also take what they name: a class, a function, or an object that can be called."""
 
@@ -241,12 +244,12 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
     directory.
     """
     if file is None:
-        return Experiment().with_values(parse_overrides(overrides), "command line")
+        return Experiment().with_values(parse_overrides(overrides), COMMAND_LINE)
     path = named_path(file)
     tree = _read(path)
     origins = dict.fromkeys(_dotted(tree), f"file {path.name}")
     over = from_here(parse_overrides(overrides), path.parent)
-    return from_tree(tree, origins, path.parent).with_values(over, "command line")
+    return from_tree(tree, origins, path.parent).with_values(over, COMMAND_LINE)
 
 
 def refuse_no_experiment(given: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.config.experiment import Experiment, from_tree
+from fedstill.config.experiment import COMMAND_LINE, Experiment, from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
@@ -364,7 +364,7 @@ def _experiment(
         "query": {"fewer_than": run.table(QueryTable).fewer_than, **asked},
         "plan": {FIT: as_table(run.plans[FIT])},
     }
-    return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, "command line")
+    return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, COMMAND_LINE)
 
 
 def _guest(path: Path, prepared: Prepared) -> Guest:

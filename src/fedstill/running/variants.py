@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.experiment import Experiment, refuse_no_experiment
+from fedstill.config.experiment import COMMAND_LINE, Experiment, refuse_no_experiment
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
@@ -61,7 +61,7 @@ def variants(
     for method in methods or ("",):
         of_method = experiment
         if method:
-            of_method = experiment.with_values({"method": method}, "compare")
+            of_method = _with_method(experiment, method)
         for values in itertools.product(*(grid or {}).values()):
             setting = dict(zip(grid or {}, values, strict=True))
             chosen = of_method.with_values(setting, "compare")
@@ -75,6 +75,29 @@ def variants(
             "two runs of this comparison are the same; name each method, value and seed once"
         )
     return runs
+
+
+def _with_method(experiment: Experiment, method: str) -> Experiment:
+    """The experiment with another method.
+
+    Fields from the command line hold for every method; one that a method does not have is an error
+    when the run is settled. Other fields belong to the method that the experiment names. Raises
+    ConfigError if the command line names a method, which would have no effect.
+    """
+    origins = experiment.origins
+    if COMMAND_LINE in (origins.get("method"), origins.get("method.name")):
+        raise ConfigError(
+            "--methods names the methods of a comparison; leave out -s method, or add that method "
+            "to --methods"
+        )
+    table = experiment.table("method")
+    is_same_method = table.get("name") == method
+    fields = {
+        key: value
+        for key, value in table.items()
+        if key != "name" and (is_same_method or origins.get(f"method.{key}") == COMMAND_LINE)
+    }
+    return experiment.with_values({"method": {"name": method, **fields}}, "compare")
 
 
 def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> Variant:
