@@ -73,6 +73,7 @@ def test_a_file_of_another_kind_stays_as_it_is(
     assert not {"clients.parquet", "rounds.csv", "differences.csv"} & set(files_of(tmp_path))
 
 
+@pytest.mark.uses("export")
 def test_what_was_written_before_is_written_again(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,7 @@ def test_a_data_set_is_added_as_the_page_says(
     reason="the extras onnx and pandas are not installed: pip install 'fedstill[onnx,pandas]', as "
     "make test does",
 )
+@pytest.mark.uses("export")
 def test_a_model_is_used_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from run_bits import stopped
 pandas = pytest.importorskip("pandas")
 
 
+@pytest.mark.uses("export")
 def test_the_tables_are_those_of_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_runs_that_were_stopped_or_packed_have_tables_too(tmp_path: Path) -> Non
     assert [each[1:] for each in again] == [rounds[1:], clients[1:]]
 
 
+@pytest.mark.uses("export")
 def test_what_cannot_be_written_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
