@@ -1,5 +1,11 @@
-"""The federated loop: records, methods, clients' work, topologies, rounds and the screen.
+"""The federated loop.
 
-It knows nothing of files, configs, Flower or reports; everything else is built on it.
+- The loop: ``rounds``, ``extensions``, ``schedule``, ``topology``, ``results``, ``census``.
+- Methods: ``method``, ``work``, ``capabilities``, ``aggregation``, ``labels``, ``teachers``.
+- Records: ``records``, ``payload``, ``stream``, ``trees``, ``codec``.
+- Checks of replies and of a user's code: ``screen``, ``reports``, ``checks``, ``user_code``.
+- Shared by all packages: ``errors``, ``fields``, ``files``, ``keys``, ``process_settings``,
+  ``registry``, ``user_modules``, ``docstrings``.
 
+Nothing here knows how a config is read, what a run directory holds, Flower or reports.
 """

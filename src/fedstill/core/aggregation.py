@@ -99,10 +99,10 @@ def clipped_mean(many: Sequence[Tensors], start: Tensors | None) -> dict[str, to
 
 
 def krum(many: Sequence[Tensors], hostile: int) -> int:
-    """Which tree lies nearest to its n - hostile - 2 nearest others, by the sum of squared
-    distances; ties: the first.
+    """The index of the tree with the smallest sum of squared distances to its n - hostile - 2
+    nearest others; the first in a tie.
 
-    hostile: how many may be so, of which at most (n - 3) / 2 are reckoned with.
+    hostile: the assumed number of hostile trees, at most (n - 3) / 2.
 
     Source: Blanchard et al. (2017), "Machine Learning with Adversaries", section 4.
     """
@@ -112,7 +112,7 @@ def krum(many: Sequence[Tensors], hostile: int) -> int:
     for name in trees.floats(many[0]):
         values = torch.stack([tree[name].flatten() for tree in many]).double()
         apart += torch.cdist(values, values, compute_mode="donot_use_mm_for_euclid_dist").cpu() ** 2
-    # the first is the tree itself
+    # The nearest of all is the tree itself.
     nearest = apart.sort(1).values[:, 1 : 1 + max(1, n - hostile - 2)]
     return int(nearest.sum(1).argmin())
 
@@ -136,7 +136,7 @@ def weighted_mean(
 
     Buffers are averaged too; integer entries are the first client's. Replies of clients without
     examples weigh nothing, unless none has any. start, suspected: for robust means
-    (``robust.robust_mean``).
+    (``robust_mean``).
 
     Source: McMahan et al. (2017), Algorithm 1; FedNTD, eq. 2.
     Reading: FedNTD's Algorithm 1 prints the uniform mean; its code and eq. 2 weigh by size.
@@ -153,8 +153,10 @@ def weighted_mean(
 
 
 def alike(aggregation: Aggregation) -> Aggregation:
-    """What takes the place of a uniform mean: itself, or the robust one that was chosen."""
-    return aggregation if aggregation in ROBUST else "uniform"
+    """The chosen aggregation if it is robust, else the uniform mean."""
+    if aggregation in ROBUST:
+        return aggregation
+    return "uniform"
 
 
 def mean_by_class(

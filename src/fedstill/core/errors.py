@@ -13,7 +13,7 @@ class FedstillError(Exception):
     """The base of all errors that fedstill raises on purpose; its text is one line a user can act
     on.
 
-    ``in_shell``: the same for who typed a command, where the text names an argument of a Python
+    ``in_shell``: the text that the command line shows, if ``text`` names an argument of a Python
     function.
     """
 

@@ -49,8 +49,9 @@ def seed_global(seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """What draws from torch's global generators meanwhile draws from ``seed``; the CPU's is
-    afterwards as before.
+    """Seed torch's global generators within the block, and restore the CPU's afterwards.
+
+    ``put_aside`` only restores them.
     """
     with _global:
         found = torch.get_rng_state()
@@ -64,13 +65,15 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def put_aside(card: bool = False) -> Iterator[None]:
-    """For a moment, in which threads side by side wait: torch's global generator on the CPU is
-    afterwards as before.
+    """Restore torch's global generator on the CPU after the block. Other threads wait meanwhile, so
+    the block must be short.
 
-    card: that of the current CUDA device, too, if one is in use.
+    card: whether to restore that of the current CUDA device, too, if one is in use.
     """
-    in_use = card and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with _global, torch.random.fork_rng(devices=[torch.cuda.current_device()] if in_use else []):
+    devices: list[int] = []
+    if card and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices = [torch.cuda.current_device()]
+    with _global, torch.random.fork_rng(devices=devices):
         yield
 
 
@@ -89,12 +92,12 @@ def has_moved(since: list[torch.Tensor]) -> bool:
 
 
 def resident(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What was drawn on the CPU, on a device; nothing waits for the copy to a CUDA device."""
-    return (
-        draws.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else draws.to(device)
-    )
+    """Numbers that were drawn on the CPU, on a device. Nothing waits for a copy to a CUDA
+    device.
+    """
+    if device.type == "cuda":
+        return draws.pin_memory().to(device, non_blocking=True)
+    return draws.to(device)
 
 
 def numpy_generator(seed: int) -> np.random.Generator:

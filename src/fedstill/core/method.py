@@ -19,23 +19,13 @@ from fedstill.core.work import ClientWork
 
 @dataclass(frozen=True)
 class Method:
-    """The server's half of a method; its fields are its hyper-parameters. As it stands it is
-    federated averaging.
+    """The server's half of a method. Its fields are the method's hyper-parameters.
 
-    ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages
-    it knows.
-    ``needs``: what it cannot do without, such as ``Need.SAME_SHAPES | Need.HEAD``. ``adds``: what
-    it adds to every network, zeros at first. ``permits``: what may be done to its replies. The
-    flags of these three are in ``fedstill.core.capabilities``. ``labelled``: the stages that read
-    the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's
-    training settings by stage. ``personal``: the stages after which a client's own model is its
-    answer; of several, the last in which it acted. Without one its answer is the predictor
-    ``client N``, or the first. ``reusable``: the stages that leave no memory, and whose replies
-    depend on nothing but the client's data, model, plan, seed and work: they may be kept for other
-    runs.
+    The base class is federated averaging; a method overrides what it does differently. The flags of
+    ``needs``, ``adds`` and ``permits`` are in ``fedstill.core.capabilities``.
 
-    A complete one, and three rounds of it, in which four clients learn to tell dark grey
-    from light:
+    A complete method, and three rounds of it, in which four clients learn to tell dark grey from
+    light:
 
     >>> import torch
     >>> import fedstill
@@ -89,15 +79,32 @@ class Method:
     """
 
     topology: ClassVar[str] = "parallel"
+    """The default topology."""
     schedule: ClassVar[Mapping[str, Any]] = {}
+    """Default options of the topology."""
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
+    """The names of the stages that the method knows."""
     needs: ClassVar[Need] = Need.SAME_SHAPES
+    """What the method requires of a run, such as ``Need.SAME_SHAPES | Need.HEAD``."""
     adds: ClassVar[Addition] = Addition.NOTHING
+    """What the method adds to every network; the additions start at zero."""
     permits: ClassVar[Permit] = Permit.NOTHING
+    """What may be done to the method's replies."""
     labelled: ClassVar[frozenset[str]] = frozenset()
+    """The stages that read the labels of public data. In all other stages these are hidden, as
+    -1.
+    """
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
+    """The paper's training settings by stage."""
     personal: ClassVar[frozenset[str]] = frozenset()
+    """The stages after which a client's own model is its answer; the last of these in which the
+    client acted counts. Without such a stage, its answer is the predictor ``client N``, or the
+    first predictor.
+    """
     reusable: ClassVar[frozenset[str]] = frozenset()
+    """The stages whose replies may be stored for other runs: they leave no memory, and their
+    replies depend only on the client's data, model, plan, seed and work.
+    """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Raises ConfigError for a name that resembles a hook's or a declaration's, and for needs,
@@ -111,20 +118,20 @@ class Method:
         check_ranges(self)
 
     def requires(self) -> Need:
-        """What it cannot do without as it is set: ``needs``, unless a field changes that."""
+        """What the method requires with these hyper-parameters; ``needs`` by default."""
         return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        """Why it has no meaning on a schedule (the stages of round 1), and what to do; empty where
-        it has one.
+        """Why the method cannot run on a schedule (the stages of round 1), and what to do; empty if
+        it can.
         """
         return ""
 
     def setting_warnings(self, world: World) -> str:
-        """What of it does nothing with a run's classes and tasks, and what to do; empty if all does
-        something.
+        """A warning about settings that have no effect with a run's classes and tasks; empty if all
+        have one.
 
-        It does not stop the run: it is said when one begins, and by ``fedstill explain``.
+        The warning is shown when a run begins, and by ``fedstill explain``.
         """
         return ""
 
@@ -147,8 +154,8 @@ class Method:
         return ClientWork()
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        """A payload like the reply must be: its groups, names, shapes and types count, its values
-        do not.
+        """A payload of the form that a client's reply must have: groups, names, shapes and types.
+        The values do not matter.
         """
         return Payload(params=world.initial(client))
 
@@ -159,30 +166,30 @@ class Method:
         return state.next(params=weighted_mean(replies))
 
     def idle_reply(self, reply: Reply, payload: Payload) -> Payload | None:
-        """What a client would have sent had it changed nothing, in place of its reply; None where
-        nobody can say.
+        """The reply that a client would have sent if it had changed nothing; None if this cannot be
+        determined.
 
-        As it stands: a model is as it was received, a ``change`` is 0, and all else stays. The
-        rounds in which some clients are idle say who contributed to what a round did (the measure
-        ``contributions``).
+        By default, a model is as it was received, a ``change`` is 0, and everything else is as in
+        the reply. The measure ``contributions`` repeats rounds with such replies, to find out which
+        clients contributed to what a round did.
         """
-        same = {
+        models = {
             group: payload[group]
             for group in ("params", "shared")
             if group in reply.content and group in payload
         }
-        still = (
-            {"change": zeros_like(reply.content.tensors("change"))}
-            if "change" in reply.content
-            else {}
-        )
-        return Payload({**reply.content, **same, **still}) if same else None
+        if not models:
+            return None
+        groups = {**reply.content, **models}
+        if "change" in groups:
+            groups["change"] = zeros_like(reply.content.tensors("change"))
+        return Payload(groups)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What the server can evaluate: name to a function from images (B, channels, H, W) to
+        """The models that the server can evaluate, by name: functions from inputs (B, ...) to
         logits (B, C).
 
-        As it stands the global model, if there is one.
+        By default, the global model if there is one.
         """
         if not state.params:
             return {}

@@ -1,4 +1,4 @@
-"""The frozen records that parts of the library pass to each other; they only hold data."""
+"""The frozen records that the parts of the library pass to each other."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ModelSpec:
     adds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """All of it: the seed of initial weights is made of this."""
+        """The whole spec. The seed of the initial weights is derived from this text."""
         return self._with_options(self.name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,11 +166,12 @@ def _is_pair(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage trains: length, batches, optimiser; what a config's ``[plan.STAGE]`` overrides.
+    """How a stage trains: length, batches and optimiser. A config overrides it by
+    ``[plan.STAGE]``.
 
     0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation
-    mode. The examples of ``validation`` are for ``score``; ``patience`` and ``keep = "best"`` need
-    them.
+    mode. ``patience`` and ``keep = "best"`` need the examples of ``validation``, on which
+    ``ClientWork.validation_score`` is computed.
     """
 
     epochs: CountOrZero = 5
@@ -232,7 +233,9 @@ class Plan:
         return -(-examples // self.batch) - joined
 
     def leaves_one_over(self, examples: int) -> bool:
-        """Whether training comes to a last batch of a single example behind others in its epoch."""
+        """Whether training reaches an epoch's last batch and it holds a single example, after other
+        batches.
+        """
         ends_with_one = 1 < self.batch < examples and examples % self.batch == 1
         is_reached = self.steps == 0 or self.steps >= self.batches_per_epoch(examples)
         return ends_with_one and is_reached
@@ -376,8 +379,8 @@ class TrainingResult:
 
 
 class Step(Protocol):
-    """One batch under training, as an objective sees it; a forward pass is made when first asked
-    for.
+    """One batch in training, as an objective sees it. A forward pass runs when a result is first
+    requested.
     """
 
     x: Tensor  # (B, channels, H, W) float
@@ -443,8 +446,7 @@ class Step(Protocol):
         """The mean () of values (B,) over real examples."""
 
 
-# The frozen records that the parts of the library pass to each other; they hold data and do
-# nothing.
+# Stages, replies and states; and what clients and the server may see.
 
 
 SERVER = -1
@@ -488,7 +490,7 @@ class State:
     """The server's whole state between two stages: the round, the stage to do next, global
     parameters, named extras.
 
-    ``model``: the architecture of ``params``, where a fold has changed it.
+    ``model``: the architecture of ``params``, if ``aggregate`` has changed it.
     """
 
     params: Tensors

@@ -34,53 +34,57 @@ Transform = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cut:
-    """What a stream's kind makes of the training set.
-
-    ``task``: (n,) int64, the task of each example, from 0; None where every task shows all of
-    them. ``classes``: those of each task. ``transforms``: how each task shows its images; empty: as
-    they are. ``mix``: for each task the share of examples that go to their client of a second split
-    instead of the first; empty: there is one split.
-    ``by_domain``: test examples, too, belong to the task of their column's value.
-    """
+    """How a kind of stream cuts the training set into tasks."""
 
     task: NDArray[np.int64] | None
+    """The task of each example, from 0, (n,) int64; None if every task shows all examples."""
     classes: tuple[tuple[int, ...], ...]
+    """The classes of each task."""
     transforms: tuple[Transform | None, ...] = ()
+    """How each task shows its images; empty if they stay as they are."""
     mix: tuple[float, ...] = ()
+    """For each task, the share of examples that go to their client of a second split instead of the
+    first; empty if there is one split.
+    """
     by_domain: bool = False
+    """Whether test examples, too, belong to the task of their column's value."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The schedule of a run's tasks, which everybody may know: as it stands, one task for the whole
+    """The schedule of a run's tasks, which everybody may know. By default, one task for the whole
     run.
 
-    ``starts``: the first round of each task; ``rounds``: of the run. ``by_task``: the classes of
-    each task. ``head``: which outputs take part in training. ``restarts``: the learning rate's
-    schedule counts within a task. ``lag``: a client's clock is from 0 to so many rounds
-    late. ``join``: the share of clients that is there from the start, the others enter evenly over
-    the tasks. ``stay``: the share that stays with its task at a change. ``kept``: whether clients
-    train on the data of earlier tasks, too. ``absent``: pairs (task, client) of those without
-    examples. All that is drawn is drawn by key from ``seed``.
+    All draws are made by key from ``seed``.
     """
 
     starts: tuple[int, ...] = (1,)
+    """The first round of each task."""
     rounds: int = 0
+    """The number of the run's rounds."""
     by_task: tuple[tuple[int, ...], ...] = ()
+    """The classes of each task."""
     head: Head = "all"
+    """Which outputs take part in training."""
     restarts: bool = True
+    """Whether the learning rate's schedule begins anew with each task."""
     clients: int = 0
     lag: int = 0
+    """The most rounds by which a client may be late; each client's lag is drawn."""
     join: float = 1.0
+    """The share of clients that take part from the start; the others join evenly over the tasks."""
     stay: float = 0.0
+    """The share of clients that stay with the old task when the task changes."""
     kept: bool = False
+    """Whether clients also train on the data of earlier tasks."""
     seed: int = 0
     absent: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
+    """The pairs (task, client) of clients without examples in a task."""
 
     @property
     def nothing_before(self) -> str:
-        """What to say of a method that minds earlier tasks, where there are none; empty where there
-        are.
+        """The warning for a method that uses earlier tasks if the run has only one; empty if it has
+        more.
         """
         if self.tasks > 1:
             return ""

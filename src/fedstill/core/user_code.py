@@ -30,8 +30,8 @@ _HERE = (lambda: None).__code__
 
 
 def reason(error: BaseException, author: Any = None) -> str:
-    """What a method's code raised, on one line: its type, its text, and where it was raised, as
-    ``place`` has it.
+    """What a method's code raised, on one line: its type, its text, and where it was raised (as in
+    ``definition``).
 
     ``author``: the object whose code was called; where no line of a user's raised, a user's class
     is named instead.

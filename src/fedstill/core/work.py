@@ -28,8 +28,10 @@ class ClientWork:
     """The client's half of a method. It holds no state, no loop over batches, no device, no file
     and no seed.
 
-    Without changes it is plain local training: the parameters received, cross-entropy, the
-    parameters sent back.
+    By default this is plain local training: it starts from the received parameters, minimises the
+    cross-entropy, and sends the parameters back. In every step, the hooks are called in this order:
+    ``ascent_terms`` and ``perturb`` (a first pass, if the method has one), ``terms``,
+    ``adjust_gradients``, the optimiser, ``after_step``.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -63,10 +65,9 @@ class ClientWork:
         return Payload(params=params), NOTHING
 
     def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
-        """The model that this client answers with, made of what training left of its network;
-        measures take it.
+        """The client's final model, from its trained parameters; measures evaluate it.
 
-        Parameters of that network, or another network with its own.
+        Return parameters of the client's network, or another network with its parameters.
         """
         return params
 
@@ -77,17 +78,17 @@ class ClientWork:
         return {}
 
     def ascent_terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        """Named terms of a first pass, whose gradient ``perturb`` is given; without them it is
-        given zeros.
+        """Named terms of a first pass, as sharpness-aware minimisation has one; ``perturb`` gets
+        their gradient, or zeros without terms.
         """
         return {}
 
     def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
-        """Where the gradient of ``terms`` is taken; the step that follows still starts from
+        """The point at which the gradient of ``terms`` is taken. The step still starts from
         ``params``.
 
-        Both have the trained entries only. Statistics of normalisation take up a batch once, in the
-        first pass.
+        Both have the trained entries only. Normalisation layers update their statistics in the
+        first pass only.
         """
         return params
 
@@ -107,8 +108,8 @@ class ClientWork:
         """How good these parameters are, once an epoch, for early stopping: accuracy on the
         client's held-out data.
 
-        An output that takes no part in training is no answer. None where nothing is held out, as by
-        the server and a client of one example: all epochs run, and the last counts.
+        Outputs that take no part in training are left out. None if nothing is held out, as at the
+        server and at a client with one example: then all epochs run, and the last counts.
         """
         held = view.validation
         if held is None or len(held) == 0:
