@@ -41,65 +41,82 @@ def write_together(
     mode: int = 0o666,
     beside: Callable[[], object] | None = None,
 ) -> None:
-    """Write several files as ``write_whole`` does each, waiting for the disk side by side: about as
-    long as for one.
+    """Write several files as ``write_whole`` does each. It takes about as long as one file, because
+    all wait for the disk side by side.
 
-    All contents are durable before the first file has its name, and ``beside``, another wait, is
-    over. Names are given in this order; a loss of power may leave any of them out. Raises DiskFull
-    for the first that cannot be written.
+    ``beside``: another wait, such as for a file that is open already. Once all contents are durable
+    and that wait is over, the files get their names, in this order. A loss of power may leave any
+    of the names out. Raises DiskFull for the first file that cannot be written.
     """
-    coming, asides, waits = iter(files), dict[Path, Path](), [beside] if beside else []
+    remaining = iter(files)
+    temporary: dict[Path, Path] = {}
+    waits: list[Callable[[], object]] = []
+    if beside is not None:
+        waits.append(beside)
     try:
-        for first in coming:
-            _write_aside(chain([first], islice(coming, TOGETHER - 1)), mode, asides, waits)
+        # A few at a time, because each of them is open until it is durable.
+        for first in remaining:
+            some = chain([first], islice(remaining, TOGETHER - 1))
+            _write_temporary(some, mode, temporary, waits)
             waits = []
-        for path, aside in asides.items():
-            with _named(path):
-                aside.replace(path)
-        _side_by_side(
-            [partial(_sync_name, path) for path in {path.parent: path for path in asides}.values()]
-        )
+        for path, written in temporary.items():
+            with _disk_errors(path):
+                written.replace(path)
+        # One file of each folder, to name in an error.
+        by_folder = {path.parent: path for path in temporary}
+        _side_by_side([partial(_sync_names, path) for path in by_folder.values()])
     except DiskFull:
-        for aside in asides.values():
+        for written in temporary.values():
             with contextlib.suppress(OSError):  # the first error is the one to report
-                aside.unlink(missing_ok=True)
+                written.unlink(missing_ok=True)
         raise
 
 
-def _write_aside(
+def _write_temporary(
     files: Iterable[tuple[Path, bytes]],
     mode: int,
-    asides: dict[Path, Path],
+    temporary: dict[Path, Path],
     waits: Sequence[Callable[[], object]],
 ) -> None:
-    """Make contents durable under other names, which ``asides`` takes up."""
-    with contextlib.ExitStack() as until_synced:
-        written: list[tuple[Path, IO[bytes]]] = []
+    """Make contents durable under temporary names, and wait for ``waits`` meanwhile.
+
+    ``temporary``: gets the temporary path of each file before it is opened, so that the caller can
+    delete it after an error.
+    """
+    with contextlib.ExitStack() as open_files:
+        syncs: list[Callable[[], object]] = []
         for path, data in files:
-            asides[path] = aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
-            with _named(path):
-                file = until_synced.enter_context(
-                    open(aside, "wb", 0, opener=partial(os.open, mode=mode))
-                )
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[file.write(rest) :]
-            written.append((path, file))
-        _side_by_side([*waits, *(partial(_sync, path, file) for path, file in written)])
+            temporary[path] = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
+            with _disk_errors(path):
+                opener = partial(os.open, mode=mode)
+                file = open_files.enter_context(open(temporary[path], "wb", 0, opener=opener))
+                _write_all(file, data)
+            syncs.append(partial(_sync_content, path, file))
+        _side_by_side([*waits, *syncs])
 
 
-def _sync(path: Path, file: IO[bytes]) -> None:
-    with _named(path):
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    """Write to an unbuffered file, which may take a part at a time."""
+    unwritten = memoryview(data)
+    while unwritten:
+        count = file.write(unwritten)
+        unwritten = unwritten[count:]
+
+
+def _sync_content(path: Path, file: IO[bytes]) -> None:
+    with _disk_errors(path):
         os.fsync(file.fileno())
 
 
-def _sync_name(path: Path) -> None:
-    with _named(path):
+def _sync_names(path: Path) -> None:
+    with _disk_errors(path):
         sync_folder(path.parent)
 
 
 def _side_by_side(waits: Sequence[Callable[[], object]]) -> None:
-    """Wait for the first here and for the others in threads; the first error on the list counts."""
+    """Wait for the first one here and for the others in threads. The first error on the list
+    counts.
+    """
     if not waits:
         return
     first, *others = waits
@@ -107,14 +124,15 @@ def _side_by_side(waits: Sequence[Callable[[], object]]) -> None:
         first()
         return
     with ThreadPoolExecutor(min(len(others), TOGETHER), "disk") as pool:
-        under_way = [pool.submit(wait) for wait in others]
+        futures = [pool.submit(wait) for wait in others]
         first()
-        for waited in under_way:
-            waited.result()
+        for future in futures:
+            future.result()
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
+    """An error of the disk names the file, and says what to do."""
     try:
         yield
     except OSError as error:
