@@ -163,6 +163,7 @@ def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.uses("attribution")
 def test_a_network_with_running_statistics_is_measured_in_a_run_and_later(
     normed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_network_with_running_statistics_is_measured_in_a_run_and_later(
     assert "client" in capsys.readouterr().out
 
 
+@pytest.mark.uses("attribution")
 def test_a_measure_that_fails_later_is_named_with_its_place(
     normed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
