@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -312,12 +313,12 @@ def apart_from(
         "seed"
     )
     head = ("", "", "ours", "95 % interval", "seeds", "", "paper")
-    pairs = [
-        ((row, column), (against, column)) for row, column in _by_column(cells) if row != against
-    ]
-    lines = [
-        _line(recipe, *pair, m, there, there) for pair in pairs for m in _measures(recipe, there)
-    ]
+    measures = _measures(recipe, there)
+    lines = []
+    for row, column in _by_column(cells):
+        if row != against:
+            comparison = Comparison((row, column), (against, column), there, there)
+            lines += [comparison.line(recipe, measure) for measure in measures]
     yield table(head, lines, words=2)
 
 
@@ -342,21 +343,29 @@ def apart_from_others(
             f"--beside: {where} holds no run of these rows; name a folder, or a pack, of this "
             "recipe's runs"
         )
-    here, there = summaries_by_cell(runs), summaries_by_cell(others)
-    pairs = [((row, column), (against or row, column)) for row, column in _by_column(cells)]
+    here = summaries_by_cell(runs)
+    there = summaries_by_cell(others)
+    comparisons = [
+        Comparison((row, column), (against or row, column), here, there)
+        for row, column in _by_column(cells)
+    ]
     named = against or "the same rows"
     yield Text(
         f"\nDifferences to {named} in {where}, in points, with the 95 % interval of differences "
         "paired by seed"
     )
     differ: dict[str, list[str]] = {}
-    for one, other in pairs:
-        said = _other_settings(_finished(*one, runs), _finished(*other, others), bool(against))
-        differ.setdefault(said, []).append(", ".join(one))
-    yield from (Text(f"{'; '.join(rows)}: {said}") for said, rows in differ.items() if said)
-    lines = [
-        _line(recipe, *pair, m, here, there)[:-1] for pair in pairs for m in _measures(recipe, here)
-    ]
+    for comparison in comparisons:
+        ours = _finished(*comparison.cell, runs)
+        theirs = _finished(*comparison.other, others)
+        settings = _other_settings(ours, theirs, other_row=bool(against))
+        differ.setdefault(settings, []).append(", ".join(comparison.cell))
+    for settings, rows in differ.items():
+        if settings:
+            yield Text(f"{'; '.join(rows)}: {settings}")
+    # The paper has no column here: these are two runs of ours.
+    measures = _measures(recipe, here)
+    lines = [comparison.line(recipe, m)[:-1] for comparison in comparisons for m in measures]
     yield table(("", "", "ours", "95 % interval", "seeds", ""), lines, words=2)
 
 
@@ -372,34 +381,40 @@ def by_round(
     if wrong := [number for number in rounds if number < 1]:
         raise ConfigError(f"--at: rounds are counted from 1, and {wrong[0]} is none")
     _check_row(against, cells)
-    head = [
-        "",
-        "round",
-        "ours [%]",
-        "seeds",
-        *([f"to {against}", "95 % interval", ""] if against else []),
-    ]
+    head = ["", "round", "ours [%]", "seeds"]
+    if against:
+        head += [f"to {against}", "95 % interval", ""]
     lines = []
-    for column in dict.fromkeys(c for _, c in cells):
-        rows = [r for r, c in cells if c == column]
-        curves = {
-            row: {run.seed: run.curve("accuracy") for run in runs_of_cell(row, column, runs)}
-            for row in rows
-        }
+    for column in dict.fromkeys(column for _, column in cells):
+        rows = [row for row, of_column in cells if of_column == column]
+        curves = {row: _curves_by_seed(row, column, runs) for row in rows}
         for row in rows:
             for number in rounds:
-                own, base = (_recent(curves.get(name, {}), number) for name in (row, against))
-                level = spread(list(own.values()))
+                recent = _recent(curves[row], number)
+                level = spread(list(recent.values()))
                 line = [
                     f"{row}, {column}",
                     str(number),
                     level.text(100, 1) if level else NONE,
-                    str(len(own)),
+                    str(len(recent)),
                 ]
-                apart = _apart_cells(None if row == against else paired_difference(own, base))
-                lines.append([*line, *((apart[0], apart[1], apart[3]) if against else ())])
+                if against:
+                    difference = None
+                    if row != against:
+                        baseline = _recent(curves.get(against, {}), number)
+                        difference = paired_difference(recent, baseline)
+                    cell = _difference_cells(difference)
+                    line += [cell.difference, cell.interval, cell.verdict]
+                lines.append(line)
     yield Text("\nMeans of the ten rounds up to a round")
     yield table(head, lines, words=2)
+
+
+def _curves_by_seed(
+    row: str, column: str, runs: Sequence[Variant]
+) -> dict[int, Mapping[int, float]]:
+    """The accuracy by round of each run of a cell, by its seed."""
+    return {run.seed: run.curve("accuracy") for run in runs_of_cell(row, column, runs)}
 
 
 def _recent(curves: Mapping[int, Mapping[int, float]], number: int) -> dict[int, float]:
@@ -413,73 +428,110 @@ def _recent(curves: Mapping[int, Mapping[int, float]], number: int) -> dict[int,
 
 
 def _check_row(row: str, cells: Cells, whose: str = "among the cells") -> None:
-    if row and row not in {r for r, _ in cells}:
-        raise ConfigError(
-            f"there is no row {row!r} {whose}; name one of {', '.join({r: 0 for r, _ in cells})}"
-        )
+    rows = dict.fromkeys(row_of_cell for row_of_cell, _ in cells)
+    if row and row not in rows:
+        raise ConfigError(f"there is no row {row!r} {whose}; name one of {', '.join(rows)}")
 
 
 def _by_column(cells: Cells) -> list[tuple[str, str]]:
-    return [
-        (row, column)
-        for column in dict.fromkeys(c for _, c in cells)
-        for row, c in cells
-        if c == column
-    ]
+    """The cells, one column after another."""
+    columns = list(dict.fromkeys(column for _, column in cells))
+    return sorted(cells, key=lambda cell: columns.index(cell[1]))
 
 
 def _measures(recipe: Recipe, summaries: Found) -> list[str]:
-    long = recipe.measures[0] == "accuracy" and any(
-        s["rounds"] > 10 for own in summaries.values() for s in own
-    )
-    return [recipe.measures[0], *([LAST_TEN] if long else []), *recipe.measures[1:]]
-
-
-def _line(
-    recipe: Recipe,
-    one: tuple[str, str],
-    other: tuple[str, str],
-    measure: str,
-    ours: Found,
-    theirs: Found,
-) -> list[str]:
-    apart = paired_difference(
-        by_seed(ours.get(" | ".join(one), []), measure),
-        by_seed(theirs.get(" | ".join(other), []), measure),
-    )
-    first, second = (
-        recipe.published.get(cell, Published()).values.get(measure) for cell in (one, other)
-    )
-    printed = NONE if first is None or second is None else f"{first - second:+.1f}"
-    title = "last 10" if measure == LAST_TEN else COLUMN_TITLES.get(measure, measure)
-    return [", ".join(one), title, *_apart_cells(apart), printed]
-
-
-def _apart_cells(apart: Difference | None) -> tuple[str, str, str, str]:
-    """The difference, its interval, the seeds that both have, and whether it tells the two
-    apart.
+    """The measures that are compared: the recipe's, and for long runs the mean of the last ten
+    rounds after the accuracy.
     """
-    if apart is None:
-        return NONE, NONE, "0", ""
-    if apart.pairs < 2:
-        return f"{100 * apart.mean:+.1f}", NONE, str(apart.pairs), ""
-    told = "told apart" if apart.told_apart else "not told apart"
-    return (
-        f"{100 * apart.mean:+.1f}",
-        f"{100 * apart.low:+.1f} to {100 * apart.high:+.1f}",
-        str(apart.pairs),
-        told,
+    first, *others = recipe.measures
+    is_long = any(summary["rounds"] > 10 for cell in summaries.values() for summary in cell)
+    if first == "accuracy" and is_long:
+        return [first, LAST_TEN, *others]
+    return [first, *others]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A cell, the cell that it is compared with, and the runs' summaries by cell of both."""
+
+    cell: tuple[str, str]
+    other: tuple[str, str]
+    summaries: Found
+    other_summaries: Found
+
+    def line(self, recipe: Recipe, measure: str) -> list[str]:
+        """The line of a table for one measure, with the paper's difference at its end."""
+        difference = paired_difference(
+            by_seed(self.summaries.get(" | ".join(self.cell), []), measure),
+            by_seed(self.other_summaries.get(" | ".join(self.other), []), measure),
+        )
+        cells = _difference_cells(difference)
+        title = COLUMN_TITLES.get(measure, measure)
+        if measure == LAST_TEN:
+            title = "last 10"
+        return [
+            ", ".join(self.cell),
+            title,
+            cells.difference,
+            cells.interval,
+            cells.seeds,
+            cells.verdict,
+            self._published(recipe, measure),
+        ]
+
+    def _published(self, recipe: Recipe, measure: str) -> str:
+        """The difference of the paper's two numbers, if it has both."""
+        first = recipe.published.get(self.cell, Published()).values.get(measure)
+        second = recipe.published.get(self.other, Published()).values.get(measure)
+        if first is None or second is None:
+            return NONE
+        return f"{first - second:+.1f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifferenceCells:
+    """A difference in a table: in points, its interval, the number of seeds that both have, and
+    whether it tells the two apart.
+    """
+
+    difference: str = NONE
+    interval: str = NONE
+    seeds: str = "0"
+    verdict: str = ""
+
+
+def _difference_cells(difference: Difference | None) -> DifferenceCells:
+    if difference is None:
+        return DifferenceCells()
+    points = f"{100 * difference.mean:+.1f}"
+    seeds = str(difference.pairs)
+    if difference.pairs < 2:
+        return DifferenceCells(difference=points, seeds=seeds)
+    return DifferenceCells(
+        difference=points,
+        interval=f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}",
+        seeds=seeds,
+        verdict="told apart" if difference.told_apart else "not told apart",
     )
 
 
 def _other_settings(ours: Sequence[Path], theirs: Sequence[Path], other_row: bool) -> str:
-    """The settings in which the first of some runs differs from the first of others."""
-    if not ours or not theirs:
-        return f"no finished run {'there' if ours else 'here'}"
-    here, there = (settings_by_key(folder) for folder in (ours[0], theirs[0]))
-    keys = [k for k in differing([here, there]) if k in here and k in there and k not in OF_A_RUN]
-    keys = [k for k in keys if not (other_row and k.startswith("method."))]
-    return ", ".join(f"{k} = {as_written(here[k])}, there {as_written(there[k])}" for k in keys)
+    """The settings in which the first of some runs differs from the first of others.
+
+    other_row: whether the others are of another row; then their methods differ anyway.
+    """
+    if not ours:
+        return "no finished run here"
+    if not theirs:
+        return "no finished run there"
+    here = settings_by_key(ours[0])
+    there = settings_by_key(theirs[0])
+    texts = []
+    for key in differing([here, there]):
+        is_of_both = key in here and key in there and key not in OF_A_RUN
+        if is_of_both and not (other_row and key.startswith("method.")):
+            texts.append(f"{key} = {as_written(here[key])}, there {as_written(there[key])}")
+    return ", ".join(texts)
 
 
 RecipeText = Annotated[str, Parameter(show_default=False)]
