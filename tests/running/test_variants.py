@@ -39,6 +39,13 @@ def test_fields_of_the_config_are_those_of_its_method(config: Path) -> None:
     assert alphas(load(config), "fedadkd") == {"fedadkd": default}
 
 
+def test_fields_of_a_config_without_a_method_hold_for_every_method(config: Path) -> None:
+    config.write_text("[method]\nalpha = 2.0\n")
+    assert alphas(load(config), "fedadkd") == {"fedadkd": 2.0}
+    with pytest.raises(ConfigError, match=r"method\.alpha"):
+        variants(load(config), Path("out"), ["fedntd"])
+
+
 def test_fields_of_the_command_line_hold_for_every_method(config: Path) -> None:
     override = ("method.alpha=1.5",)
     assert alphas(load(config, override), "fedadkd") == {"fedadkd": 1.5}

@@ -81,8 +81,9 @@ def _with_method(experiment: Experiment, method: str) -> Experiment:
     """The experiment with another method.
 
     Fields from the command line hold for every method; one that a method does not have is an error
-    when the run is settled. Other fields belong to the method that the experiment names. Raises
-    ConfigError if the command line names a method, which would have no effect.
+    when the run is settled. Other fields belong to the method that the experiment names, or to
+    every method if it names none. Raises ConfigError if the command line names a method, which
+    would have no effect.
     """
     origins = experiment.origins
     if COMMAND_LINE in (origins.get("method"), origins.get("method.name")):
@@ -91,7 +92,7 @@ def _with_method(experiment: Experiment, method: str) -> Experiment:
             "to --methods"
         )
     table = experiment.table("method")
-    is_same_method = table.get("name") == method
+    is_same_method = table.get("name", method) == method
     fields = {
         key: value
         for key, value in table.items()
