@@ -190,9 +190,8 @@ def load_model(
             f"{in_shell(folder)}`"
         )
     _warn_of_changes(settings, start[0])
-    inputs = inputs_of(
-        folder, settings, start[0], data, client if isinstance(client, int) else None
-    )
+    one_client = client if isinstance(client, int) else None
+    inputs = inputs_of(folder, settings, start[0], data, one_client)
     world = _world(settings, start[0], inputs)
     state, versions = _last(folder)
     name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
@@ -200,11 +199,13 @@ def load_model(
         "model": name,
         "network": _networks(predict),
         **_about(settings, state, (folder / "summary.json").is_file()),
-        **({"own_after": sorted(settings.method.personal)} if isinstance(client, int) else {}),
-        **_counted(start[0]),
-        **({"standardised": inputs.standardise} if inputs.standardise else {}),
-        **{k: start[0][k] for k in journals.VERSIONS if k in start[0]},
     }
+    if one_client is not None:
+        about["own_after"] = sorted(settings.method.personal)
+    about |= _counted(start[0])
+    if inputs.standardise:
+        about["standardised"] = inputs.standardise
+    about |= {key: start[0][key] for key in journals.VERSIONS if key in start[0]}
     network = network_of(predict)
     if settings.data.features_of is not None:
         inputs, body = _backbone(folder, settings, start[0])
@@ -212,8 +213,16 @@ def load_model(
             f"{about['network']} on the features of {settings.data.features_of['name']}"
         )
         network = nn.Sequential(body, network)
-    made = (network, start[0]["classes"], inputs.shape, inputs.mean, inputs.std, about)
-    return TrainedModel(*made, inputs.type, inputs.about)
+    return TrainedModel(
+        network=network,
+        classes=start[0]["classes"],
+        input_shape=inputs.shape,
+        mean=inputs.mean,
+        std=inputs.std,
+        about=about,
+        pixels=inputs.type,
+        inputs=inputs.about,
+    )
 
 
 def _backbone(
@@ -226,8 +235,14 @@ def _backbone(
             "again"
         )
     inputs = stored_inputs(folder, start["backbone_inputs"])
-    given = (inputs.shape, len(start["classes"]), inputs.about.vocabulary, start["features_of"])
-    return inputs, body_of(settings.data.features_of or {}, *given)
+    body = body_of(
+        settings.data.features_of or {},
+        inputs.shape,
+        classes=len(start["classes"]),
+        vocabulary=inputs.about.vocabulary,
+        sha=start["features_of"],
+    )
+    return inputs, body
 
 
 @dataclass(frozen=True)
@@ -361,28 +376,33 @@ def _networks(predict: Callable[[Tensor], Tensor]) -> str:
 
 def _counted(start: Mapping[str, Any]) -> dict[str, int]:
     """How many examples clients had, and how many the test set, as far as the run knew."""
-    counted = {
-        "train_examples": start["split"]["examples"]
-        if "split" in start
-        else sum(map(sum, start.get("label_counts", []))),
-        "test_examples": sum(start.get("test_counts", [])),
-    }
+    if "split" in start:
+        train = start["split"]["examples"]
+    else:  # a run of an earlier version
+        train = sum(sum(counts) for counts in start.get("label_counts", []))
+    counted = {"train_examples": train, "test_examples": sum(start.get("test_counts", []))}
     return {name: count for name, count in counted.items() if count}
 
 
 def _about(settings: Settings, state: State, finished: bool) -> dict[str, Any]:
     named = settings.named
     tables = {"method": named.method, "partition": named.partition, "topology": named.topology}
-    return {
-        **{kind: without_folder(one.name) for kind, one in tables.items()},
-        **{f"{kind}_fields": json_value(dict(one.values)) for kind, one in tables.items()},
+    names = {kind: without_folder(table.name) for kind, table in tables.items()}
+    fields = {f"{kind}_fields": json_value(dict(table.values)) for kind, table in tables.items()}
+    about = {
+        **names,
+        **fields,
         "dataset": without_folder(settings.data.name),
         "clients": settings.clients,
         "seed": settings.seed,
         "rounds": settings.rounds,
+        # A state before its first stage is that of the round before.
         "round": state.round if state.stage else state.round - 1,
-        **({"finished": True} if finished else {"finished": False, "stages": state.stage}),
+        "finished": finished,
     }
+    if not finished:
+        about["stages"] = state.stage
+    return about
 
 
 def without_folder(name: str) -> str:

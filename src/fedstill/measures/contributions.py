@@ -294,14 +294,14 @@ class ModelLine:
         rows = []
         for c in classes:
             grads = self.judged.gradient(predict, c, list(leaves.values()))
-            by_name = {k: g.cpu() for k, g in zip(leaves, grads, strict=True)}
-            rows.append(
-                [
-                    sum(float((g * own[k]).sum(dtype=torch.float64)) for k, g in by_name.items())
-                    for own in self.changes
-                ]
-            )
+            gradient = {name: g.cpu() for name, g in zip(leaves, grads, strict=True)}
+            rows.append([_inner_product(gradient, change) for change in self.changes])
         return torch.tensor(rows, dtype=torch.float64).T
+
+
+def _inner_product(gradient: Tensors, change: Tensors) -> float:
+    """The inner product over the entries of a gradient, summed in float64."""
+    return sum(float((g * change[name]).sum(dtype=torch.float64)) for name, g in gradient.items())
 
 
 def global_model(method: Method, state: State, world: World) -> Callable[[Tensor], Tensor] | None:
@@ -506,12 +506,17 @@ def _weights(seen: StageResult) -> Tensor:
 
 
 def _is_moved(seen: StageResult) -> bool:
-    """Whether the stage's fold made another global model."""
-    one, two = seen.before.params, seen.after.params
-    same = one.keys() == two.keys() and all(
-        one[k] is two[k] or torch.equal(one[k], two[k]) for k in one
+    """Whether the stage's aggregation made another global model."""
+    before = seen.before.params
+    after = seen.after.params
+    if not before:
+        return False
+    if before.keys() != after.keys():
+        return True
+    return any(
+        before[name] is not after[name] and not torch.equal(before[name], after[name])
+        for name in before
     )
-    return bool(one) and not same
 
 
 def _name(seen: StageResult) -> str:

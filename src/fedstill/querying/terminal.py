@@ -4,6 +4,7 @@ finished run's models, and what the answer gave.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -124,55 +125,61 @@ def answer_tables(answer: Answer) -> Iterator[RenderableType]:
 
 
 def _head(answer: Answer) -> Sequence[str]:
-    each = [f for c in answer.query for f in (f"noise → {c}", f"share of {c}")]
-    return ("teacher", "noise probe", *each, "used")
+    titles = ["teacher", "noise probe"]
+    for c in answer.query:
+        titles += [f"noise → {c}", f"share of {c}"]
+    return [*titles, "used"]
 
 
 def _teacher(answer: Answer, teacher: int) -> list[str]:
-    probe, shares = answer.probe[teacher].tolist(), answer.shares.get(teacher)
-    top = max(probe) or 1
-    drawn = "".join(
-        SHADES[min(4, -int(-4 * p // top)) if p >= answer.threshold else 0] for p in probe
-    )
-    cells = [
-        f
-        for c in answer.query
-        for f in (f"{probe[c]:.3f}", f"{100 * shares[c]:.1f} %" if shares else NONE)
-    ]
-    return [
-        answer.names[teacher],
-        f"│{drawn}│",
-        *cells,
-        "yes" if teacher in answer.used else "no",
-    ]
+    probe = answer.probe[teacher].tolist()
+    shares = answer.shares.get(teacher)
+    cells = [answer.names[teacher], f"│{_shaded(probe, answer.threshold)}│"]
+    for c in answer.query:
+        cells.append(f"{probe[c]:.3f}")
+        cells.append(f"{100 * shares[c]:.1f} %" if shares else NONE)
+    cells.append("yes" if teacher in answer.used else "no")
+    return cells
+
+
+def _shaded(probe: Sequence[float], threshold: float) -> str:
+    """A mark for each class: blank below the threshold, else in four shades up to the largest."""
+    largest = max(probe) or 1
+    marks = ""
+    for value in probe:
+        shade = 0
+        if value >= threshold:
+            shade = min(4, math.ceil(4 * value / largest))
+        marks += SHADES[shade]
+    return marks
 
 
 def _classes(answer: Answer) -> Iterator[list[str]]:
     for c, name in enumerate(answer.classes):
-        what = "asked for" if c in answer.query else "own" if answer.own[c] > 0 else ""
-        if what:
-            before, after = answer.before[c], answer.after[c]
-            yield [
-                f"{c} {name}",
-                what,
-                _percent(before),
-                _percent(after),
-                f"{100 * (after - before):+.1f}",
-            ]
+        if c in answer.query:
+            role = "asked for"
+        elif answer.own[c] > 0:
+            role = "own"
+        else:
+            continue
+        before = answer.before[c]
+        after = answer.after[c]
+        change = f"{100 * (after - before):+.1f}"
+        yield [f"{c} {name}", role, _percent(before), _percent(after), change]
 
 
 def _measures(answer: Answer) -> list[list[str]]:
-    before, after, own, query = answer.before, answer.after, answer.own, answer.query
-    both = [
-        [name, *(_percent(measure(m, own, query)) for m in (before, after))]
-        for name, measure in (
-            ("average accuracy", average_accuracy),
-            ("uniform accuracy", uniform_accuracy),
-        )
-    ]
-    gain, lost = query_accuracy_gain(before, after, query), query_forgetting(before, after, own)
+    before = answer.before
+    after = answer.after
+    rows = []
+    measures = {"average accuracy": average_accuracy, "uniform accuracy": uniform_accuracy}
+    for name, measure in measures.items():
+        values = [measure(model, answer.own, answer.query) for model in (before, after)]
+        rows.append([name, *map(_percent, values)])
+    gain = query_accuracy_gain(before, after, answer.query)
+    lost = query_forgetting(before, after, answer.own)
     return [
-        *both,
+        *rows,
         ["gain on the classes asked for", "", f"{100 * gain:+.1f}"],
         ["forgetting", "", f"{100 * lost:+.1f}"],
     ]
