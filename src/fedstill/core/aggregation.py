@@ -143,9 +143,9 @@ def weighted_mean(
     """
     ordered = sorted(replies, key=lambda r: r.client)
     if weighting != "examples" and weighting != "uniform":
-        return robust_mean(
-            [r.content.tensors(group) for r in ordered], weighting, start, suspected or SUSPECTED
-        )
+        if suspected is None:
+            suspected = SUSPECTED
+        return robust_mean([r.content.tensors(group) for r in ordered], weighting, start, suspected)
     sizes = [float(r.examples) for r in ordered]
     if weighting == "uniform" or not sum(sizes) > 0:
         sizes = [1.0] * len(ordered)

@@ -43,6 +43,7 @@ __all__ = [
     "KEEP",
     "NOTHING",
     "OFF",
+    "RULED_OUT",
     "SERVER",
     "Examples",
     "Group",
@@ -280,6 +281,9 @@ Teacher = Tensors | tuple[ModelSpec, Tensors]
 
 OFF = -1e4
 """The logit of an output that takes no part: finite, as 0 times infinity has no value."""
+
+RULED_OUT = 100 * OFF
+"""The logit of a class that must not be predicted: below that of every output that is off."""
 
 
 @dataclass(frozen=True)

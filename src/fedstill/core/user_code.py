@@ -15,10 +15,6 @@ from typing import Any, TypeVar
 
 from fedstill.core.errors import MAX_REASON, BadReturn, ConfigError, FedstillError, cut_reason
 
-# Where an author's code went wrong: the file, the line and the function, out of a traceback or of a
-# definition.
-
-
 T = TypeVar("T")
 
 USER = "fedstill_user_"

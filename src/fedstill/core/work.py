@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedstill.core.records import (
     NOTHING,
-    OFF,
+    RULED_OUT,
     Keep,
     ModelSpec,
     Payload,
@@ -116,7 +116,7 @@ class ClientWork:
             return None
         logits = view.passes.logits(params, held)
         if view.head is not None:
-            logits = logits.where(view.head.to(logits.device), 100 * OFF)
+            logits = logits.where(view.head.to(logits.device), RULED_OUT)
         return float((logits.argmax(1) == held.labels).double().mean())
 
     def trainable(self, name: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.extensions import ClientHook
-from fedstill.core.records import OFF, SERVER, Examples, Stage, Tensors, View, World
+from fedstill.core.records import RULED_OUT, SERVER, Examples, Stage, Tensors, View, World
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
 from fedstill.models.contract import predictor
@@ -87,8 +87,7 @@ def _tested_by_task(seen: AtClient) -> dict[str, Any]:
 
     def logits_of_seen(x: Tensor) -> Tensor:
         logits = predict(x)
-        # Below every logit that a network with outputs turned off could give.
-        return logits.where(classes_seen.to(logits.device), 100 * OFF)
+        return logits.where(classes_seen.to(logits.device), RULED_OUT)
 
     correct: dict[int, int] = {}
     for task, test in tests.items():

@@ -170,15 +170,15 @@ class SiteReply:
         """The answer in a header and a payload; raises BadPayload for what is none."""
         h = _json(header, MAX_HEADER)
         return SiteReply(
-            _count(h, "client"),
-            _count(h, "round"),
-            _count(h, "stage"),
-            content,
-            _count(h, "examples"),
-            _metrics(_typed(h, "metrics", dict)),
-            _version(h.get("memory")),
-            cut_reason(_typed(h, "failure", str)),
-            h.get("idle") is True,
+            client=_count(h, "client"),
+            round=_count(h, "round"),
+            stage=_count(h, "stage"),
+            content=content,
+            examples=_count(h, "examples"),
+            metrics=_metrics(_typed(h, "metrics", dict)),
+            memory=_version(h.get("memory")),
+            failure=cut_reason(_typed(h, "failure", str)),
+            idle=h.get("idle") is True,
         )
 
 

@@ -45,6 +45,7 @@ from fedstill.core.payload import NOTHING, Payload
 from fedstill.core.records import (
     KEEP,
     OFF,
+    RULED_OUT,
     SERVER,
     Examples,
     Keep,
@@ -163,7 +164,7 @@ def nearest_mean_head(means: Tensor, known: Tensor) -> dict[str, Tensor]:
     """A linear head that answers by the nearest mean (C, D), at length 1, of the classes that have
     one (C,).
     """
-    bias = torch.where(known, 0.0, 100 * OFF).to(means.dtype)
+    bias = torch.where(known, 0.0, RULED_OUT).to(means.dtype)
     return {"head.weight": normalize(means, dim=1), "head.bias": bias}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.method import Method
-from fedstill.core.records import OFF, SERVER, Examples, State, World
+from fedstill.core.records import RULED_OUT, SERVER, Examples, State, World
 from fedstill.core.results import Predictors, RoundResult
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
@@ -85,7 +85,7 @@ class Evaluation:
         is_seen = is_seen.to(test.labels.device)
 
         def both(logits: Tensor) -> tuple[Tensor, Tensor]:
-            return logits.where(is_seen, 100 * OFF).argmax(1), logits.argmax(1)
+            return logits.where(is_seen, RULED_OUT).argmax(1), logits.argmax(1)
 
         shards = by_shard(both, predict, test, self._sites.inputs, workers())
         counts = [
