@@ -65,6 +65,17 @@ def test_everything_else_works_without_a_package(package: str, tmp_path: Path) -
     assert int(imported.split()[1]) > 250
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_whole_suite_passes_without_a_package(package: str) -> None:
+    """Tests that need the package are left out, or fail as expected."""
+    command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadscope"]
+    done = subprocess.run(
+        [*command, "--block", package], cwd=TESTS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
 def parts() -> Iterator[object]:
     """All parts of all packages."""
     for package in manifest.PACKAGES:
