@@ -148,17 +148,15 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
 def _facts(model: TrainedModel) -> dict[str, str]:
     about = model.about
     numbers = sum(p.numel() for p in model.network.parameters())
-    of = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}.get(
-        about["model"]
-    )
-    what = of or f"the own model of {about['model']}"
-    done = "" if about["finished"] else ", unfinished"
+    names = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}
+    name = names.get(about["model"], f"the own model of {about['model']}")
+    status = "" if about["finished"] else ", unfinished"
     data = about["dataset"] + _count(
         about, "train_examples", f"training {model.inputs.many_or_examples}"
     )
     versions = [f"{k} {about[k]}" for k in ("fedstill", "torch", "numpy", "python") if k in about]
     return {
-        "what": f"{what}, after round {about['round']} of {about['rounds']}{done}",
+        "what": f"{name}, after round {about['round']} of {about['rounds']}{status}",
         "network": f"{about['network']}; {numbers:,} parameters",
         "input": _inputs(model),
         "output": f"logits (N, {len(model.classes)})",
@@ -182,34 +180,34 @@ def _word(model: TrainedModel) -> str:
 def _inputs(model: TrainedModel) -> str:
     shape = f"(N, {', '.join(map(str, model.input_shape))})"
     if model.inputs.kind == "text":
-        how = (
-            f"made by {model.made_of['tokenizer']}"
-            if model.inputs.tokenizer
-            else "as in the run's data"
-        )
-        return f"{shape}, token ids from 0 (padding) to {model.inputs.vocabulary - 1}, {how}"
+        origin = "as in the run's data"
+        if model.inputs.tokenizer:
+            origin = f"made by {model.made_of['tokenizer']}"
+        return f"{shape}, token ids from 0 (padding) to {model.inputs.vocabulary - 1}, {origin}"
     if model.inputs.kind != "image":
-        inside = (
-            "; they are standardised inside, and NaN (missing) is the mean"
-            if len(model.mean)
-            else ""
-        )
-        return f"{shape}, {model.inputs.many}, numbers as in the run's data{inside}"
+        scaling = ""
+        if len(model.mean):
+            scaling = "; they are standardised inside, and NaN (missing) is the mean"
+        return f"{shape}, {model.inputs.many}, numbers as in the run's data{scaling}"
     if model.pixels != "uint8":
         return f"{shape}, floats as in the run's data"
     return f"{shape}, uint8 from 0 to 255 or floats from 0 to 1; they are normalised inside"
 
 
 def _with_fields(about: Mapping[str, Any], kind: str) -> str:
-    fields = ", ".join(
-        f"{k} = {v}" for k, v in about[f"{kind}_fields"].items() if v not in (None, "", [])
-    )
-    return f"{about[kind]} ({fields})" if fields else str(about[kind])
+    fields = about[f"{kind}_fields"]
+    texts = [f"{key} = {value}" for key, value in fields.items() if value not in (None, "", [])]
+    if not texts:
+        return str(about[kind])
+    return f"{about[kind]} ({', '.join(texts)})"
 
 
 def _summary(method: str) -> str:
+    """What the library says of a method; nothing of a user's own."""
+    if ".py" in method:
+        return ""
     try:
-        return f": {registry.lookup('method', method).summary}" if ".py" not in method else ""
+        return f": {registry.lookup('method', method).summary}"
     except UnknownName:
         return ""
 
@@ -217,35 +215,32 @@ def _summary(method: str) -> str:
 def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
     if measured is None:
         return ["The run did not measure this model by class on its test set."]
-    lost = forgetting_by_class(
-        [[np.nan if v is None else v for v in row] for row in measured.history]
-    )
-    each = zip(model.classes, measured.class_accuracy, lost.tolist(), strict=True)
+    accuracy = _percent(measured.accuracy)
     if len(measured.history) == 1:
-        said = (
-            f"On the run's test set, after its only round: accuracy {_percent(measured.accuracy)}."
-        )
+        shares = map(_percent, measured.class_accuracy)
         return [
-            said,
-            _table(["class", "accuracy"], [(name, _percent(now)) for name, now, _ in each]),
+            f"On the run's test set, after its only round: accuracy {accuracy}.",
+            _table(["class", "accuracy"], list(zip(model.classes, shares, strict=True))),
         ]
-    rows = [
-        (name, _percent(now), _percent(gone + (now or 0)), _percent(gone))
-        for name, now, gone in each
-    ]
-    later = (
-        ""
-        if measured.round == model.about["round"]
-        else " The model has been trained further since."
-    )
-    mean = _percent(float(np.nanmean(lost)) if not np.isnan(lost).all() else None)
+
+    # None, an accuracy that is not known, becomes NaN.
+    history = np.array(measured.history, dtype=float)
+    forgotten = forgetting_by_class(history)
+    rows = []
+    classes = zip(model.classes, measured.class_accuracy, forgotten.tolist(), strict=True)
+    for name, share, lost in classes:
+        rows.append((name, _percent(share), _percent(lost + (share or 0)), _percent(lost)))
+    mean = None
+    if not np.isnan(forgotten).all():
+        mean = float(np.nanmean(forgotten))
+    remark = ""
+    if measured.round != model.about["round"]:
+        remark = " The model has been trained further since."
     tested = _count(model.about, "test_examples", model.inputs.many_or_examples)
     return [
-        f"On the run's test set{tested}, after round {measured.round}: accuracy "
-        f"{_percent(measured.accuracy)}, "
-        f"forgetting {mean}. Forgetting is how far a class is below its best earlier round, and "
-        "the mean over the "
-        f"classes.{later}",
+        f"On the run's test set{tested}, after round {measured.round}: accuracy {accuracy}, "
+        f"forgetting {_percent(mean)}. Forgetting is how far a class is below its best earlier "
+        f"round, and the mean over the classes.{remark}",
         _table(["class", "accuracy", "best earlier round", "forgotten"], rows),
     ]
 

@@ -186,6 +186,10 @@ class Arithmetic(RoundWork):
                 f"about {self.steps * self.rounds:,} in {self.rounds} rounds",
             ),
         ]
+        data = human(self.data_bytes)
+        if self.at_sites:
+            training = []
+            data = "known to the sites alone"
         kept_updates = []
         if self.kept_update_bytes:
             size = f"{human(self.kept_update_bytes)} ({self.kept_update_bytes:,} bytes)"
@@ -194,16 +198,13 @@ class Arithmetic(RoundWork):
             ("stages a round", " → ".join(self.stages)),
             ("answer", self.answer),
             ("clients a round", f"{self.clients}"),
-            *([] if self.at_sites else training),
+            *training,
             ("learning rates", self.rates),
             ("parameters", f"{self.parameters:,}"),
             ("sent down a round", human(self.bytes_down)),
             ("sent up a round", human(self.bytes_up)),
             *kept_updates,
-            (
-                "training data",
-                "known to the sites alone" if self.at_sites else human(self.data_bytes),
-            ),
+            ("training data", data),
             ("engine", self.engine),
             ("memory for models", f"about {human(4 * self.parameters * (self.clients + 6))}"),
         ]
@@ -249,24 +250,25 @@ class Cost:
 
 def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     """The cost of each measure of a run."""
-    settings, test = prepared.settings, prepared.sites.common_test
-    rounds = len(settings.measured_in)
-    out = []
-    for path, (name, measure) in zip(
-        settings.measure, measures(settings.measure).items(), strict=True
-    ):
-        times = 1 if measure.only_last else rounds
-        looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
-        looked = looks * measure.examples(
-            len(test) if test else 0, one_round.clients, one_round.examples
-        )
-        share = (
-            None
-            if one_round.at_sites
-            else times * looked / max(1, 3 * one_round.trained * one_round.rounds)
-        )
-        out.append(Cost(name, registry.lookup("measure", path).summary, times, looked, share))
-    return out
+    settings = prepared.settings
+    test_set = prepared.sites.common_test
+    test_examples = len(test_set) if test_set else 0
+    epochs = one_round.trained // max(1, one_round.examples)
+    # An example in training costs a forward pass and a backward pass, which takes twice as long.
+    passes_in_training = 3 * one_round.trained * one_round.rounds
+    result = []
+    named = measures(settings.measure)
+    for path, (name, measure) in zip(settings.measure, named.items(), strict=True):
+        rounds = 1 if measure.only_last else len(settings.measured_in)
+        examples = measure.examples(test_examples, one_round.clients, one_round.examples)
+        if measure.each_epoch:
+            examples *= 1 + epochs
+        share = None
+        if not one_round.at_sites:
+            share = rounds * examples / max(1, passes_in_training)
+        about = registry.lookup("measure", path).summary
+        result.append(Cost(name, about, rounds=rounds, looked=examples, share=share))
+    return result
 
 
 def _engine(prepared: Prepared) -> str:
@@ -298,10 +300,12 @@ def about_key(settings: Settings, key: str) -> str:
         if key == "topology.clients":  # no topology's own: a partition needs it too
             return "Clients in all."
         entry: registry.Entry = getattr(settings.named, table).entry
-        own = entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
-        return own or (
-            docstrings.sentences(StreamTable).get(field, "") if table == "stream" else ""
-        )
+        if field == NAMED[table][0]:
+            return entry.summary
+        fields = entry.sentences
+        if table == "stream":
+            fields = docstrings.sentences(StreamTable) | fields
+        return fields.get(field, "")
     record = record_tables().get(table, TopKeys)
     return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
 
@@ -320,12 +324,19 @@ def human(count: float) -> str:
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    whole, table = origins.get(key), key.partition(".")[0]
-    if whole is None and key == f"{table}.{NAMED.get(table, ('name',))[0]}":
-        whole = origins.get(table)
-    if whole is None and key.startswith("plan."):
-        whole = origins.get("plan." + key.rpartition(".")[2])
-    return whole or "default"
+    if key in origins:
+        return origins[key]
+    table = key.partition(".")[0]
+    name_key, *_ = NAMED.get(table, ("name",))
+    candidates = []
+    if key == f"{table}.{name_key}":  # method = "fedntd" stands for method.name
+        candidates.append(table)
+    if key.startswith("plan."):  # plan.lr stands for that of every stage
+        candidates.append("plan." + key.rpartition(".")[2])
+    for candidate in candidates:
+        if candidate in origins:
+            return origins[candidate]
+    return "default"
 
 
 def _answer(method: Method) -> str:
