@@ -22,7 +22,7 @@ from fedstill.core.errors import ConfigError, DataError, UnknownName
 from fedstill.core.registry import lookup, names
 from fedstill.data.cache import Decoded
 from fedstill.data.sources import catalog, from_tensors, load_dataset, loader
-from fedstill.data.sources.held_out import hold_out
+from fedstill.data.sources.splits import hold_out
 from fedstill.data.sources.verify import sums
 
 NOWHERE = "http://127.0.0.1:9"

@@ -69,7 +69,7 @@ def reuse_bytes() -> int:
 # Decoded data sets on disk: written once, whole or not at all, and memory-mapped afterwards.
 
 
-LAYOUT = 5
+LAYOUT = 6
 """Raised when what is written changes, so that older entries are not read."""
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]

@@ -5,11 +5,12 @@ and long texts; and the dates at which a time column is cut into tasks.
 from __future__ import annotations
 
 import datetime
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fedstill.core.errors import ConfigError, DataError
 
@@ -34,8 +35,24 @@ MANY = {
 }
 """The kinds as people read them."""
 
+FILE = "<file>"
+"""The owner of an example that is its file: of a table's row the file, of an image the folder."""
+
 LENGTH = 64
 """Tokens of a text that are read, where nobody says how many."""
+
+
+Name = TypeVar("Name")
+
+
+def nfc(name: Name) -> Name:
+    """A name in Unicode's composed form (NFC), in which equal names have equal characters.
+
+    macOS writes names of files in decomposed form. Other types than texts stay as they are.
+    """
+    if isinstance(name, str):
+        return unicodedata.normalize("NFC", name)  # type: ignore[return-value]
+    return name
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,12 @@ class Form:
     many token ids words are given; ``length``: of a text or a series, what is longer is cut (0: 64
     tokens, and series as they are).
     ``owner``: the column that says whose an example is, or, with ``cuts``, when it was taken: these
-    are the dates on which tasks begin, and test examples are held out of each.
+    are the dates on which tasks begin, and test examples are held out of each. ``FILE`` stands for
+    the file of a table, or the folder of an image.
+    ``decimal``: the decimal mark of CSV files, "." or ",". ``missing_values``: texts and numbers
+    that mean missing; they replace the marks of CSV files, except the empty field.
+    ``unlabelled``: "drop" leaves out examples without a label. ``split_column``: the column whose
+    values are train, validation and test.
     """
 
     kind: Kind | Literal["auto"] = "auto"
@@ -66,6 +88,25 @@ class Form:
     length: int = 0
     owner: str = ""
     cuts: tuple[str, ...] = ()
+    decimal: Literal[".", ","] = "."
+    missing_values: tuple[str | int | float, ...] = ()
+    unlabelled: Literal["refuse", "drop"] = "refuse"
+    split_column: str = ""
+
+    @property
+    def normalised(self) -> Form:
+        """The same with all names of columns and categories in one Unicode form."""
+        categorical = tuple(
+            (nfc(column), tuple(map(nfc, values))) for column, values in self.categorical
+        )
+        return replace(
+            self,
+            columns=tuple(map(nfc, self.columns)),
+            categorical=categorical,
+            input=nfc(self.input),
+            owner=nfc(self.owner),
+            split_column=nfc(self.split_column),
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.form import About, Value
+from fedstill.data.form import About, Value, nfc
 
 # The names of a table's inputs: of columns of numbers, of categories, and of the marks of missing
 # numbers.
@@ -106,7 +106,7 @@ class Categories:
         """Those that are declared, or else those in the training data, in order."""
         if declared:
             return Categories(column, tuple(category_name(value) for value in declared))
-        every = names_in_order(train.unique().to_pylist())
+        every = names_in_order(distinct_values(train).values)
         if not 0 < len(every) <= MOST:
             raise DataError(
                 f"{what}: column {column!r} has {len(every):,} categories, not 1 to {MOST:,}; "
@@ -115,45 +115,82 @@ class Categories:
         return Categories(column, every)
 
     def encoded(self, what: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
-        """(n, categories) of 0 and 1, NaN in rows without a value; DataError for one that is none
-        of them.
+        """(n, categories) of 0 and 1, NaN in rows without a value.
+
+        Raises DataError for a value that is none of the categories.
         """
-        place = {value: k for k, value in enumerate(self.values)}
-        out = np.zeros((len(column), len(place)), dtype=np.float32)
-        for row, value in enumerate(column.to_pylist()):
-            if lacks(value):
-                out[row] = np.nan
-            elif (said := category_name(value)) in place:
-                out[row, place[said]] = 1
-            else:
-                raise DataError(
-                    f"{what}: example {row} has {said[:60]!r} in column {self.column!r}, which is "
-                    "none of "
-                    f"{', '.join(self.values)[:200]}; correct it, or add it to data.categorical"
-                )
-        return out
+        place = {value: index for index, value in enumerate(self.values)}
+        distinct = distinct_values(column)
+        places = [place.get(category_name(value), -1) for value in distinct.values]
+        self._check_known(what, distinct, np.array(places, dtype=np.int64))
+
+        # One row for each different value; the last one is for rows without a value.
+        rows = np.zeros((len(places) + 1, len(place)), dtype=np.float32)
+        rows[np.arange(len(places)), places] = 1
+        rows[-1] = np.nan
+        return rows[distinct.codes]
+
+    def _check_known(self, what: str, distinct: DistinctValues, places: NDArray[np.int64]) -> None:
+        unknown = np.isin(distinct.codes, np.flatnonzero(places < 0))
+        if unknown.any():
+            row = int(np.argmax(unknown))
+            value = category_name(distinct.values[distinct.codes[row]])
+            raise DataError(
+                f"{what}: example {row} has {value[:60]!r} in column {self.column!r}, which is "
+                f"none of {', '.join(self.values)[:200]}; correct it, or add it to data.categorical"
+            )
 
 
-def lacks(value: Any) -> bool:
+@dataclass(frozen=True)
+class DistinctValues:
+    """The different values of a column, and the position (n,) of each row's among them.
+
+    The position is -1 where a value is missing.
+    """
+
+    values: list[Any]
+    codes: NDArray[np.int64]
+
+
+def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
+    """The different values of a column, in the order in which they first occur."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_null(column.type):
+        return DistinctValues([], np.full(len(column), -1, dtype=np.int64))
+    if pa.types.is_nested(column.type):  # Arrow cannot compare these
+        return DistinctValues(column.to_pylist(), np.arange(len(column)))
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0)
+    encoded = array.dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = encoded.dictionary.to_pylist()
+    nan = [index for index, value in enumerate(values) if is_missing(value)]
+    codes[np.isin(codes, nan)] = -1
+    return DistinctValues(values, codes)
+
+
+def is_missing(value: Any) -> bool:
     """Whether a value is missing: null, or NaN, which pandas writes for it."""
     return value is None or value != value
 
 
 def names_in_order(values: Iterable[Any]) -> tuple[str, ...]:
-    """The names of values, each once: numbers by size, then texts by letter; without those that are
-    missing.
+    """The names of values, each once, without missing ones.
+
+    Numbers come first, in order of size, then texts in alphabetical order.
     """
-    there = sorted(
-        (value for value in values if not lacks(value)), key=lambda v: (isinstance(v, str), v)
-    )
-    return tuple(dict.fromkeys(map(category_name, there)))
+    present = [nfc(value) for value in values if not is_missing(value)]
+    present.sort(key=lambda value: (isinstance(value, str), value))
+    return tuple(dict.fromkeys(map(category_name, present)))
 
 
 def category_name(value: Any) -> str:
-    """A value as a name: 3, 3.0 and True of a column of truth values alike in every file."""
+    """The name of a value: the same for 3, 3.0 and "3", and for all Unicode forms of a text."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return str(value)
+    return nfc(str(value))
 
 
 # Rows of a table as inputs of a network: numbers, names as columns of 0 and 1, and marks of what is
@@ -169,23 +206,29 @@ def table_rows(what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about
 
     Raises DataError for a value that is no number, or none of the names of its column.
     """
-    named = dict(about.categories)
-    parts = [
-        Categories(name, named[name]).encoded(what, table[name])
-        if name in named
-        else numbers(table[name], f"{what}: column {name!r}")[:, None]
-        for name in about.columns
-    ]
-    return np.concatenate(parts, axis=1)
+    categories = dict(about.categories)
+    positions = first_features(about)
+    width = sum(len(categories[name]) if name in categories else 1 for name in about.columns)
+    count = len(next(iter(table.values()))) if isinstance(table, Mapping) else len(table)
+    rows = np.empty((count, width), dtype=np.float32)
+    for name, position in positions.items():
+        if name in categories:
+            columns = Categories(name, categories[name]).encoded(what, table[name])
+            rows[:, position : position + len(categories[name])] = columns
+        else:
+            rows[:, position] = numbers(table[name], f"{what}: column {name!r}")
+    return rows
 
 
-def begins(about: About) -> dict[str, int]:
-    """Where among the inputs each column begins."""
-    named, at, out = dict(about.categories), 0, {}
+def first_features(about: About) -> dict[str, int]:
+    """The position of each column's first feature among the inputs."""
+    categories = dict(about.categories)
+    positions = {}
+    position = 0
     for name in about.columns:
-        out[name] = at
-        at += len(named[name]) if name in named else 1
-    return out
+        positions[name] = position
+        position += len(categories[name]) if name in categories else 1
+    return positions
 
 
 def with_features(about: About, missing: Collection[str] = ()) -> About:
@@ -201,7 +244,7 @@ def with_marks(rows: Floats, about: About, missing: Collection[str]) -> Floats:
     """Rows, and a column of 0 and 1 beside them for each of some columns: 1 where its value is
     missing.
     """
-    starts = begins(about)
+    starts = first_features(about)
     marks = np.isnan(rows[:, [starts[name] for name in missing]])
     return np.concatenate([rows, marks.astype(np.float32)], axis=1)
 

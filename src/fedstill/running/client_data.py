@@ -16,7 +16,7 @@ from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset, stratified
-from fedstill.data.sources.held_out import TEST_SHARE
+from fedstill.data.sources.splits import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.data_sums import Moments
 from fedstill.running.public_data import NOISE, set_public_apart

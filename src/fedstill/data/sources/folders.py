@@ -5,7 +5,6 @@ of examples a data set most likely holds, by its name or the columns of its firs
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +13,31 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from fedstill.core.errors import DataError
 from fedstill.core.registry import names
 from fedstill.data.cache import Decoded, kept
-from fedstill.data.form import Form, Kind
+from fedstill.data.form import FILE, Form, Kind
 from fedstill.data.sources.array_files import is_idx, read_idx, read_npz
 from fedstill.data.sources.catalog import FOLDERS, Known
-from fedstill.data.sources.column_files import CsvFrame, ParquetFrame, only_file
-from fedstill.data.sources.columns import SPLIT_NAMES, Columns, read_rows, with_ids
-from fedstill.data.sources.held_out import hold_out
+from fedstill.data.sources.columns import Columns, read_rows, with_ids
+from fedstill.data.sources.encode import frames_of, owners_of, read_frames, schema_of
 from fedstill.data.sources.images import IMAGE_SUFFIXES, Pictures
 from fedstill.data.sources.limits import in_one_line
-from fedstill.data.sources.parquet import by_split, read_parquet, said_split
-from fedstill.data.sources.schema import input_columns, refuse_of_tables
-from fedstill.data.sources.tabular import read_frames, shown_first
+from fedstill.data.sources.parquet import read_parquet
+from fedstill.data.sources.schema import check_images_only, table_schema
+from fedstill.data.sources.splits import (
+    FileSplits,
+    client_name,
+    file_list,
+    hold_out,
+    split_images,
+    split_named,
+    split_tables,
+    splits_in,
+)
+from fedstill.data.sources.tables import CsvFrame, ParquetFrame, single_file
 from fedstill.data.sources.verify import verified
 
 # The files below a folder that is said to hold data; a folder that holds something else is noticed
@@ -119,20 +129,18 @@ def read_csv_files(folder: Path, files: Mapping[str, Sequence[Path]], columns: C
     """The CSV files of a folder, by split; raises DataError for one that cannot be read, or has no
     clear columns.
     """
-    frames = {split: CsvFrame(tuple(paths)) for split, paths in files.items()}
-    what = str(only_file(files) or folder)
-    first = shown_first(frames)
-    if not first.rows:
-        raise DataError(
-            f"{only_file({'': first.files}) or what} has a line of column names and no rows below "
-            "it"
-        )
-    inputs = input_columns(what, first.schema, columns)
-    if inputs is None:
+    frames = frames_of(CsvFrame, folder, files, columns.form)
+    what = str(single_file(files) or folder)
+    for frame in frames.values():
+        if not frame.rows:
+            where = single_file({"": frame.files}) or what
+            raise DataError(f"{where} has a line of column names and no rows below it; add rows")
+    schema = schema_of(what, frames, columns)
+    if schema is None:
         raise DataError(
             f"{what}: a CSV file holds no images; leave data.image_column and data.kind out"
         )
-    return read_frames(what, frames, inputs)
+    return read_frames(what, frames, schema)
 
 
 # Images in folders named by their class.
@@ -175,19 +183,31 @@ def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> D
             "its class: "
             f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
         )
-    by_split: dict[str, list[Path]] = {}
-    for path in images:
-        by_split.setdefault(_split_of(path.relative_to(place)), []).append(path)
-    if len(by_split) > 1:
-        by_split.pop("", None)
+    splits = split_images(place, images)
     raw = {
-        split or "train": read_rows(
-            Pictures(f"{place}, {split or 'train'}", columns.size, len(paths), place),
+        split: read_rows(
+            Pictures(f"{place}, {split}", columns.size, len(paths), place),
             ((path, path.parent.name) for path in paths),
         )
-        for split, paths in by_split.items()
+        for split, paths in splits.files.items()
     }
-    return with_ids(str(place), raw, None)
+    data = with_ids(str(place), raw, None)
+    data = replace(data, about=data.about.warned(*splits.cautions))
+    return _with_folder_owners(place, data, splits.files, columns.form)
+
+
+def _with_folder_owners(
+    place: Path, data: Decoded, files: Mapping[str, Sequence[Path]], form: Form
+) -> Decoded:
+    """Images with the folder of their client as their owner, if the form asks for it."""
+    if form.owner != FILE:
+        return data
+    tables = {}
+    for split, paths in files.items():
+        clients = [client_name(place, path, class_folders=True) for path in paths]
+        tables[split] = pa.table({FILE: clients})
+    owners = owners_of(str(place), tables, FILE)
+    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
 
 
 def _without_class(images: Sequence[Path]) -> Path | None:
@@ -195,17 +215,8 @@ def _without_class(images: Sequence[Path]) -> Path | None:
     class.
     """
     folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
-    flat = {1, 2} if folders <= SPLIT_NAMES.keys() else {1}
+    flat = {1, 2} if all(map(split_named, folders)) else {1}
     return next((path for path in images if len(path.parts) in flat), None)
-
-
-def _split_of(path: Path) -> str:
-    """The split that a folder above an image's class names; "" if none does."""
-    for folder in path.parts[:-2]:
-        for word in re.split(r"[-._ 0-9]+", folder.lower()):
-            if word in SPLIT_NAMES:
-                return SPLIT_NAMES[word]
-    return ""
 
 
 # Data in a folder, whichever of the layouts it is in: parquet, CSV, IDX, NPZ, images by class.
@@ -214,9 +225,6 @@ def _split_of(path: Path) -> str:
 CSV = (".csv", ".tsv")
 DATA_FILES = (".parquet", *CSV, ".npz")
 """How the names of files end that may hold a data set by themselves."""
-
-NAMED_FILES = 8
-"""Files that are named in a sentence; the others are counted."""
 
 
 def data_root(folder: str | Path | None) -> Path | None:
@@ -269,7 +277,7 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
         data = verified(
             name, hold_out(data, columns.form) if "train" in data.splits else data, known
         )
-        return data if known else _told_of_files(data, place, files)
+        return data if known else _with_file_note(data, place, files)
 
     return kept(name, origin, decode)
 
@@ -289,7 +297,7 @@ def read_file(name: str, path: Path, columns: Columns) -> Decoded:
 
     def decode() -> Decoded:
         if path.suffix.lower() == ".npz":
-            refuse_of_tables(str(path), columns.form)
+            check_images_only(str(path), columns.form)
             data = read_npz(path)
         else:
             read = read_csv_files if path.suffix.lower() in CSV else read_parquet
@@ -300,60 +308,53 @@ def read_file(name: str, path: Path, columns: Columns) -> Decoded:
 
 
 def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
-    kind, tables = _tables(place, files)
-    if tables:
-        return (read_csv_files if kind == CSV else read_parquet)(place, tables, columns)
-    refuse_of_tables(str(place), columns.form)
+    tables, is_parquet = table_splits(place, files)
+    if tables.files:
+        read = read_parquet if is_parquet else read_csv_files
+        data = read(place, tables.files, columns)
+        return replace(data, about=data.about.warned(*tables.cautions))
+    check_images_only(str(place), columns.form)
     if is_idx(place):
         return read_idx(place)
     archives = [path for path in files if path.parent == place and path.suffix.lower() == ".npz"]
     return read_npz(archives[0]) if archives else read_image_folder(place, files, columns)
 
 
-def _tables(place: Path, files: Sequence[Path]) -> tuple[tuple[str, ...], dict[str, list[Path]]]:
-    """The files of columns in a folder, by split, and how their names end; none where there are CSV
-    files and images.
+def table_splits(place: Path, files: Sequence[Path]) -> tuple[FileSplits, bool]:
+    """The table files of a folder by split, and whether they are parquet files.
 
-    Raises DataError where some splits are parquet files and others CSV files.
+    There are none where CSV files lie beside images. Raises DataError if some splits are parquet
+    files and others CSV files.
     """
-    parquet, csv = by_split(files, ".parquet"), by_split(files, *CSV)
+    parquet = [path for path in files if path.suffix.lower() == ".parquet"]
+    csv = [path for path in files if path.suffix.lower() in CSV]
     if not parquet:
-        images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
-        return CSV, {} if images else csv
-    if more := [
-        path for paths in csv.values() for path in paths if said_split(path) not in ("", *parquet)
-    ]:
-        names = ", ".join(path.name for paths in parquet.values() for path in paths[:2])
+        has_images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
+        return split_tables(place, [] if has_images else csv), False
+
+    splits = split_tables(place, parquet)
+    others = [
+        path for path in csv if splits_in(path.stem) and splits_in(path.stem)[0] not in splits.files
+    ]
+    if others:
         raise DataError(
-            f"{place} has parquet files ({names}) and {more[0].name}; the splits are read from "
-            "files of one kind: "
-            "write all of them as parquet or all as CSV"
+            f"{place} has parquet files ({file_list(parquet)}) and {others[0].name}; the splits "
+            "are read from files of one kind: write all of them as parquet or all as CSV"
         )
-    return (".parquet",), parquet
+    if csv:
+        caution = f"left out, because parquet files are read: {file_list(csv)}; move them elsewhere"
+        splits = replace(splits, cautions=(*splits.cautions, caution))
+    return splits, True
 
 
-def _told_of_files(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:
-    """The data with a sentence on the files of columns that they came from, if a split has
-    several.
-    """
-    _, tables = _tables(place, files)
-    every = sorted(path for paths in tables.values() for path in paths)
-    if len(every) == len(tables):
+def _with_file_note(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:
+    """The data with a note on the table files of each split, if a split has several."""
+    by_split = table_splits(place, files)[0].files
+    if all(len(paths) == 1 for paths in by_split.values()):
         return data
-    each = [f"{split} from {_named(paths)}" for split, paths in tables.items()]
-    about = replace(data.about, notes=(*data.about.notes, f"read {'; '.join(each)}"))
-    silent = [path for path in every if not said_split(path)]
-    if 0 < len(silent) < len(every):
-        about = about.warned(
-            "read as training data, because their names do not begin with train, test or "
-            f"validation: {_named(silent)}"
-        )
-    return replace(data, about=about)
-
-
-def _named(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - NAMED_FILES} more" if len(files) > NAMED_FILES else ""
-    return ", ".join(path.name for path in files[:NAMED_FILES]) + more
+    sources = [f"{split} from {file_list(paths)}" for split, paths in by_split.items()]
+    note = f"read {'; '.join(sources)}"
+    return replace(data, about=replace(data.about, notes=(*data.about.notes, note)))
 
 
 COLUMNS = (".parquet", *CSV)
@@ -397,11 +398,12 @@ def _first_file(place: Path) -> Path | None:
 
 @lru_cache(maxsize=64)
 def _kind_in(file: Path, stamp: int, label_column: str, form: Form) -> Kind:
-    frame = ParquetFrame((file,)) if file.suffix.lower() == ".parquet" else CsvFrame((file,))
+    frame_type = ParquetFrame if file.suffix.lower() == ".parquet" else CsvFrame
+    frame = frame_type((file,), form)
     try:
-        inputs = input_columns(
+        schema = table_schema(
             str(file), frame.schema, Columns(None, label_column or None, None, form)
         )
     except (DataError, ValueError, OSError):
-        return "image"  # whoever reads it will say what is wrong
-    return "image" if inputs is None else inputs.form.kind  # type: ignore[return-value]
+        return "image"  # reading the data reports the error
+    return "image" if schema is None else schema.form.kind  # type: ignore[return-value]

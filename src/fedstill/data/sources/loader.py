@@ -22,9 +22,10 @@ from fedstill.core.registry import lookup, names, short_name
 from fedstill.core.user_code import of_kind, reason
 from fedstill.data.cache import Decoded, kept
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import Form
+from fedstill.data.form import Form, nfc
 from fedstill.data.sources.catalog import FOLDERS, Known
-from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
+from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.encode import read_frames
 from fedstill.data.sources.folders import (
     DATA_FILES,
     at_home,
@@ -34,10 +35,11 @@ from fedstill.data.sources.folders import (
     read_file,
     read_folder,
 )
-from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.limits import in_one_line, refuse_large
-from fedstill.data.sources.schema import input_columns
-from fedstill.data.sources.tabular import read_frames
+from fedstill.data.sources.parquet import decoded_splits
+from fedstill.data.sources.schema import table_schema
+from fedstill.data.sources.splits import SPLITS, hold_out, split_named
+from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified
 
@@ -46,24 +48,32 @@ ROWS_A_BATCH = 1000
 
 
 def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
-    """A data set of the Hugging Face hub; DataAbsent with ``remedy`` if it does not answer or has
-    no such thing.
+    """A data set of the Hugging Face hub.
+
+    Raises DataAbsent with ``remedy`` if the hub does not answer or has no such data set.
     """
     _reach(name, remedy)
     with _reading(f"hub dataset {name!r}", remedy):
         import datasets
 
         streams = datasets.load_dataset(name, streaming=True)
-        named = {
-            SPLIT_NAMES.get(split, split): _Stream(stream) for split, stream in streams.items()
-        }
-        tables = {
-            split: named[split] for split in ("train", "validation", "test") if split in named
-        }
-        frames = {split: HubFrame(name, table.stream) for split, table in tables.items()}
-        if frames and (inputs := input_columns(name, next(iter(frames.values())).schema, columns)):
-            return read_frames(name, frames, inputs)
-        return decoded_splits(name, tables, columns, within=name)
+        by_split = {split_named(split) or split: stream for split, stream in streams.items()}
+        streams = {split: by_split[split] for split in SPLITS if split in by_split}
+        left_out = [split for split in by_split if split not in streams]
+        caution = f"left out: the splits {', '.join(left_out)} of the hub" if left_out else ""
+        data = _read_streams(name, streams, columns)
+    return replace(data, about=data.about.warned(caution))
+
+
+def _read_streams(name: str, streams: Mapping[str, Any], columns: Columns) -> Decoded:
+    frames = {split: HubFrame(name, stream, columns.form) for split, stream in streams.items()}
+    if frames:
+        first = next(iter(frames.values()))
+        schema = table_schema(name, first.schema, columns)
+        if schema is not None:
+            return read_frames(name, frames, schema)
+    tables = {split: _Stream(stream) for split, stream in streams.items()}
+    return decoded_splits(name, tables, columns, within=name)
 
 
 @dataclass(frozen=True)
@@ -72,26 +82,34 @@ class HubFrame:
 
     name: str
     stream: Any
+    form: Form
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns and what they hold; none where the hub does not say it."""
-        return self.stream.features.arrow_schema if self.stream.features else pa.schema([])
+        """The columns and their types; none if the hub does not tell them."""
+        if not self.stream.features:
+            return pa.schema([])
+        return normalised(Path(self.name), self.stream.features.arrow_schema)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """None: it is on the hub."""
         return ()
 
-    def read(self, names: Sequence[str], gaps: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
         """Some columns, all rows; raises DataError for more than may be read."""
-        parts, size = [], 0
-        schema = pa.schema([self.schema.field(name) for name in names])
-        for batch in self.stream.select_columns(list(names)).iter(batch_size=ROWS_A_BATCH):
-            parts.append(pa.Table.from_pydict(batch, schema=schema))
-            size += parts[-1].nbytes
+        features = self.stream.features.arrow_schema
+        stored_names = [name for name in features.names if nfc(name) in names]
+        schema = pa.schema([features.field(name) for name in stored_names])
+        tables = [schema.empty_table()]
+        size = 0
+        for batch in self.stream.select_columns(stored_names).iter(batch_size=ROWS_A_BATCH):
+            tables.append(pa.Table.from_pydict(batch, schema=schema))
+            size += tables[-1].nbytes
             refuse_large(f"hub dataset {self.name!r}", size)
-        return pa.concat_tables(parts).combine_chunks() if parts else schema.empty_table()
+        table = pa.concat_tables(tables).combine_chunks()
+        table = table.rename_columns([nfc(name) for name in stored_names])
+        return with_missing(table.select(list(names)), self.form.missing_values)
 
 
 @dataclass(frozen=True)
@@ -102,9 +120,9 @@ class _Stream:
     rows: int = 0
 
     @property
-    def features(self) -> Mapping[str, Any]:
-        """What each column holds."""
-        return dict(self.stream.features or {})
+    def schema(self) -> pa.Schema:
+        """The columns and their types."""
+        return self.stream.features.arrow_schema if self.stream.features else pa.schema([])
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's encoded image and its label."""
@@ -331,7 +349,7 @@ def _columns(
         )
     form = replace(
         known.form if known else Form(), **{k: v for k, v in others.items() if k in FORM}
-    )
+    ).normalised
     return Columns(image_column, label_column, size, form, known is not None and bool(known.sums))
 
 

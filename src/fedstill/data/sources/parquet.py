@@ -4,30 +4,38 @@ been looked at.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.data.cache import Decoded
-from fedstill.data.form import Form
-from fedstill.data.sources.column_files import (
+from fedstill.data.form import FILE, Form, nfc
+from fedstill.data.sources.columns import Columns, read_rows, with_ids
+from fedstill.data.sources.encode import frames_of, owners_of, read_frames, schema_of
+from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.limits import in_one_line, refuse_ratio
+from fedstill.data.sources.schema import (
+    class_names,
+    holds_text,
+    image_columns,
+    label_column,
+    no_column,
+    no_owner,
+)
+from fedstill.data.sources.tables import (
     PAGE_BUFFER,
     ParquetFrame,
-    claims,
-    only_file,
-    refuse_claims,
+    check_claims,
+    file_claims,
+    normalised,
+    single_file,
 )
-from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
-from fedstill.data.sources.limits import in_one_line, refuse_ratio
-from fedstill.data.sources.schema import holds_text, input_columns, no_owner
-from fedstill.data.sources.tabular import owned, read_frames, shown_first
 
 ROWS_AT_ONCE = 1
 """A value that a file holds once may stand in all its rows: a thousand of them at once may be any
@@ -35,23 +43,48 @@ size.
 """
 
 
-def by_split(files: Sequence[Path], *suffixes: str) -> dict[str, list[Path]]:
-    """The files of every split that end so, by the first word of a file's name or else its
-    folder's; else train.
-    """
-    out: dict[str, list[Path]] = {}
-    for path in files:
-        if path.suffix.lower() in suffixes:
-            out.setdefault(said_split(path) or "train", []).append(path)
-    return out
+class Table(Protocol):
+    """The rows of a split."""
+
+    @property
+    def rows(self) -> int:
+        """How many there are, 0 if that is not known."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns and their types."""
+
+    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+        """Each row's encoded image and its label."""
 
 
-def said_split(path: Path) -> str:
-    """The split that the first word of a file's name says, or else of its folder's; empty if none
-    does.
+def decoded_splits(
+    what: str, tables: Mapping[str, Table], columns: Columns, within: Path | str
+) -> Decoded:
+    """All rows of {split: table} as arrays; labels that are text become ids in alphabetical order.
+
+    within: the folder, or the data set on the hub, outside of which no file is opened because a row
+    names it. Raises DataError for columns that are not there, an image that differs from the first
+    in size or kind, or a label that is missing or no whole number.
     """
-    words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
-    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "")
+    raw = {}
+    names: tuple[str, ...] | None = None
+    for split, table in tables.items():
+        image = _image_column(what, table.schema, columns)
+        label = label_column(what, table.schema, columns)
+        names = names or class_names(table.schema, label)
+        pictures = Pictures(f"{what}, {split}", columns.size, table.rows, within)
+        raw[split] = read_rows(pictures, table.cells(image, label))
+    return with_ids(what, raw, names)
+
+
+def _image_column(what: str, schema: pa.Schema, columns: Columns) -> str:
+    """The column of images; DataError if it is not there, or not clear which it is."""
+    candidates = image_columns(schema)
+    name = nfc(columns.image) or (candidates[0] if len(candidates) == 1 else None)
+    if name is None or name not in schema.names:
+        raise DataError(no_column(what, "image", name, schema.names))
+    return name
 
 
 def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
@@ -61,12 +94,13 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
     Raises DataError if one is damaged, has no clear input and label, or says that it is larger than
     what may be read.
     """
-    what = str(only_file(files) or folder)
+    what = str(single_file(files) or folder)
     try:
         with in_one_line(what):
-            frames = {split: ParquetFrame(tuple(paths)) for split, paths in files.items()}
-            if inputs := input_columns(what, shown_first(frames).schema, columns):
-                return read_frames(what, frames, inputs)
+            frames = frames_of(ParquetFrame, folder, files, columns.form)
+            schema = schema_of(what, frames, columns)
+            if schema is not None:
+                return read_frames(what, frames, schema)
             splits = {split: _Split(tuple(paths)) for split, paths in files.items()}
             return _with_owners(
                 what, decoded_splits(what, splits, columns, within=folder), frames, columns.form
@@ -99,12 +133,11 @@ def _with_owners(
     """Images with whose they are, where a column says it."""
     if not form.owner:
         return data
-    if form.owner not in (columns := next(iter(frames.values())).schema.names):
+    if form.owner not in (FILE, *(columns := next(iter(frames.values())).schema.names)):
         raise DataError(no_owner(what, form, columns))
-    names, codes = owned(
-        what, {split: frame.read([form.owner]) for split, frame in frames.items()}, form.owner
-    )
-    return replace(data, owners=codes, about=replace(data.about, owners=names))
+    tables = {split: frame.read([form.owner]) for split, frame in frames.items()}
+    owners = owners_of(what, tables, form.owner)
+    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
 
 
 @dataclass(frozen=True)
@@ -116,15 +149,13 @@ class _Split:
     @cached_property
     def rows(self) -> int:
         """How many rows the files say that they hold."""
-        return sum(claims(path).num_rows for path in self.files)
+        return sum(file_claims(path).num_rows for path in self.files)
 
     @cached_property
-    def features(self) -> Mapping[str, Any]:
-        """What ``datasets`` makes of the first file's schema."""
-        import datasets
-
+    def schema(self) -> pa.Schema:
+        """The columns of the first file."""
         with in_one_line(self.files[0]):
-            return dict(datasets.Features.from_arrow_schema(pq.read_schema(self.files[0])))
+            return normalised(self.files[0], pq.read_schema(self.files[0]))
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's image, as {"bytes": …, "path": …}, and its label."""
@@ -135,9 +166,11 @@ class _Split:
 
 def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
     """The rows of one file, one after another."""
-    about, schema, stored = claims(path), pq.read_schema(path), path.stat().st_size
+    about, schema, stored = file_claims(path), pq.read_schema(path), path.stat().st_size
+    stored_names = {nfc(name): name for name in schema.names}
+    image, label = stored_names.get(image, image), stored_names.get(label, label)
     wanted = [*_image_columns(path, schema, image), _label_column(path, schema, label)]
-    refuse_claims(path, about, wanted)
+    check_claims(path, about, wanted)
     kind = schema.field(image).type
     key = "" if pa.types.is_struct(kind) else "bytes" if _is_binary(kind) else "path"
     seen = unpacked = 0

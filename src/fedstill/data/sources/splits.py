@@ -1,0 +1,260 @@
+"""The splits of a data set: which one a file belongs to, and a test split where there is none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.core.errors import DataError
+from fedstill.data.cache import Decoded
+from fedstill.data.form import Form, nfc, tasks_of_times
+
+SPLITS = ("train", "validation", "test")
+"""The splits, in the order in which they are read."""
+
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
+"""Words in names of files and folders, and the splits that they stand for.
+
+Source: the keywords of the Hugging Face ``datasets`` library.
+"""
+
+SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5}")
+"""The name of one of several files of a split, such as ``train-00000-of-00003``."""
+
+NAMED_FILES = 8
+"""The number of files that a message names. It counts the others."""
+
+
+@dataclass(frozen=True)
+class FileSplits:
+    """The files of each split, and warnings about files and folders whose names are unclear."""
+
+    files: Mapping[str, tuple[Path, ...]]
+    cautions: tuple[str, ...] = ()
+
+
+def split_named(name: str) -> str:
+    """The split that a column's value or the whole name of a folder stands for, or "".
+
+    >>> split_named("Training"), split_named("training hospital")
+    ('train', '')
+    """
+    return SPLIT_WORDS.get(name.strip().casefold(), "")
+
+
+def splits_in(name: str) -> list[str]:
+    """The splits that the words of a name stand for. Words end at any character but a letter.
+
+    >>> splits_in("heart_Test2"), splits_in("attest"), splits_in("train-test")
+    (['test'], [], ['train', 'test'])
+    """
+    words = re.split(r"[\W\d_]+", name.casefold())
+    return list(dict.fromkeys(SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS))
+
+
+def file_list(files: Sequence[Path]) -> str:
+    """The names of some files, and the number of the others."""
+    names = ", ".join(path.name for path in files[:NAMED_FILES])
+    if len(files) <= NAMED_FILES:
+        return names
+    return f"{names} and {len(files) - NAMED_FILES} more"
+
+
+def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
+    """The splits of table files: told by words of a file's name, or else by a folder in ``place``.
+
+    All files are training data if no name contains the word of a split. Raises DataError if only
+    some do, or if a name contains the words of two splits.
+    """
+    splits = {path: _table_split(place, path) for path in files}
+    unknown = [path for path in files if not splits[path]]
+    shards = [path for path in unknown if SHARD.fullmatch(path.stem)]
+    cautions = _unused_words(place, unknown, class_folders=False)
+
+    # The shards of one name, without any split, are all that there is: they are training data.
+    shard_names = {SHARD.sub(r"\g<name>", path.stem) for path in shards}
+    are_the_data = len(shards) == len(files) and len(shard_names) == 1
+    if shards and not are_the_data:
+        cautions.append(
+            f"left out, because their names stand for no split: {file_list(shards)}; name them "
+            "train, validation or test to read them"
+        )
+        unknown = [path for path in unknown if path not in shards]
+        files = [path for path in files if path not in shards]
+
+    if 0 < len(unknown) < len(files):
+        named = next(path for path in files if splits[path])
+        raise DataError(
+            f"{place}: the name of {file_list(unknown)} contains no split, and that of "
+            f"{named.name} does; put train, validation or test into its name, or move it elsewhere"
+        )
+    return FileSplits(_by_split(files, splits), tuple(cautions))
+
+
+def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
+    """The splits of images in folders by class: told by the folders between ``place`` and a class.
+
+    All images are training data if no folder is named as a split is; else images outside of such
+    folders are left out, with a warning.
+    """
+    splits = {path: _folder_split(path.relative_to(place).parts[:-2]) for path in images}
+    unknown = [path for path in images if not splits[path]]
+    cautions = _unused_words(place, unknown, class_folders=True)
+    if 0 < len(unknown) < len(images):
+        folders = Counter(path.relative_to(place).parts[0] for path in unknown)
+        cautions.append(
+            f"left out, because they are in no folder of a split: {len(unknown):,} images in "
+            f"{', '.join(list(folders)[:NAMED_FILES])}; move them into train, validation or test"
+        )
+        images = [path for path in images if splits[path]]
+    return FileSplits(_by_split(images, splits), tuple(cautions))
+
+
+def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
+    """The name of the client whose file a table is, or in whose folder an image is.
+
+    It is the path in ``place`` without the words of splits, the number of a shard and, for images
+    in folders by class, the class: ``north`` for ``north_train.csv``, ``train/north.csv`` and
+    ``train/north/cat/1.png``. Raises DataError if nothing is left.
+    """
+    relative = path.relative_to(place)
+    parts = [part for part in relative.parts[:-1] if not split_named(part)]
+    if class_folders:
+        parts = parts[:-1]
+    else:
+        parts.append(_without_split_words(SHARD.sub(r"\g<name>", relative.stem)))
+    name = nfc("/".join(part for part in parts if part))
+    if not name:
+        where = "a folder of its client above its class" if class_folders else "its client's name"
+        raise DataError(f"{path}: give it {where}, because each client has files of its own")
+    return name
+
+
+def _without_split_words(name: str) -> str:
+    """A file's name without the words of splits and the characters between them.
+
+    >>> _without_split_words("north_train"), _without_split_words("St-Test-Anna")
+    ('north', 'St-Anna')
+    """
+    pieces = re.split(r"([\W\d_]+)", name)
+    words, gaps = pieces[::2], ["", *pieces[1::2]]
+    parts = [
+        gap + word
+        for gap, word in zip(gaps, words, strict=True)
+        if word.casefold() not in SPLIT_WORDS
+    ]
+    return re.sub(r"^[\W_]+", "", "".join(parts))
+
+
+def _table_split(place: Path, path: Path) -> str:
+    shard = SHARD.fullmatch(path.stem)
+    splits = splits_in(shard["name"] if shard else path.stem)
+    if len(splits) > 1:
+        raise DataError(
+            f"{path}: its name contains the words of two splits, {splits[0]} and {splits[1]}; "
+            "rename the file"
+        )
+    if splits:
+        return splits[0]
+    return _folder_split(path.relative_to(place).parts[:-1])
+
+
+def _folder_split(folders: Iterable[str]) -> str:
+    """The split that the name of a folder stands for; of several folders, the innermost."""
+    splits = [split_named(folder) for folder in folders]
+    return next(filter(None, reversed(splits)), "")
+
+
+def _unused_words(place: Path, files: Sequence[Path], *, class_folders: bool) -> list[str]:
+    """A warning for each folder whose longer name contains the word of a split."""
+    inner = -2 if class_folders else -1
+    folders = {folder: None for path in files for folder in path.relative_to(place).parts[:inner]}
+    return [
+        f"the folder {folder!r} is not read as the split {splits_in(folder)[0]}, because its name "
+        f"has other words; to make it that split, name it {splits_in(folder)[0]}"
+        for folder in folders
+        if splits_in(folder) and not split_named(folder)
+    ]
+
+
+def _by_split(files: Sequence[Path], splits: Mapping[Path, str]) -> dict[str, tuple[Path, ...]]:
+    """Files by split, in the order of the splits; files without a split are training data."""
+    by_split = {
+        split: tuple(path for path in files if (splits[path] or "train") == split)
+        for split in SPLITS
+    }
+    return {split: paths for split, paths in by_split.items() if paths}
+
+
+# A test split for data that have none: a fifth of every class, the same on every machine.
+
+
+TEST_SHARE = 0.2
+SEED = 0
+
+
+def hold_out(data: Decoded, form: Form | None = None) -> Decoded:
+    """``data`` with a test split: as it is if it has one, else with a stratified fifth of train.
+
+    A class gives round(n / 5) examples, drawn by NumPy's legacy stream at seed 0, which never
+    changes. A class of a single example gives none. The order of examples stays.
+
+    form: if it has cuts, a fifth of each task is held out, whatever the other tasks are.
+    """
+    if "test" in data.splits:
+        return data
+    values, labels = data.splits["train"]
+    parts = [np.arange(len(labels))]
+    if form and form.cuts and "train" in data.owners:
+        parts = _tasks(data, form)
+
+    held_out = np.zeros(len(labels), dtype=bool)
+    for part in parts:
+        stream = np.random.RandomState(SEED)
+        for label in np.unique(labels[part]):
+            members = stream.permutation(part[labels[part] == label])
+            held_out[members[: round(TEST_SHARE * len(members))]] = True
+
+    splits = {
+        **data.splits,
+        "train": (values[~held_out], labels[~held_out]),
+        "test": (values[held_out], labels[held_out]),
+    }
+    owners = dict(data.owners)
+    if "train" in owners:
+        owners["train"] = data.owners["train"][~held_out]
+        owners["test"] = data.owners["train"][held_out]
+
+    caution = ""
+    if "validation" in data.splits:
+        caution = (
+            "no test split: a fifth of the training split is held out; the split 'validation' is "
+            "not used"
+        )
+    return replace(data, splits=splits, owners=owners, about=data.about.warned(caution))
+
+
+def _tasks(data: Decoded, form: Form) -> list[NDArray[np.int64]]:
+    """The positions of each task's training examples."""
+    task_of_value = np.array(
+        tasks_of_times("the data", form.owner, data.about.owners, form.cuts), dtype=np.int64
+    )
+    tasks = task_of_value[data.owners["train"]]
+    return [np.flatnonzero(tasks == task) for task in range(len(form.cuts) + 1)]

@@ -1,0 +1,464 @@
+"""Parquet and CSV files as Arrow tables. Sizes are checked before anything is decoded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from fedstill.core.errors import DataError, on_one_line
+from fedstill.data.form import FILE, FOUND, Form, nfc
+from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large, refuse_ratio
+from fedstill.data.sources.schema import holds_numbers, holds_text, type_conflict, with_strays
+
+
+class Frame(Protocol):
+    """The rows of a split, by column."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns and their types; names are in one Unicode form."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order of their rows; none for data on the hub."""
+
+    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+        """Some columns, all rows, in their order; ``FILE`` is the column of the files' clients.
+
+        optional: whether a file may lack a column, whose values are then missing.
+        """
+
+
+@dataclass(frozen=True)
+class ParquetFrame:
+    """Parquet files of one schema, one below another.
+
+    clients: the client of each file, if each file or folder is one.
+    """
+
+    files: tuple[Path, ...]
+    form: Form = FOUND
+    clients: tuple[str, ...] = ()
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The columns of the first file."""
+        with in_one_line(self.files[0]):
+            return normalised(self.files[0], pq.read_schema(self.files[0]))
+
+    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+        """Some columns of all files.
+
+        Raises DataError for a file that lacks one, or is larger than may be read.
+        """
+        in_files = [name for name in names if name != FILE]
+        tables = [self._read_one(path, in_files) for path in self.files]
+        return _joined(self, tables, names)
+
+    def _read_one(self, path: Path, names: Sequence[str]) -> pa.Table:
+        with in_one_line(path):
+            claims = file_claims(path)
+            stored = pq.read_schema(path)
+            schema = normalised(path, stored)
+            for name in names:
+                if name not in schema.names:
+                    raise DataError(
+                        f"{path} has no column {name!r}, which {self.files[0].name} has; write it "
+                        "there, or name the columns to read in data.columns"
+                    )
+            stored_names = {name: stored.names[schema.get_field_index(name)] for name in names}
+            check_claims(path, claims, list(stored_names.values()))
+            columns = _read_columns(path, claims, stored, list(stored_names.values()))
+        arrays = [columns[stored_names[name]] for name in names]
+        return pa.table(dict(zip(names, arrays, strict=True)))
+
+
+def normalised(path: Path, schema: pa.Schema) -> pa.Schema:
+    """A schema with the names of its columns in one Unicode form.
+
+    Raises DataError if two columns then have the same name.
+    """
+    names = [nfc(name) for name in schema.names]
+    _check_unique(path, names)
+    fields = [field.with_name(name) for field, name in zip(schema, names, strict=True)]
+    return pa.schema(fields, schema.metadata)
+
+
+def _check_unique(path: Path, names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(f"{path} has the column {twice[0]!r} twice; rename one of them")
+
+
+# Columns of parquet files, in batches of a bounded size.
+
+
+PAGE_BUFFER = 1 << 20
+"""The bytes of a column that are read ahead, so that no whole row group is held."""
+
+FIXED_ROWS = 1 << 16
+"""The rows of a batch of columns whose values all have the same width."""
+
+BATCH_BYTES = 1 << 23
+"""The bytes of a batch of other columns, as far as the file's metadata tell its size."""
+
+
+def _read_columns(
+    path: Path, claims: pq.FileMetaData, schema: pa.Schema, names: Sequence[str]
+) -> dict[str, pa.ChunkedArray]:
+    """Columns by name. Columns of one width are read together, others one after another."""
+    types = {name: schema.field(name).type for name in names}
+    fixed = [name for name in names if _has_fixed_width(types[name])]
+    texts = [name for name in names if holds_text(types[name])]
+    size = _Growth(path)
+    columns = _read_batches(path, claims, fixed, FIXED_ROWS, size)
+    for name in names:
+        if name in texts:
+            # A text that a file holds once may stand in all rows, so rows are read as references.
+            references = _read_batches(path, claims, [name], FIXED_ROWS, size, references=True)
+            columns[name] = _dereferenced(references[name], size)
+        elif name not in fixed:
+            rows = _rows_of_lists(claims, name)
+            columns |= _read_batches(path, claims, [name], rows, size)
+    return columns
+
+
+@dataclass
+class _Growth:
+    """The bytes that a file has come to; raises DataError for more than may be read."""
+
+    path: Path
+    bytes: int = 0
+
+    def add(self, count: int) -> None:
+        self.bytes += count
+        refuse_large(self.path, self.bytes)
+        refuse_ratio(self.path, self.bytes, self.path.stat().st_size)
+
+
+def _read_batches(
+    path: Path,
+    claims: pq.FileMetaData,
+    names: Sequence[str],
+    rows: int,
+    size: _Growth,
+    *,
+    references: bool = False,
+) -> dict[str, pa.ChunkedArray]:
+    """Some columns of a parquet file.
+
+    references: whether texts are read as a dictionary and positions in it.
+    """
+    if not names:
+        return {}
+    with pq.ParquetFile(
+        path,
+        buffer_size=PAGE_BUFFER,
+        pre_buffer=False,
+        read_dictionary=list(names) if references else None,
+    ) as file:
+        batches: list[pa.RecordBatch] = []
+        for batch in file.iter_batches(batch_size=rows, columns=list(names), use_threads=False):
+            batches.append(batch)
+            if not references:
+                size.add(batch.nbytes)
+    count = sum(len(batch) for batch in batches)
+    if count != claims.num_rows:
+        raise DataError(
+            f"{path} says that it holds {claims.num_rows:,} rows, and holds {count:,}; write it "
+            "again"
+        )
+    if not batches:
+        schema = file.schema_arrow
+        return {name: pa.chunked_array([], schema.field(name).type) for name in names}
+    return {name: pa.chunked_array([batch.column(name) for batch in batches]) for name in names}
+
+
+def _dereferenced(column: pa.ChunkedArray, size: _Growth) -> pa.ChunkedArray:
+    """A column of texts, after the bytes have been counted that they come to."""
+    if not pa.types.is_dictionary(column.type):
+        size.add(column.nbytes)
+        return column
+    for chunk in column.chunks:
+        lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
+        size.add((pc.sum(lengths).as_py() or 0) + chunk.indices.nbytes)
+    return column.cast(column.type.value_type)
+
+
+def _rows_of_lists(claims: pq.FileMetaData, name: str) -> int:
+    """The rows of a batch of lists, by the number of values that the metadata state."""
+    values: int = 0
+    for group in range(claims.num_row_groups):
+        for index in range(claims.num_columns):
+            chunk = claims.row_group(group).column(index)
+            if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}."):
+                values += chunk.num_values
+    bytes_a_row = max(1, 8 * values // max(1, claims.num_rows))
+    return int(min(FIXED_ROWS, max(1, BATCH_BYTES // bytes_a_row)))
+
+
+def _has_fixed_width(kind: pa.DataType) -> bool:
+    """Whether all values of a column have the same width, so that none can be large by itself."""
+    if pa.types.is_fixed_size_list(kind):
+        return kind.list_size <= 4096 and _has_fixed_width(kind.value_type)
+    return bool(pa.types.is_primitive(kind) or pa.types.is_null(kind) or pa.types.is_decimal(kind))
+
+
+def file_claims(path: Path) -> pq.FileMetaData:
+    """The metadata of a parquet file; DataError if it has too many rows, whatever they hold."""
+    with in_one_line(path):
+        claims = pq.read_metadata(path)
+    groups = [claims.row_group(index).num_rows for index in range(claims.num_row_groups)]
+    if claims.num_rows != sum(groups) or min(groups, default=0) < 0:
+        raise DataError(
+            f"{path} says that it holds {claims.num_rows:,} rows, and its parts {groups}; write it "
+            "again"
+        )
+    refuse_large(path, claims.num_rows * EXAMPLE_BYTES)
+    return claims
+
+
+def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> None:
+    """Raise DataError for columns that claim to unpack to far more than the file holds.
+
+    names: paths of columns; all columns below a path count.
+    """
+    prefixes = tuple(f"{name}." for name in names)
+    sizes = []
+    for group in range(claims.num_row_groups):
+        for index in range(claims.num_columns):
+            chunk = claims.row_group(group).column(index)
+            if chunk.path_in_schema in names or chunk.path_in_schema.startswith(prefixes):
+                sizes.append(chunk.total_uncompressed_size)
+    if min(sizes, default=0) < 0:
+        raise DataError(f"{path} says that a column holds {min(sizes)} bytes; write it again")
+    refuse_ratio(path, sum(sizes), path.stat().st_size)
+
+
+# CSV files: what separates values, what is missing, which values are no numbers.
+
+
+CSV_SUFFIXES = (".csv", ".tsv")
+
+MISSING_MARKS = ("?", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+"""The texts that mean missing in a CSV file, beside an empty field.
+
+In quotes, in a column of texts, they are names.
+"""
+
+SEPARATORS = ",;\t"
+"""The characters that may separate values. The most frequent one in the first line does."""
+
+HEADER_BYTES = 1 << 20
+"""The first bytes of a file, in which its first line is looked for."""
+
+
+@dataclass(frozen=True)
+class CsvFrame:
+    """CSV files in UTF-8 with a line of column names, one below another.
+
+    clients: the client of each file, if each file or folder is one.
+    """
+
+    files: tuple[Path, ...]
+    form: Form = FOUND
+    clients: tuple[str, ...] = ()
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The columns of all files; of files that disagree in a column, the type of the first."""
+        fields: dict[str, list[pa.Field]] = {}
+        for table in self._tables:
+            for field in table.schema:
+                fields.setdefault(field.name, []).append(field)
+        return pa.schema([_common_field(candidates) for candidates in fields.values()])
+
+    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+        """Some columns of all files. Raises DataError if a file lacks one, or holds other types."""
+        in_files = [name for name in names if name != FILE]
+        tables = []
+        for path, table in zip(self.files, self._tables, strict=True):
+            present = [name for name in in_files if name in table.column_names]
+            absent = [name for name in in_files if name not in present]
+            if absent and not optional:
+                raise DataError(
+                    f"{path} has no column {absent[0]!r}, which others of its split have; write it "
+                    "there, or name the columns to read in data.columns"
+                )
+            tables.append(table.select(present))
+        return _joined(self, tables, names)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in all files."""
+        return sum(map(len, self._tables))
+
+    @cached_property
+    def _tables(self) -> list[pa.Table]:
+        return [read_csv(path, self.form) for path in self.files]
+
+
+def read_csv(path: Path, form: Form = FOUND) -> pa.Table:
+    """The columns of a CSV file; their names without blanks around them, in one Unicode form.
+
+    Raises DataError for a file that is none.
+    """
+    with in_one_line(path):
+        refuse_large(path, 8 * path.stat().st_size)
+        separator = _separator(path)
+        try:
+            table = _read_csv(path, separator, form)
+            # Arrow decodes the names when they are read.
+            names = [nfc(name.strip()) for name in table.column_names]
+        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path} cannot be read as CSV ({on_one_line(error)}); it needs a first line of "
+                "column names, commas (or semicolons, or tabs) between values, and UTF-8"
+            ) from error
+        _check_unique(path, names)
+        for field in table.schema:
+            if pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
+                raise DataError(
+                    f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8"
+                )
+        table = _with_quoted_names(path, separator, form, table)
+    return with_strays(str(path), table.rename_columns(names))
+
+
+def _read_csv(path: Path, separator: str, form: Form, **options: Any) -> pa.Table:
+    marks = form.missing_values or MISSING_MARKS
+    return pa.csv.read_csv(
+        path,
+        parse_options=pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+        convert_options=pa.csv.ConvertOptions(
+            null_values=["", *(mark for mark in marks if isinstance(mark, str))],
+            strings_can_be_null=True,
+            decimal_point=form.decimal,
+            **options,
+        ),
+    )
+
+
+def _separator(path: Path) -> str:
+    with path.open("rb") as file:
+        line = file.readline(HEADER_BYTES).decode(errors="replace")
+    without_quoted = re.sub(r'"[^"]*("|$)', "", line)
+    return max(SEPARATORS, key=without_quoted.count)
+
+
+def _with_quoted_names(path: Path, separator: str, form: Form, table: pa.Table) -> pa.Table:
+    """The table in which "None" or "NA" in quotes is a name in columns of texts.
+
+    An empty text in quotes stays missing.
+    """
+    names = [
+        field.name
+        for field in table.schema
+        if pa.types.is_string(field.type) and table[field.name].null_count
+    ]
+    if not names:
+        return table
+    texts = _read_csv(
+        path,
+        separator,
+        form,
+        quoted_strings_can_be_null=False,
+        include_columns=names,
+        column_types=dict.fromkeys(names, pa.string()),
+    )
+    for name in names:
+        missing = pa.scalar(None, pa.string())
+        column = pc.if_else(pc.equal(texts[name], ""), missing, texts[name])
+        table = table.set_column(table.column_names.index(name), name, column)
+    return table
+
+
+def _common_field(fields: Sequence[pa.Field]) -> pa.Field:
+    """A column of several files: a type that fits all, or else the first one's; any stray value."""
+    try:
+        schemas = [pa.schema([field]) for field in fields]
+        field = pa.unify_schemas(schemas, promote_options="permissive").field(0)
+    except pa.ArrowTypeError:
+        field = fields[0]
+    return field.with_metadata(next((f.metadata for f in fields if f.metadata), None))
+
+
+# Tables of several files.
+
+
+def _joined(
+    frame: ParquetFrame | CsvFrame, tables: Sequence[pa.Table], names: Sequence[str]
+) -> pa.Table:
+    """The tables of a frame's files, one below another, with the values that mean missing.
+
+    Raises DataError for a column that holds another type in another file.
+    """
+    if FILE in names:
+        tables = [
+            table.append_column(FILE, pa.array([client] * len(table), pa.string()))
+            for table, client in zip(tables, frame.clients, strict=True)
+        ]
+    try:
+        table = pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        _raise_conflict(tables, frame.files)
+        raise
+    return with_missing(table.select(list(names)), frame.form.missing_values)
+
+
+def _raise_conflict(tables: Sequence[pa.Table], files: Sequence[Path]) -> None:
+    first: dict[str, tuple[str, pa.DataType]] = {}
+    for path, field in _fields(tables, files):
+        where, kind = first.setdefault(field.name, (path.name, field.type))
+        if pa.types.is_null(kind):
+            first[field.name] = (path.name, field.type)
+        elif not _fit(kind, field.type):
+            raise DataError(type_conflict(str(path), field.name, field.type, where, kind)) from None
+
+
+def _fields(tables: Sequence[pa.Table], files: Sequence[Path]) -> Iterator[tuple[Path, pa.Field]]:
+    for path, table in zip(files, tables, strict=True):
+        for field in table.schema:
+            yield path, field
+
+
+def _fit(kind: pa.DataType, other: pa.DataType) -> bool:
+    try:
+        schemas = [pa.schema([("", kind)]), pa.schema([("", other)])]
+        pa.unify_schemas(schemas, promote_options="permissive")
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return False
+    return True
+
+
+def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Table:
+    """A table in which some values are missing: numbers in columns of numbers, texts in others."""
+    numbers = pa.array([float(v) for v in values if not isinstance(v, str)], pa.float64())
+    texts = pa.array([str(v) for v in values], pa.string())
+    for index, field in enumerate(table.schema):
+        column = table[field.name]
+        if holds_numbers(field.type) and len(numbers):
+            is_missing = pc.is_in(column.cast(pa.float64(), safe=False), numbers)
+        elif holds_text(field.type) and len(texts):
+            is_missing = pc.is_in(column.cast(pa.string()), texts)
+        else:
+            continue
+        missing = pa.scalar(None, field.type)
+        table = table.set_column(index, field, pc.if_else(is_missing, missing, column))
+    return table
+
+
+def single_file(files: Mapping[str, Sequence[Path]]) -> Path | None:
+    """The file of {split: files} if there is only one."""
+    paths = [path for split_files in files.values() for path in split_files]
+    return paths[0] if len(paths) == 1 else None
