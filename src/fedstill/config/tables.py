@@ -230,6 +230,16 @@ class DataTable:
     """Whether each column with missing numbers gets a column of 0 and 1 beside it that says
     where.
     """
+    missing_values: Annotated[tuple[str | int | float, ...], Len(1, 1000)] | None = None
+    """Texts and numbers that mean missing; they replace the marks of CSV files (NA, None, …) except
+    the empty field.
+    """
+    unlabelled: Literal["refuse", "drop"] | None = None
+    """What is done about examples without a label: refuse the data (unset), or leave them out."""
+    split_column: str | None = None
+    """The column of a table that says which split a row is in: train, validation or test."""
+    decimal: Literal[".", ","] | None = None
+    """The decimal mark of numbers in CSV files; unset: a point."""
     standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = None
     """Whose mean and spread a table or series is standardised by; unset: declared ones, or else all
     clients' pooled.
@@ -261,7 +271,18 @@ class DataTable:
         """
         named = self.categorical
         both = named.items() if isinstance(named, Mapping) else ((name, ()) for name in named or ())
-        keys = ("kind", "columns", "missing", "tokenizer", "vocabulary", "length")
+        keys = (
+            "kind",
+            "columns",
+            "missing",
+            "missing_values",
+            "unlabelled",
+            "split_column",
+            "decimal",
+            "tokenizer",
+            "vocabulary",
+            "length",
+        )
         said = {
             **{key: getattr(self, key) for key in keys},
             "categorical": tuple((name, tuple(values)) for name, values in both) or None,

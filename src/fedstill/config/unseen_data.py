@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fedstill.config.tables import DataTable, FlowerTable
 from fedstill.core.errors import ConfigError
-from fedstill.data.form import LENGTH, MANY, About, Form, Kind
+from fedstill.data.form import LENGTH, MANY, About, Form, Kind, nfc
 from fedstill.data.table_encoding import TableInputs, category_name
 from fedstill.data.text import BYTES
 
@@ -98,7 +98,9 @@ def _columns(data: DataTable) -> TableInputs:
                 f"data.categorical = {{ {column} = [..., ...] }}"
             )
     categories = {column: tuple(map(category_name, names)) for column, names in named.items()}
-    return TableInputs(data.columns, categories, data.columns if data.missing_marks else ())
+    columns = tuple(map(nfc, data.columns))
+    categories = {nfc(column): names for column, names in categories.items()}
+    return TableInputs(columns, categories, columns if data.missing_marks else ())
 
 
 def _vocabulary(data: DataTable, flower: FlowerTable) -> int:

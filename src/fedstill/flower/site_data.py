@@ -19,7 +19,7 @@ from fedstill.core.files import digest, write_secret
 from fedstill.core.records import Examples
 from fedstill.core.stream import Stream
 from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import MANY, tasks_of_times
+from fedstill.data.form import MANY, nfc, tasks_of_times
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
@@ -178,10 +178,11 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
     numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
     if numbered and len(own.classes) <= len(facts.classes):
         return examples.labels
-    unknown = [c for c in own.classes if c not in facts.classes]
+    listed = [nfc(name) for name in facts.classes]
+    unknown = [name for name in own.classes if name not in listed]
     if unknown:
         raise Refused(f"this site has a class {unknown[0]!r} that the server does not list")
-    ids = torch.tensor([facts.classes.index(c) for c in own.classes], dtype=torch.int64)
+    ids = torch.tensor([listed.index(name) for name in own.classes], dtype=torch.int64)
     return ids[examples.labels]
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from fedstill.data.sources.schema import (
     table_schema,
 )
 from fedstill.data.sources.splits import SPLITS, client_name, split_named
-from fedstill.data.sources.tables import CsvFrame, Frame, ParquetFrame
+from fedstill.data.sources.tables import MISSING_MARKS, CsvFrame, Frame, ParquetFrame
 from fedstill.data.table_encoding import (
     Categories,
     category_name,
@@ -45,11 +46,6 @@ Floats = NDArray[np.float32]
 Tables = Mapping[str, pa.Table]
 OneFrame = TypeVar("OneFrame", CsvFrame, ParquetFrame)
 
-CSV_MARKS_HINT = (
-    'None, NA, ? and the like mean missing in a CSV file; in quotes, as "None", they are names '
-    "(or list the marks of the file in data.missing_values)"
-)
-
 
 def read_frames(what: str, frames: Mapping[str, Frame], schema: TableSchema) -> Decoded:
     """All rows of {split: frame} as arrays.
@@ -61,16 +57,15 @@ def read_frames(what: str, frames: Mapping[str, Frame], schema: TableSchema) -> 
     """
     form = schema.form
     tables, cautions = _tables(what, frames, schema)
-    owners = owners_of(what, tables, form.owner) if form.owner else NO_OWNERS
+    owners = owners_of(what, tables, form.owner, frames) if form.owner else NO_OWNERS
     about = About(form.kind, owners=owners.names)  # type: ignore[arg-type]
     values, about = ENCODERS[form.kind](what, tables, schema, about)
 
-    is_csv = any(isinstance(frame, CsvFrame) for frame in frames.values())
     notes: list[str] = []
     complete = {}
     arrays = {}
     for split, table in tables.items():
-        rows = _Rows(f"{what}, {split}", split, values[split], table, is_csv=is_csv)
+        rows = _Rows(f"{what}, {split}", split, values[split], table, frames.get(split))
         complete[split] = rows.complete(schema, about, owners.codes.get(split), notes)
         labels = labels_of(rows.what, table[schema.label], complete[split])
         arrays[split] = (values[split][complete[split]], labels)
@@ -281,7 +276,7 @@ class _Rows:
     split: str
     values: NDArray[Any]
     table: pa.Table
-    is_csv: bool
+    frame: Frame | None
 
     def complete(
         self,
@@ -306,7 +301,7 @@ class _Rows:
         unlabelled = complete & (labels.codes < 0)
         if unlabelled.any():
             if form.unlabelled == "refuse":
-                raise DataError(self._missing_label(unlabelled))
+                raise DataError(self._missing_label(schema.label, unlabelled))
             complete &= ~unlabelled
             notes.append(
                 f"{self.split}: {unlabelled.sum():,} of {len(unlabelled):,} rows were left out, as "
@@ -343,26 +338,41 @@ class _Rows:
 
     def _missing_value(self, form: Form, about: About, gaps: NDArray[np.bool_]) -> str:
         row = int(np.flatnonzero(gaps)[0])
-        column = ""
+        place = hint = ""
         if about.features:
             feature = int(np.flatnonzero(np.isnan(self.values[row].reshape(-1)))[0])
-            column = f" in column {about.features[feature].partition('=')[0]!r}"
+            column = about.features[feature].partition("=")[0]
+            place = f" in column {column!r}"
+            hint = mark_hint(self.frame, column, row)
         remedy = "'drop' to leave such rows out"
         if form.kind == "table":
             remedy += ", or 'mean'"
-        hint = f". {CSV_MARKS_HINT}" if self.is_csv else ""
         return (
-            f"{self.what}: example {row} has no value{column} ({gaps.sum():,} of {len(gaps):,} "
-            f"rows miss one); set data.missing = {remedy}{hint}"
+            f"{self.what}: example {row} has no value{place} ({gaps.sum():,} of {len(gaps):,} "
+            f"rows miss one); {hint}set data.missing = {remedy}"
         )
 
-    def _missing_label(self, unlabelled: NDArray[np.bool_]) -> str:
+    def _missing_label(self, column: str, unlabelled: NDArray[np.bool_]) -> str:
         row = int(np.flatnonzero(unlabelled)[0])
-        hint = f". {CSV_MARKS_HINT}" if self.is_csv else ""
+        hint = mark_hint(self.frame, column, row)
         return (
             f"{self.what}: example {row} has no label ({unlabelled.sum():,} of {len(unlabelled):,} "
-            f"rows have none); set data.unlabelled = 'drop' to leave such rows out{hint}"
+            f"rows have none); {hint}set data.unlabelled = 'drop' to leave such rows out"
         )
+
+
+def mark_hint(frame: Frame | None, column: str, row: int) -> str:
+    """How a mark of missing values, such as NA, is read as a name instead; "" for other gaps."""
+    if not isinstance(frame, CsvFrame) or frame.form.split_column or frame.form.missing_values:
+        return ""
+    mark = frame.mark(column, row)
+    if not mark:
+        return ""
+    others = [other for other in MISSING_MARKS if other != mark][:1]
+    return (
+        f"{mark} means missing in a CSV file: where it is a name, write it in quotes, or list the "
+        f"marks of this file, as in data.missing_values = {others}; where it means missing, "
+    )
 
 
 def _left_out(
@@ -424,7 +434,7 @@ def _stray_label_caution(arrays: Mapping[str, tuple[Any, Sequence[int | str]]]) 
     counts = sorted(pc.value_counts(strays).to_pylist(), key=lambda entry: -entry["counts"])
     names = ", ".join(f"{entry['values'][:60]!r} ({entry['counts']:,})" for entry in counts[:3])
     return (
-        f"labels are numbers but for {names}, of which each is a class of its own; if it means "
+        f"labels are numbers but for {names}, each a class of its own; if one means "
         f"missing, set data.missing_values = [{counts[0]['values'][:60]!r}]"
     )
 
@@ -440,7 +450,9 @@ class Owners:
 NO_OWNERS = Owners()
 
 
-def owners_of(what: str, tables: Tables, column: str) -> Owners:
+def owners_of(
+    what: str, tables: Tables, column: str, frames: Mapping[str, Frame] = MappingProxyType({})
+) -> Owners:
     """The owners that a column names: numbers in order of size, texts in alphabetical order.
 
     Raises DataError for a row without an owner.
@@ -450,8 +462,8 @@ def owners_of(what: str, tables: Tables, column: str) -> Owners:
         unowned = np.flatnonzero(distinct.codes < 0)
         if len(unowned):
             raise DataError(
-                f"{what}, {split}: example {unowned[0]} has no {column!r}, its owner; correct it. "
-                f"{CSV_MARKS_HINT}"
+                f"{what}, {split}: example {unowned[0]} has no {column!r}, its owner; "
+                f"{mark_hint(frames.get(split), column, int(unowned[0]))}write the owner"
             )
     names = names_in_order(value for distinct in values.values() for value in distinct.values)
     number = {name: index for index, name in enumerate(names)}

@@ -298,6 +298,14 @@ class CsvFrame:
             tables.append(table.select(present))
         return _joined(self, tables, names)
 
+    def mark(self, name: str, row: int) -> str:
+        """The text of a missing value, such as "NA"; empty for an empty field."""
+        for path, table in zip(self.files, self._tables, strict=True):
+            if row < len(table):
+                return _mark(path, table.column_names.index(name), row)
+            row -= len(table)
+        raise IndexError(f"there is no row {row}")
+
     @property
     def rows(self) -> int:
         """The number of rows in all files."""
@@ -381,6 +389,16 @@ def _with_quoted_names(path: Path, separator: str, form: Form, table: pa.Table) 
         column = pc.if_else(pc.equal(texts[name], ""), missing, texts[name])
         table = table.set_column(table.column_names.index(name), name, column)
     return table
+
+
+def _mark(path: Path, column: int, row: int) -> str:
+    """The text in a row of a column, in which nothing counts as missing."""
+    texts = pa.csv.read_csv(
+        path,
+        parse_options=pa.csv.ParseOptions(delimiter=_separator(path), newlines_in_values=True),
+        convert_options=pa.csv.ConvertOptions(null_values=[], quoted_strings_can_be_null=False),
+    )
+    return str(texts.column(column)[row].as_py() or "").strip()
 
 
 def _common_field(fields: Sequence[pa.Field]) -> pa.Field:

@@ -1,0 +1,309 @@
+"""Tables as they come out of hospitals: marks of missing values, decimal commas, Unicode forms."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from fedstill.config.tables import DataTable
+from fedstill.core.errors import DataError
+from fedstill.core.fields import read_record
+from fedstill.data.form import FILE
+from fedstill.data.sources import load_dataset
+from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.schema import table_schema
+from fedstill.data.sources.tables import ParquetFrame
+
+COUNT = 40
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def csv(header: str, *rows: str, name: str = "mine.csv") -> str:
+    """A file whose rows repeat some texts, in which {} is the number of the row."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    lines = [rows[index % len(rows)].format(index) for index in range(COUNT)]
+    Path(name).write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+    return name
+
+
+def composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+def decomposed(text: str) -> str:
+    return unicodedata.normalize("NFD", text)
+
+
+# Names in two Unicode forms
+
+
+def test_labels_in_two_unicode_forms_are_one_class() -> None:
+    name = csv("x,label", f"{{}},{composed('gestört')}", "{},frei", f"{{}},{decomposed('gestört')}")
+    assert load_dataset(name).classes == ("frei", composed("gestört"))
+
+
+@pytest.mark.parametrize("declared", [(), (decomposed("Köln"), "Bonn")])
+def test_categories_in_two_unicode_forms_are_one(declared: tuple[str, ...]) -> None:
+    rows = [f"{{}},{form('Köln')},{index}" for index, form in enumerate((composed, decomposed))]
+    name = csv("x,ward,label", *rows, "{},Bonn,1")
+    data = load_dataset(name, columns=("x", "ward"), categorical=(("ward", declared),))
+    assert set(data.about.features) == {"x", "ward=Bonn", composed("ward=Köln")}
+    assert data.train.values[:, 1:].sum(1).tolist() == [1.0] * len(data.train)
+
+
+def test_owners_and_columns_in_two_unicode_forms_are_one() -> None:
+    header = f"{decomposed('Größe')},{composed('Träger')},label"
+    name = csv(header, f"{{}},{composed('Süd')},0", f"{{}},{decomposed('Süd')},1")
+    data = load_dataset(name, columns=(composed("Größe"),), owner=decomposed("Träger"))
+    assert data.about.owners == (composed("Süd"),)
+    assert data.about.features == (composed("Größe"),)
+
+
+def test_columns_of_parquet_files_in_two_unicode_forms_are_one() -> None:
+    for split, form in (("train", composed), ("test", decomposed)):
+        columns = {form("Größe"): np.arange(10.0), form("Gerät"): ["a"] * 10, "label": [0, 1] * 5}
+        Path("d").mkdir(exist_ok=True)
+        pq.write_table(pa.table(columns), f"d/{split}.parquet")
+    data = load_dataset("d", columns=(decomposed("Größe"),), owner=composed("Gerät"))
+    assert data.about.features == (composed("Größe"),)
+    twice = {composed("ä"): [1.0, 2.0], decomposed("ä"): [1.0, 2.0], "label": [0, 1]}
+    pq.write_table(pa.table(twice), "twice.parquet")
+    with pytest.raises(DataError, match=r"twice\.parquet"):
+        load_dataset("twice.parquet")
+
+
+def test_class_folders_in_two_unicode_forms_are_one() -> None:
+    for split, form in (("train", composed), ("test", decomposed)):
+        for kind in ("Kätzchen", "Hund"):
+            folder = Path("d") / split / form(kind)
+            folder.mkdir(parents=True)
+            for index in range(3):
+                Image.new("L", (4, 4), index).save(folder / f"{index}.png")
+    assert load_dataset("d").classes == ("Hund", composed("Kätzchen"))
+
+
+# Missing values, labels that are none
+
+
+@pytest.mark.parametrize("mark", ["None", "NA", "nan"])
+@pytest.mark.parametrize(
+    ("header", "row", "fields"),
+    [
+        ("x,label", "{{}},{}", {}),
+        (
+            "x,region,label",
+            "{{}},{},0",
+            {"columns": ("x", "region"), "categorical": (("region", ()),)},
+        ),
+        ("x,region,label", "{{}},{},0", {"owner": "region", "columns": ("x",)}),
+    ],
+)
+def test_a_mark_that_may_be_a_name_is_named(
+    mark: str, header: str, row: str, fields: dict[str, Any]
+) -> None:
+    rows = [row.format(value) for value in ("EU", mark, "AS")]
+    with pytest.raises(DataError, match=f"example 1 .*{mark}.*data\\.missing_values"):
+        load_dataset(csv(header, *rows), **fields)
+
+    data = load_dataset(csv(header, *rows), **fields, missing_values=("?",))
+    assert len(data.train) + len(data.test) == COUNT
+    names = (*data.classes, *data.about.owners, *data.about.features)
+    assert any(name.endswith(mark) for name in names)
+
+
+def test_an_empty_field_is_no_name_whatever_marks_there_are() -> None:
+    with pytest.raises(DataError, match="example 1 has no label") as caught:
+        load_dataset(csv("x,label", "{},0", "{},"))
+    assert "missing_values" not in str(caught.value)
+
+
+def test_marks_of_missing_values_are_compared_as_numbers_and_as_texts() -> None:
+    name = csv("a,b,label", "{},1.5,x", "-999.0,k.A.,y", "{},-999,x", "4,2.5,-999")
+    fields: dict[str, Any] = {"missing_values": (-999, "k.A."), "missing": "mean"}
+    data = load_dataset(name, **fields, unlabelled="drop")
+    values = torch.cat([data.train.values, data.test.values])
+    assert data.classes == ("x", "y")
+    assert len(values) == 30
+    assert int(values[:, 0].isnan().sum()) == 10
+    assert int(values[:, 1].isnan().sum()) == 20
+
+    table = pa.table({"a": [1, -999] * 20, "b": ["u", "k.A."] * 20, "label": [0, 1] * 20})
+    pq.write_table(table, "mine.parquet")
+    columns = {"columns": ("a", "b"), "categorical": (("b", ()),)}
+    read = load_dataset("mine.parquet", **columns, **fields)
+    assert read.about.features == ("a", "b=u")
+    assert int(read.train.values.isnan().sum()) == len(read.train)
+
+
+def test_other_marks_replace_the_usual_ones() -> None:
+    with pytest.raises(DataError, match="'NA' in column 'a'"):
+        load_dataset(csv("a,label", *["{},0"] * 9, "NA,1"), missing_values=(-1,), missing="mean")
+
+
+def test_rows_without_a_label_are_left_out_on_request() -> None:
+    name = csv("x,label", "{},0", "{},1", "{},")
+    with pytest.raises(DataError, match=r"example 2 .*data\.unlabelled"):
+        load_dataset(name)
+    data = load_dataset(name, unlabelled="drop")
+    assert len(data.train) + len(data.test) == 27
+    assert 2.0 not in torch.cat([data.train.values, data.test.values])
+    assert any("13 of 40" in note for note in data.about.notes)
+
+
+def test_a_few_texts_among_numeric_labels_are_reported() -> None:
+    data = load_dataset(csv("x,label", *["{},0", "{},1"] * 6, "{},k.A."))
+    assert data.classes == ("0", "1", "k.A.")
+    (caution,) = data.about.cautions
+    assert "'k.A.' (3)" in caution
+    assert load_dataset(csv("x,label", "{},ill", "{},well", "{},2")).about.cautions == ()
+    name = csv("x,label", *["{},0", "{},1"] * 6, "{},k.A.")
+    assert load_dataset(name, missing_values=("k.A.",), unlabelled="drop").classes == ("0", "1")
+
+
+def test_a_column_without_any_value_is_one_of_missing_numbers_where_it_is_named() -> None:
+    name = csv("age,ca,label", "{},,0", "{},,1")
+    data = load_dataset(name, columns=("age", "ca"), missing="mean")
+    assert data.about.features == ("age", "ca")
+    assert bool(data.train.values[:, 1].isnan().all())
+    assert load_dataset(name).about.features == ("age",)
+    with pytest.raises(DataError, match=r"example 0 .*'ca'"):
+        load_dataset(name, columns=("age", "ca"))
+
+
+def test_fractional_labels_are_refused_with_their_row() -> None:
+    with pytest.raises(DataError, match=r"example 1 .*0\.5"):
+        load_dataset(csv("x,label", "{},1", "{},0.5"))
+
+
+# Decimal commas
+
+
+def test_decimal_commas_are_read_on_request() -> None:
+    name = csv("größe;gewicht;label", "1,{};12,5;0", "2,{};13;1")
+    with pytest.raises(DataError, match=r'data\.decimal = ","'):
+        load_dataset(name)
+    data = load_dataset(name, decimal=",")
+    values = torch.cat([data.train.values, data.test.values])
+    assert data.about.features == ("größe", "gewicht")
+    assert {12.5, 13.0} == set(values[:, 1].tolist())
+    assert torch.isclose(values[:, 0], torch.tensor(1.2)).any()
+
+
+# A column that names the split, a file for each client
+
+
+def test_a_column_names_the_split() -> None:
+    name = csv("x,fold,label", "{},Train,0", "{},train,1", "{},TEST,1", "{},val,0")
+    data = load_dataset(name, split_column="fold")
+    assert data.about.features == ("x",)
+    assert (len(data.train), len(data.test)) == (20, 10)
+    assert data.validation is not None
+    assert data.train.values[:3, 0].tolist() == [0.0, 1.0, 4.0]
+    assert data.test.values[:2, 0].tolist() == [2.0, 6.0]
+
+
+def test_rows_of_no_split_are_left_out_with_a_warning() -> None:
+    name = csv("x,fold,label", "{},train,0", "{},train,1", "{},test,1", "{},spare,0", "{},,1")
+    data = load_dataset(name, split_column="fold")
+    assert (len(data.train), len(data.test)) == (16, 8)
+    assert any("16 of 40 rows" in caution for caution in data.about.cautions)
+    for values in (("a", "b"), ("test", "test")):
+        other = csv("x,fold,label", *[f"{{}},{value},0" for value in values])
+        with pytest.raises(DataError, match="'fold'"):
+            load_dataset(other, split_column="fold")
+    with pytest.raises(DataError, match=r"data\.split_column"):
+        load_dataset(name, split_column="split")
+
+
+def test_each_file_is_a_client() -> None:
+    for hospital in ("south", "north"):
+        csv("x,label", "{},0", "{},1", name=f"d/{hospital}_train.csv")
+        csv("x,label", "{},0", "{},1", name=f"d/{hospital}_test.csv")
+    data = load_dataset("d", owner=FILE)
+    assert data.about.owners == ("north", "south")
+    assert data.train.owners is not None
+    assert data.test.owners is not None
+    assert data.train.owners.tolist() == [0] * COUNT + [1] * COUNT
+    assert data.about.features == ("x",)
+
+
+def test_each_folder_is_a_client() -> None:
+    for hospital in ("south", "north"):
+        for kind in ("cat", "dog"):
+            folder = Path("d") / hospital / kind
+            folder.mkdir(parents=True)
+            for index in range(5):
+                Image.new("L", (4, 4), index).save(folder / f"{index}.png")
+    data = load_dataset("d", owner=FILE)
+    assert data.about.owners == ("north", "south")
+    assert data.train.owners is not None
+    assert torch.bincount(data.train.owners).tolist() == [8, 8]
+
+
+# What is not clear, and what is explained
+
+
+def test_the_lines_of_a_message_can_be_pasted() -> None:
+    name = csv('age,sex,"on ward",note,label', "{0},f,A,{0} words,0", "{0},m,B,{0} others,1")
+    with pytest.raises(DataError, match=r"data\]") as caught:
+        load_dataset(name)
+    found = re.search(r"(columns = \[.*?\]) and (categorical = \{.*?\}) \(", str(caught.value))
+    assert found is not None
+    data = read_record(DataTable, tomllib.loads("\n".join(found.groups())), "data")
+    assert data.columns == ("age", "sex", "on ward")
+    read = load_dataset(name, **data.form)
+    assert read.about.features == ("age", "sex=f", "sex=m", "on ward=A", "on ward=B")
+
+
+def test_a_schema_explains_each_column() -> None:
+    columns = {"age": [1.0, 2.0], "when": pa.array([0, 1], pa.timestamp("s")), "label": [0, 1]}
+    pq.write_table(pa.table(columns), "mine.parquet")
+    frame = ParquetFrame((Path("mine.parquet"),))
+    schema = table_schema("mine", frame.schema, Columns())
+    assert schema is not None
+    assert [role.role for role in schema.roles] == ["input", "left out", "label"]
+    assert len(str(schema).splitlines()) == 3
+    assert "when (timestamp)" in schema.left_out
+
+
+# Size
+
+
+def test_texts_and_numbers_are_read_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of its own for each value would take minutes for a million rows."""
+    rows = 50_000
+    labels = np.where(np.arange(rows) % 2, "ill", "well")
+    table = pa.table(
+        {"x": np.arange(rows) % 7, "note": [f"n{i}" for i in range(rows)], "label": labels}
+    )
+    pq.write_table(table, "large.parquet")
+    batches = 0
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def counted(self: pq.ParquetFile, *args: Any, **options: Any) -> Any:
+        nonlocal batches
+        for batch in iter_batches(self, *args, **options):
+            batches += 1
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    read = load_dataset("large.parquet", columns=("x",), owner="note")
+    assert len(read.about.owners) == rows
+    assert batches < 10
