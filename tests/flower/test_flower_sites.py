@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,20 @@ def test_class_names_make_labels_the_same_at_all_sites() -> None:
     own = from_tensors("own", (images, labels), (images, labels), classes=["melanoma", "naevus"])
     facts = Facts(("naevus", "keratosis", "melanoma"), (1, 4, 4))
     assert labels_of(own, own.train, facts).tolist() == [2, 0, 2, 0]
+
+
+def test_class_names_are_the_same_in_every_unicode_form(tmp_path: Path) -> None:
+    from fedstill.data.sources import load_dataset
+    from fedstill.flower.site_data import labels_of
+
+    names = ["frei", unicodedata.normalize("NFD", "gestört")]
+    (tmp_path / "own.csv").write_text(
+        "x,label\n" + "".join(f"{i},{names[i % 2]}\n" for i in range(10)), encoding="utf-8"
+    )
+    own = load_dataset(tmp_path / "own.csv")
+    for form in ("NFC", "NFD"):
+        facts = Facts((unicodedata.normalize(form, "gestört"), "frei"), (1,))
+        assert torch.equal(labels_of(own, own.train, facts), 1 - own.train.labels)
 
 
 def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
