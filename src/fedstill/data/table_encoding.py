@@ -164,11 +164,42 @@ def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0)
     encoded = array.dictionary_encode()
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    codes = _buffer(encoded.indices, np.int32).astype(np.int64)
+    codes[null_mask(encoded.indices)] = -1
     values = encoded.dictionary.to_pylist()
     nan = [index for index, value in enumerate(values) if is_missing(value)]
     codes[np.isin(codes, nan)] = -1
     return DistinctValues(values, codes)
+
+
+def float_values(
+    column: pa.ChunkedArray | pa.Array, dtype: type[np.floating[Any]] = np.float64
+) -> NDArray[Any]:
+    """The numbers (n,) of a column of type ``dtype``, NaN where one is null.
+
+    Arrow's own conversion imports pandas, which takes as long as reading a small file.
+    """
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [np.zeros(0, dtype=dtype)]
+    for chunk in chunks:
+        values = _buffer(chunk, dtype)
+        if chunk.null_count:
+            values = np.where(null_mask(chunk), dtype(np.nan), values)
+        parts.append(values)
+    return parts[1] if len(parts) == 2 else np.concatenate(parts)
+
+
+def null_mask(array: pa.Array) -> NDArray[np.bool_]:
+    """Which values (n,) are null."""
+    if not array.null_count:
+        return np.zeros(len(array), dtype=bool)
+    return np.from_dlpack(array.is_null().cast(pa.uint8())).astype(bool)
+
+
+def _buffer(array: pa.Array, dtype: type[np.generic]) -> NDArray[Any]:
+    """The stored values of an array, whatever they are where it is null."""
+    values = np.frombuffer(array.buffers()[1] or b"", dtype=dtype)
+    return values[array.offset : array.offset + len(array)]
 
 
 def is_missing(value: Any) -> bool:
@@ -253,7 +284,7 @@ def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
     """A column of numbers, NaN where one is missing; raises DataError for what is no number."""
     try:
         plain = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
-        exact = plain.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        exact = float_values(plain.cast(pa.float64()))
     except pa.ArrowException as error:
         if pa.types.is_integer(column.type):
             raise DataError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
@@ -35,6 +36,7 @@ from fedstill.data.table_encoding import (
     distinct_values,
     first_features,
     names_in_order,
+    null_mask,
     numbers,
     table_rows,
     with_features,
@@ -238,7 +240,7 @@ def _text_values(
     for split, table in tables.items():
         column = table[form.input]
         if column.null_count:
-            row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+            row = int(np.flatnonzero(null_mask(column.combine_chunks()))[0])
             raise DataError(
                 f"{what}, {split}: example {row} has no text; leave it out, or write a word"
             )
@@ -426,16 +428,15 @@ def _examples(labels: set[int | str]) -> str:
 
 def _stray_label_caution(arrays: Mapping[str, tuple[Any, Sequence[int | str]]]) -> str:
     """A warning about labels that are numbers but for a few texts, which are classes then."""
-    labels = pa.array([str(label) for _, column in arrays.values() for label in column])
-    is_number = pc.match_substring_regex(labels, NUMBER)
-    strays = labels.filter(pc.invert(is_number))
-    if not 0 < 2 * len(strays) < len(labels):
+    counts = Counter(str(label) for _, labels in arrays.values() for label in labels)
+    strays = Counter({name: count for name, count in counts.items() if not re.match(NUMBER, name)})
+    if not 0 < 2 * strays.total() < counts.total():
         return ""
-    counts = sorted(pc.value_counts(strays).to_pylist(), key=lambda entry: -entry["counts"])
-    names = ", ".join(f"{entry['values'][:60]!r} ({entry['counts']:,})" for entry in counts[:3])
+    names = ", ".join(f"{name[:60]!r} ({count:,})" for name, count in strays.most_common(3))
+    first = strays.most_common(1)[0][0]
     return (
-        f"labels are numbers but for {names}, each a class of its own; if one means "
-        f"missing, set data.missing_values = [{counts[0]['values'][:60]!r}]"
+        f"labels are numbers but for {names}, each a class of its own; if one means missing, set "
+        f"data.missing_values = [{first[:60]!r}]"
     )
 
 

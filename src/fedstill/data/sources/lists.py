@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
+from fedstill.data.table_encoding import float_values, null_mask
 
 Floats = NDArray[np.float32]
 
@@ -47,7 +48,8 @@ class ListColumn:
                 f"{self.what}: no example has all its values; write them, or leave the column out"
             )
         if len(rows) == len(self.array):
-            return self._stacked(self.array, rows)
+            # Arrow's memory must not be written to.
+            return np.require(self._stacked(self.array, rows), requirements=["W"])
         complete = self._stacked(self.array.take(pa.array(rows)), rows)
         values = np.full((len(self.array), *complete.shape[1:]), np.nan, dtype=np.float32)
         values[rows] = complete
@@ -75,7 +77,7 @@ class ListColumn:
         rows = np.arange(len(self.array))
         array = self.array
         for level in range(self.depth):
-            has_null[rows[_is_null(array)]] = True
+            has_null[rows[null_mask(array)]] = True
             if level < self.depth - 1:
                 rows = np.repeat(rows, _sizes(array))
                 array = array.flatten()
@@ -120,12 +122,10 @@ class ListColumn:
         )
 
 
-def _is_null(array: Any) -> NDArray[np.bool_]:
-    return np.asarray(array.is_null().to_numpy(zero_copy_only=False))
-
-
-def _floats(numbers: Any) -> Floats:
-    return np.asarray(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
+def _floats(numbers: pa.Array) -> Floats:
+    if pa.types.is_float32(numbers.type):
+        return float_values(numbers, np.float32)
+    return float_values(numbers.cast(pa.float64())).astype(np.float32)
 
 
 def _sizes(array: Any) -> NDArray[np.int64]:
@@ -133,8 +133,8 @@ def _sizes(array: Any) -> NDArray[np.int64]:
     if pa.types.is_fixed_size_list(array.type):
         sizes = np.full(len(array), array.type.list_size, dtype=np.int64)
     else:
-        sizes = np.diff(array.offsets.to_numpy()).astype(np.int64)
-    sizes[_is_null(array)] = 0
+        sizes = np.diff(np.from_dlpack(array.offsets)).astype(np.int64)
+    sizes[null_mask(array)] = 0
     return sizes
 
 

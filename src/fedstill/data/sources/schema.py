@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from fedstill.core.errors import DataError
 from fedstill.data.form import FILE, Form, nfc
 from fedstill.data.sources.columns import Columns
+from fedstill.data.table_encoding import float_values
 
 # What a column holds, by its Arrow type.
 
@@ -202,8 +203,11 @@ def _first_stray(column: pa.ChunkedArray) -> str:
     numbers = pc.sum(pc.match_substring_regex(sample, NUMBER_LIKE)).as_py() or 0
     if 2 * numbers <= len(sample):
         return ""
-    row = pc.index(pc.match_substring_regex(column, NUMBER), False).as_py()
-    return f"example {row} has {column[row].as_py()[:60]!r}" if row >= 0 else ""
+    strays = pc.indices_nonzero(pc.invert(pc.match_substring_regex(column, NUMBER)))
+    if not len(strays):
+        return ""
+    row = strays[0].as_py()
+    return f"example {row} has {column[row].as_py()[:60]!r}"
 
 
 # The schema: the role of each column.
@@ -562,7 +566,7 @@ def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
             pa.types.is_integer(kind) or pa.types.is_float64(kind) or pa.types.is_decimal(kind)
         ):
             continue
-        exact = table[name].drop_null().cast(pa.float64()).to_numpy()
+        exact = float_values(table[name].cast(pa.float64(), safe=False))
         exact = exact[np.isfinite(exact)]
         if not len(exact):
             continue

@@ -461,6 +461,8 @@ def _fit(kind: pa.DataType, other: pa.DataType) -> bool:
 
 def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Table:
     """A table in which some values are missing: numbers in columns of numbers, texts in others."""
+    if not values:
+        return table
     numbers = pa.array([float(v) for v in values if not isinstance(v, str)], pa.float64())
     texts = pa.array([str(v) for v in values], pa.string())
     for index, field in enumerate(table.schema):
