@@ -7,12 +7,16 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName
 from fedstill.version import VERSION
+
+if TYPE_CHECKING:
+    from fedstill.config.experiment import Experiment
 
 app = App(
     name="fedstill",
@@ -76,6 +80,20 @@ Track = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
 Overwrite = Annotated[bool, _FLAG]
 Flag = Annotated[bool, _FLAG]
 Quiet = Annotated[bool, _FLAG, Parameter(name=["--quiet", "-q"])]
+
+
+def experiment_of(
+    config: Path | None, set_: Sequence[str], engine: str | None, federation: Path | None
+) -> Experiment:
+    """The experiment that a command line names: a config, values over it, and where it is run."""
+    from fedstill.config.experiment import COMMAND_LINE, load
+
+    values = {}
+    if engine is not None:
+        values["engine"] = engine
+    if federation is not None:
+        values["flower.federation"] = str(federation.resolve())
+    return load(config, tuple(set_)).with_values(values, COMMAND_LINE)
 
 
 @contextmanager

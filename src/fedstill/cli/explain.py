@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstill import manifest
-from fedstill.cli.app import Settings
+from fedstill.cli.app import Engine, Settings, experiment_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,14 @@ DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
 
 
-def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
+def explain(
+    config: Path | None = None,
+    *,
+    set_: Settings = (),
+    engine: Engine | None = None,
+    federation: Path | None = None,
+    split: bool = True,
+) -> int:
     """Check a config as a run would; show every value that counts, its origin, a run's arithmetic,
     the data's split.
 
@@ -28,9 +35,11 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     Args:
         config: The experiment, a TOML file. Unset, the defaults.
         set_: A value over the file's, as key=value. May be repeated.
+        engine: How stages are carried out, over the file's.
+        federation: The folder that `deploy init` made, as for `run`. Nothing is sent to its
+            clients.
         split: Draw the split, clients × classes.
     """
-    from fedstill.config.experiment import load
     from fedstill.config.resolve import settle
     from fedstill.report import catalogue, terminal
     from fedstill.report.terminal import drawn_data
@@ -38,7 +47,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.running.cautions import cautions
     from fedstill.running.preparation import prepare
 
-    settings = settle(load(config, set_))
+    settings = settle(experiment_of(config, set_, engine, federation))
     screen = terminal.console(sentences=True)
     rows = [
         (key, catalogue.value(value), origin, explained.about_key(settings, key))
@@ -49,7 +58,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     screen.print()
     one_round = explained.arithmetic(prepared)
     screen.print(terminal.table(["what", "how much"], one_round.lines()))
-    for line in explained.told_of_examples(prepared):
+    for line in explained.data_sentences(prepared):
         terminal.tell(screen, f"data: {line}")
     for caution in cautions(prepared):
         terminal.tell(screen, caution)

@@ -14,6 +14,7 @@ from fedstill.cli.app import (
     Quiet,
     Settings,
     Track,
+    experiment_of,
     say,
     tracebacks,
 )
@@ -60,14 +61,11 @@ def run_command(
             clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.config.experiment import COMMAND_LINE, load
     from fedstill.config.resolve import settle
     from fedstill.report.progress import followed
     from fedstill.running import runner
 
-    experiment = load(config, set_)
-    given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
-    experiment = experiment.with_values({k: v for k, v in given.items() if v}, COMMAND_LINE)
+    experiment = experiment_of(config, set_, engine, federation)
     settings = settle(experiment)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:

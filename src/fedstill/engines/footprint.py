@@ -1,17 +1,17 @@
 """The cost of a network's passes by arithmetic: operations, and the numbers that its layers give.
 
-Both are counted once for each architecture, on torch's device ``meta``, where tensors have shapes
-but no numbers.
+Both are counted once for each architecture, in the forward pass of one example.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from fedstill.core.records import ModelSpec
 from fedstill.models import contract
@@ -22,12 +22,10 @@ def forward_flops(model: ModelSpec) -> float:
     """Floating-point operations of one example's forward pass. Like torch's counter, it counts
     products only.
     """
-    # Imported late, because only runs that choose an engine need it.
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counter = FlopCounterMode(display=False)
-    _forward_under(counter, model)
-    return float(counter.get_total_flops())
+    # On the device meta, torch would import its compiler to know the shape of a ReLU's result.
+    counter = _ProductCounter()
+    _forward_under(counter, model, "cpu")
+    return float(counter.count)
 
 
 @lru_cache(maxsize=64)
@@ -45,7 +43,12 @@ def activations(model: ModelSpec) -> int:
     counted again.
     """
     counter = _ActivationCounter()
-    _forward_under(counter, model)
+    try:
+        _forward_under(counter, model, "meta")
+    # Torch raises these for an operation that meta lacks, and if the network looks at numbers.
+    except (NotImplementedError, RuntimeError):
+        counter = _ActivationCounter()
+        _forward_under(counter, model, "cpu")
     return counter.count
 
 
@@ -56,38 +59,66 @@ def step_flops(model: ModelSpec, batch: float) -> float:
     return 3 * forward_flops(model) * batch + 2 * embedding_size(model)
 
 
-def _forward_under(counter: Any, model: ModelSpec) -> None:
-    """Run one example's forward pass under a counter, without numbers if the network allows it."""
+def _forward_under(counter: _Counter, model: ModelSpec, device: Literal["meta", "cpu"]) -> None:
+    """Run one example's forward pass on a device under a counter; tensors on meta have shapes but
+    no numbers.
+    """
     module = contract.module(model, "frozen").eval()
-    for device in ("meta", "cpu"):
-        entries = {
-            name: value.to(device)
-            for name, value in (*module.named_parameters(), *module.named_buffers())
-        }
-        x = contract.example(model, 1, device)
-        try:
-            with counter, torch.no_grad():
-                contract.forward(module, entries, x)
-            return
-        # Torch raises these for an operation that meta lacks, and if the network looks at numbers.
-        except (NotImplementedError, RuntimeError):
-            if device == "cpu":
-                raise
+    entries = {
+        name: value.to(device)
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    x = contract.example(model, 1, device)
+    with counter, torch.no_grad():
+        contract.forward(module, entries, x)
 
 
-class _ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the floating-point numbers that operations give, except those that give a view."""
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up a number for each operation of a pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler, in about a second, to exclude the mode from compiling.
+        Nothing is compiled under a counter.
+        """
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(returned.alias_info for returned in func._schema.returns):
-            return result
-        values = result if isinstance(result, (tuple, list)) else (result,)
-        for value in values:
-            if isinstance(value, Tensor) and value.is_floating_point():
-                self.count += value.numel()
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.count += self.counted(func, args, kwargs, result)
         return result
+
+    def counted(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """The number that an operation adds."""
+        raise NotImplementedError
+
+
+class _ProductCounter(_Counter):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations of products, by the formulas of torch's own counter."""
+
+    def counted(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """The operations of a product; 0 of anything else."""
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is None:
+            return 0
+        return int(formula(*args, **kwargs, out_val=result))
+
+
+class _ActivationCounter(_Counter):  # type: ignore[no-untyped-call]
+    """Counts the floating-point numbers that operations give, except those that give a view."""
+
+    def counted(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """The numbers that an operation gives; 0 of a view."""
+        if any(returned.alias_info for returned in func._schema.returns):
+            return 0
+        values = result if isinstance(result, (tuple, list)) else (result,)
+        return sum(
+            value.numel()
+            for value in values
+            if isinstance(value, Tensor) and value.is_floating_point()
+        )

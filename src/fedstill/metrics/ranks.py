@@ -3,6 +3,9 @@ sure both are.
 
 A block is one column (a setting) and one seed. Columns are chosen, not drawn: nothing here reaches
 beyond them.
+
+Functions import scipy when they are called. It takes a second, and commands that only name this
+module need none of it.
 """
 
 from __future__ import annotations
@@ -12,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr, stdtr, stdtrit
-from scipy.stats import rankdata, studentized_range
 
 from fedstill.core.keys import numpy_generator, seed_for
 from fedstill.core.labels import TensorLike
@@ -69,6 +70,8 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     mean, count = float(apart.mean()), len(apart)
     if count < 2:
         return Difference(mean, float("nan"), float("nan"), float("nan"), count)
+    from scipy.special import stdtr, stdtrit
+
     error = float(apart.std(ddof=1) / np.sqrt(count))
     half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
     p = float(2 * stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
@@ -170,6 +173,8 @@ def told_apart(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> list[li
 
 def _ends(drawn: Values, columns: int, seeds: int) -> tuple[float, float]:
     """The ends of the interval, given resampled means."""
+    from scipy.special import ndtr, stdtrit
+
     wide = float(np.sqrt(seeds / (seeds - 1))) * float(
         stdtrit(columns * (seeds - 1), (1 + CONFIDENCE) / 2)
     )
@@ -187,6 +192,8 @@ def ranks(scores: TensorLike) -> Values:
     >>> ranks([[0.9, 0.5], [0.7, 0.5], [0.8, 0.6]]).tolist()
     [[1.0, 2.5], [3.0, 2.5], [2.0, 1.0]]
     """
+    from scipy.stats import rankdata
+
     ranked: Values = rankdata(-np.asarray(scores, dtype=np.float64), method="average", axis=0)
     return ranked
 
@@ -238,6 +245,8 @@ def nemenyi_width(methods: int, blocks: int) -> float:
     >>> round(nemenyi_width(14, 25), 2)
     3.97
     """
+    from scipy.stats import studentized_range
+
     quantile = float(studentized_range.ppf(CONFIDENCE, methods, np.inf)) / np.sqrt(2)
     return float(quantile * np.sqrt(methods * (methods + 1) / (6 * blocks)))
 

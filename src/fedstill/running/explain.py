@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fedstill.config.named_tables import NAMED
@@ -369,15 +370,87 @@ def _shown(stages: list[Stage]) -> tuple[str, ...]:
     )
 
 
-def told_of_examples(prepared: Prepared) -> list[str]:
-    """What examples are, how many there are and what reading them left out, a sentence each."""
-    data, sites = prepared.dataset, prepared.sites
-    kind = examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)
-    tested = f", {len(sites.common_test):,} to test on" if sites.common_test else ""
-    many = (
-        [] if prepared.settings.on_sites else [f"{len(sites.train):,} examples to train on{tested}"]
+@dataclass(frozen=True, kw_only=True)
+class TrainingExamples:
+    """How many of the training examples clients train on, and what the others are for.
+
+    total: examples of the training set. own_tests: of these, clients' own tests. validation: those
+    that clients hold out in every stage in which they train. unassigned: those that no client has.
+    """
+
+    total: int
+    own_tests: int
+    validation: int
+    unassigned: int
+
+    @property
+    def trained(self) -> int:
+        """The number of examples that clients train on."""
+        return self.total - self.own_tests - self.validation - self.unassigned
+
+    @property
+    def sentence(self) -> str:
+        """As a person reads it.
+
+        >>> TrainingExamples(total=900, own_tests=225, validation=0, unassigned=0).sentence
+        "675 of 900 examples to train on; 225 are clients' own tests"
+        """
+        if self.trained == self.total:
+            return f"{self.total:,} examples to train on"
+        others = [
+            f"{count:,} {use}"
+            for count, use in (
+                (self.own_tests, "are clients' own tests"),
+                (self.validation, "are held out for validation"),
+                (self.unassigned, "belong to no client"),
+            )
+            if count
+        ]
+        return f"{self.trained:,} of {self.total:,} examples to train on; {', '.join(others)}"
+
+
+def training_examples(prepared: Prepared) -> TrainingExamples | None:
+    """What the training examples are for; None where only the sites have them."""
+    sites = prepared.sites
+    if sites.split is None:
+        return None
+    total = len(sites.train)
+    assigned = len(np.unique(sites.split.positions))
+    own_tests = 0
+    if prepared.settings.named.partition.values.get("own_test") != "column":
+        own_tests = sum(len(tests) for tests in sites.own_tests.values())
+    return TrainingExamples(
+        total=total,
+        own_tests=own_tests,
+        validation=_held_out(prepared),
+        unassigned=total - assigned - own_tests,
     )
-    return [kind, *many, *prepared.notes]
+
+
+def _held_out(prepared: Prepared) -> int:
+    """The number of examples that clients hold out in every stage in which they train."""
+    plans = {
+        stage: plan for stage, plan in prepared.settings.plans.items() if plan.epochs or plan.steps
+    }
+    if not plans or not all(plan.validation for plan in plans.values()):
+        return 0
+    stage = min(plans, key=lambda name: plans[name].validation)
+    sites = prepared.sites
+    clients = range(prepared.settings.clients)
+    return sum(sites.size(client) - sites.trains_on(client, stage) for client in clients)
+
+
+def data_sentences(prepared: Prepared) -> list[str]:
+    """What examples are, how many there are and what reading them left out, a sentence each."""
+    data = prepared.dataset
+    sites = prepared.sites
+    sentences = [examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)]
+    examples = training_examples(prepared)
+    if examples is not None:
+        sentences.append(examples.sentence)
+    if examples is not None and sites.common_test:
+        sentences.append(f"{len(sites.common_test):,} examples to test on")
+    return [*sentences, *prepared.notes]
 
 
 def _pixels(shape: Sequence[int]) -> str:

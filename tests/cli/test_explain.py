@@ -1,0 +1,143 @@
+"""``fedstill explain``: what it imports, what it counts, and a federation of real sites."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedstill.cli import call
+
+NOT_NEEDED = {"datasets", "pandas", "scipy", "sklearn", "sympy", "torch._dynamo"}
+"""Packages that take seconds to import, and that explain uses none of."""
+
+ROWS = 900
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def imported(folder: Path, *words: str) -> set[str]:
+    """The modules that ``fedstill explain`` imports in a process of its own."""
+    program = (
+        "import sys; from fedstill.cli import call; "
+        "code = call(['explain', *sys.argv[1:]]); print(*sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def write_table(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = ["age,pressure,hospital,label"]
+    for row in range(ROWS):
+        age, pressure = rng.normal(size=2)
+        lines.append(f"{age:.3f},{pressure:.3f},h{row % 3},{rng.integers(2)}")
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_images(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for split, count in (("train", 90), ("test", 30)):
+        arrays[f"{split}_images"] = rng.integers(0, 256, (count, 8, 8), dtype=np.uint8)
+        arrays[f"{split}_labels"] = rng.integers(0, 3, (count, 1), dtype=np.uint8)
+    np.savez(path, **arrays)
+
+
+def test_explain_imports_no_package_that_it_does_not_use(folder: Path) -> None:
+    write_images(folder / "shapes.npz")
+    (folder / "my.toml").write_text('data = "shapes.npz"\npartition = "iid"\n')
+    modules = imported(folder, "my.toml", "-s", "topology.clients=5")
+    assert "torch" in modules
+    assert modules.isdisjoint(NOT_NEEDED)
+
+
+HEART = """
+[data]
+name = "none"
+columns = ["age", "sex"]
+standardise = "summed"
+[flower]
+data = "sites"
+classes = ["healthy", "disease"]
+[model]
+name = "logistic"
+[topology]
+clients = 4
+"""
+
+
+def test_a_federation_is_explained_without_its_clients(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "heart.toml").write_text(HEART)
+    assert call(["explain", "heart.toml"]) == 2
+    assert "flower.federation" in capsys.readouterr().err
+
+    words = ["heart.toml", "--engine", "flower", "--federation", "fed"]
+    assert call(["explain", *words]) == 0
+    output = capsys.readouterr().out
+    assert "known to the sites alone" in output
+    assert imported(folder, *words).isdisjoint({*NOT_NEEDED, "flwr"})
+
+
+def test_a_simulated_federation_is_explained(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "trial.toml").write_text("topology = {clients = 4}\n")
+    settings = ["-s", "engine=flower", "-s", "flower.federation=fed"]
+    assert call(["explain", "trial.toml", *settings]) == 0
+    assert "optimiser steps a round" in capsys.readouterr().out
+
+
+TRAINED = re.compile(r"data: ([\d,]+)(?: of ([\d,]+))? examples to train on")
+
+
+def trained_on(capsys: pytest.CaptureFixture[str], *settings: str) -> tuple[int, int | None]:
+    """How many examples explain says are trained on, and of how many if not of all."""
+    words = [word for setting in settings for word in ("-s", setting)]
+    assert call(["explain", "hospitals.toml", *words]) == 0
+    match = TRAINED.search(capsys.readouterr().out)
+    assert match is not None
+    return int(match[1]), match[2] and int(match[2])
+
+
+def test_explain_counts_the_examples_that_are_trained_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_table(folder / "hospitals.csv")
+    (folder / "hospitals.toml").write_text(
+        "[data]\n"
+        'name = "hospitals.csv"\n'
+        "[partition]\n"
+        'kind = "column"\n'
+        'column = "hospital"\n'
+        "[topology]\n"
+        "clients = 3\n"
+    )
+    total = ROWS * 4 // 5
+    assert trained_on(capsys) == (total, None)
+
+    # Each client's share is rounded.
+    trained, of = trained_on(capsys, "partition.own_test=0.25")
+    assert (trained, of) == (pytest.approx(total * 0.75, abs=3), total)
+    trained, of = trained_on(capsys, "plan.validation=0.1")
+    assert (trained, of) == (pytest.approx(total * 0.9, abs=3), total)
+
+    trained, of = trained_on(capsys, "partition.alpha=0.1")
+    assert 0 < trained < total
+    assert of == total
