@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import statistics
 import tempfile
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from fedstill.benchmark.suites import (
 from fedstill.config.named_tables import resolved_name
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, DataError, FedstillError
+from fedstill.core.files import read_toml
 from fedstill.core.records import SERVER, Stage
 from fedstill.running.explain import local_steps
 from fedstill.running.journal import read_journal, without_times
@@ -75,7 +75,10 @@ def suite_at(suite: Suite, out: Path) -> Suite:
     path = out / suite.chooses_in.name / CHOSEN
     if not path.is_file():
         return suite
-    tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    try:
+        tree = read_toml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"what was chosen cannot be read from {path}: {error}") from error
     own = {
         row: read_choice(f"{path}, {row}", table, len(suite.tries[row]))
         for row, table in tree.items()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +26,7 @@ import tomli_w
 from fedstill.benchmark.scoring import Ended
 from fedstill.benchmark.suites import Choice, Suite, Try, read_choice, slug
 from fedstill.core.errors import ConfigError, CorruptFile, RunExists
-from fedstill.core.files import digest, make_folder, write_whole
+from fedstill.core.files import digest, make_folder, parse_toml, read_toml, write_whole
 from fedstill.running.archive import readable
 from fedstill.running.journal import CONFIG_SEAL, without_times
 from fedstill.running.same_run import processor, software
@@ -115,14 +114,14 @@ def run_place(column: str, seed: int) -> str:
 def rounds_of(folder: Path) -> int:
     """How many rounds a run of an entry was to have, as its config says; raises CorruptFile."""
     try:
-        return _rounds_in((folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return _rounds_in((folder / "config.toml").read_bytes())
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptFile(f"{folder / 'config.toml'} cannot be read: {error}") from error
 
 
 @lru_cache(64)
-def _rounds_in(config: str) -> int:
-    return int(tomllib.loads(config)["rounds"])
+def _rounds_in(config: bytes) -> int:
+    return int(parse_toml(config)["rounds"])
 
 
 def write_entry(
@@ -222,7 +221,7 @@ def read_entry(folder: Path) -> Entered:
         raise CorruptFile(f"{folder} is no entry: there is no {ENTRY} in it")
     refuse_strange(place)
     try:
-        tree = tomllib.loads((place / ENTRY).read_bytes().decode())
+        tree = read_toml(place / ENTRY)
         tries = [dict(values) for values in tree.get("choice", {}).get("tries", [])]
         choice = read_choice(str(folder), tree["choice"], len(tries)) if "choice" in tree else None
         if (own := str(tree.get("file", ""))) and not (

@@ -5,7 +5,6 @@ rows are bounds.
 from __future__ import annotations
 
 import statistics
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import tomli_w
 
 from fedstill.benchmark.recipes import RANKING, Recipe, recipe_of, recipe_text
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.core.files import make_folder, write_whole
+from fedstill.core.files import make_folder, parse_toml, read_toml, write_whole
 from fedstill.running.variants import Variant
 
 # What may be tried of a row: a few tables of its method's own fields and of two further keys.
@@ -149,7 +148,7 @@ def chosen_from(suite: str, version: int, tries: Mapping[str, Sequence[Any]]) ->
     file = resources.files("fedstill.recipes") / RANKING / "chosen" / f"{suite}.toml"
     if not file.is_file():
         return {}
-    tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    tree = parse_toml(file.read_bytes())
     if tree.pop("version", None) != version:
         raise ConfigError(f"recipes/rank/chosen/{suite}.toml is of another version than the suite")
     return {
@@ -401,7 +400,7 @@ def load_suite(name: str) -> Suite:
         return _own[name]
     if name not in suite_names():
         raise UnknownName("suite", name, suite_names())
-    return _suite(name, tomllib.loads(recipe_text(f"{RANKING}/{name}")))
+    return _suite(name, parse_toml(recipe_text(f"{RANKING}/{name}").encode()))
 
 
 def own_suite(path: Path) -> Suite:
@@ -413,7 +412,7 @@ def own_suite(path: Path) -> Suite:
     if path.stem in suite_names():
         raise ConfigError(f"{path}: {path.stem} is the name of a built-in suite; rename the file")
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the suite {path} cannot be read: {error}") from error
     _own[path.stem] = _suite(path.stem, tree)

@@ -10,7 +10,6 @@ import inspect
 import re
 import sys
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,7 +25,7 @@ from fedstill.config.unknown_keys import meant, what_to_do
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, UnknownName, suggestion
 from fedstill.core.fields import as_table, plain_value, shown
-from fedstill.core.files import digest, named_path
+from fedstill.core.files import digest, named_path, parse_toml
 from fedstill.core.method import Method
 from fedstill.core.user_code import USER, of_kind
 
@@ -269,11 +268,12 @@ def refuse_no_experiment(given: object) -> None:
 def _read(path: Path) -> dict[str, Any]:
     text = ""
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors begin UTF-8 with a mark
-        return tomllib.loads(text)
+        data = path.read_bytes()
+        text = data.decode("utf-8", "replace")
+        return parse_toml(data)
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         for table, (key, _) in {**NAMED, "data": ("name", "")}.items():
             both = (
                 re.search(rf"(?m)^[ \t]*{start}", text)

@@ -48,13 +48,14 @@ from fedstill.core.fields import (
     read_record,
     shown,
 )
+from fedstill.core.files import refuse_windows_path
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.schedule import Schedule
 from fedstill.core.topology import Topology
 from fedstill.core.user_code import returned
 from fedstill.data.form import cut_times
-from fedstill.data.sources.folders import likely_kind
+from fedstill.data.sources.folders import likely_kind, local_folder
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, FITTING, FitStage
@@ -68,6 +69,7 @@ def whole_path(path: str, base: Path | None, key: str) -> Path:
     """A path of a config as an absolute one; raises ConfigError naming the key if it cannot be a
     path.
     """
+    refuse_windows_path(path, key)
     try:
         place = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
         place.exists()
@@ -78,11 +80,15 @@ def whole_path(path: str, base: Path | None, key: str) -> Path:
     return place
 
 
-def resolved_data_name(name: str, base: Path | None, key: str) -> str:
-    """A data set's name, or the absolute path if it is a file or a folder; a run's directory is
-    none.
+FILE_SUFFIXES = (".csv", ".gz", ".npz", ".parquet", ".py", ".tsv", ".zip")
+"""How the names of files of data end."""
 
-    Raises ConfigError naming the key if it cannot be a path, or is empty.
+
+def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "") -> str:
+    """A data set's name, or the absolute path of a file or a folder; a run's directory is none.
+
+    folder: the folder of data sets that the config names. Raises ConfigError naming the key if it
+    cannot be a path, or is empty.
     """
     if not name:
         raise ConfigError(
@@ -90,10 +96,25 @@ def resolved_data_name(name: str, base: Path | None, key: str) -> str:
         )
     if name in registry.names("dataset"):
         return name
+    refuse_windows_path(name, key)
     path, colon, attribute = name.partition(":")
     place = whole_path(path, base, key)
-    is_run = (place / "journal.jsonl").is_file()
-    return str(place) + colon + attribute if place.exists() and not is_run else name
+    if (place / "journal.jsonl").is_file():
+        return name
+    # The path of a file that is absent is resolved, too, so that the error about it names the place
+    # beside the config.
+    is_path = place.exists() or _can_only_be_path(path, folder)
+    return str(place) + colon + attribute if is_path else name
+
+
+def _can_only_be_path(name: str, folder: str) -> bool:
+    """Whether a relative name of data is neither that of a folder of data sets nor, as owner/name,
+    one on the hub.
+    """
+    if name.startswith(("/", "~")):
+        return False
+    is_nested = name.startswith(".") or name.count("/") > 1
+    return is_nested or (name.endswith(FILE_SUFFIXES) and not local_folder(name, folder or None))
 
 
 # The method of an experiment: found, built, and what it declares checked against the names that
@@ -411,10 +432,10 @@ def _data(experiment: Experiment) -> DataTable:
     source = data.public_from
     return replace(
         data,
-        name=resolved_data_name(data.name, base, "data.name"),
+        name=resolved_data_name(data.name, base, "data.name", data.folder),
         public_from=source
         if source in ("train", "noise")
-        else resolved_data_name(source, base, "data.public_from"),
+        else resolved_data_name(source, base, "data.public_from", data.folder),
         folder=str(whole_path(data.folder, base, "data.folder")) if data.folder else "",
         tokenizer=_tokenizer(data.tokenizer, base),
         features_of=_backbone(data.features_of, base),

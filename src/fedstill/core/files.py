@@ -1,20 +1,25 @@
-"""Files that are written whole or not at all, and checks before one is overwritten."""
+"""Files that are written whole or not at all, checks before one is overwritten, TOML files, and
+paths as people name them.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import hashlib
 import os
+import platform
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fedstill.core.errors import ConfigError, DiskFull
 
@@ -190,14 +195,44 @@ def remove(path: Path) -> None:
 
 def named_path(given: Path | str) -> Path:
     """A path as a person names it, ``~`` as the home folder; raises ConfigError for a home folder
-    that is not there.
+    that is not there, and for a path of Windows.
     """
+    refuse_windows_path(given)
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
         raise ConfigError(
             f"{given} names a home folder that is not there; give the whole path"
         ) from error
+
+
+WINDOWS_PATH = re.compile(r"([A-Za-z]):([\\/\b\f\n\r\t].*)", re.DOTALL)
+"""An absolute path of Windows. In TOML's double quotes, "C:\\new" holds the end of a line."""
+
+ESCAPES = {"\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def refuse_windows_path(given: Path | str, key: str = "") -> None:
+    """Raise ConfigError for an absolute path of Windows; ``key``: the key of a config that has it.
+
+    >>> refuse_windows_path("data.csv")
+    """
+    text = str(given)
+    match = WINDOWS_PATH.fullmatch(text)
+    if match is None or os.path.lexists(text):
+        return
+    path = "".join(ESCAPES.get(character, character) for character in text)
+    name = f"{key} = '{path}'" if key else path
+    raise ConfigError(f"{name} is a path of Windows; {_on_this_machine(path)}")
+
+
+def _on_this_machine(path: str) -> str:
+    """What to write instead of a path of Windows."""
+    folder = path[2:].replace("\\", "/")
+    in_wsl = f"in WSL it is /mnt/{path[0].lower()}{folder}"
+    if "microsoft" in platform.release().lower():
+        return in_wsl
+    return f"give the file's path on this machine ({in_wsl})"
 
 
 def in_shell(path: Path | str) -> str:
@@ -233,6 +268,51 @@ def _run_at_work(path: Path) -> Path | None:
             if begun and not (folder / "summary.json").is_file():
                 return folder
     return None
+
+
+# TOML files, which people write in any editor.
+
+
+MARKS_OF_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+LINE_OF_ERROR = re.compile(r"\(at line (\d+), ")
+QUOTED_WINDOWS_PATH = re.compile(r'"([A-Za-z]:\\[^"]*)"')
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; raises OSError if it cannot be read, and as ``parse_toml``."""
+    return parse_toml(path.read_bytes())
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """The tables of a TOML file, given its bytes: UTF-8, with or without a byte order mark.
+
+    Raises ValueError for anything else, and says what to do about a path of Windows.
+    """
+    if data.startswith(MARKS_OF_UTF_16):
+        raise ValueError("its encoding is UTF-16; save it as UTF-8")
+    text = data.decode("utf-8-sig")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{error}{_advice_on_path(text, str(error))}") from error
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
+def _advice_on_path(text: str, error: str) -> str:
+    """What to do if the error is in a line with a Windows path in double quotes, where a backslash
+    begins an escape; empty otherwise.
+    """
+    place = LINE_OF_ERROR.search(error)
+    if place is None:
+        return ""
+    path = QUOTED_WINDOWS_PATH.search(text.split("\n")[int(place[1]) - 1])
+    if path is None:
+        return ""
+    return (
+        "; in double quotes a backslash begins an escape: use single quotes or forward slashes; "
+        f"for a path of Windows, {_on_this_machine(path[1])}"
+    )
 
 
 # Files that a person names to be written: what is there already is written over only if it is of

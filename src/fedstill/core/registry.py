@@ -183,9 +183,9 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
 
         return _of_module(kind, name, module_of_file((base or Path.cwd()) / path), attribute)
     if path and attribute:
-        from fedstill.core.user_modules import module_named
+        from fedstill.core.user_modules import module_of_name
 
-        return _of_module(kind, name, module_named(path), attribute)
+        return _of_module(kind, name, module_of_name(name, kind), attribute)
     raise UnknownName(kind, name, names(kind))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.core.files import refuse_windows_path
 from fedstill.core.user_code import USER
 
 
@@ -64,9 +65,13 @@ def module_of_file(path: Path) -> ModuleType:
         raise
 
 
-def module_named(name: str) -> ModuleType:
-    """A user's installed module; raises ConfigError if it cannot be imported."""
-    return imported(name, lambda: importlib.import_module(name))
+def module_of_name(name: str, kind: str) -> ModuleType:
+    """The installed module of ``"package.module:Thing"``; raises ConfigError if it cannot be
+    imported, and for a path of Windows, which has a colon, too.
+    """
+    refuse_windows_path(name, kind)
+    module, _, _ = name.partition(":")
+    return imported(module, lambda: importlib.import_module(module))
 
 
 def imported(source: str, load: Callable[[], ModuleType]) -> ModuleType:

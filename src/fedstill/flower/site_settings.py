@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Any, Literal
 
 from fedstill.config.client_models import words
 from fedstill.config.named_tables import NAMED
+from fedstill.config.resolve import resolved_data_name, whole_path
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import CountOrZero, checked, fields_of_record
+from fedstill.core.files import read_toml
 from fedstill.data.sources.catalog import FOLDERS
 from fedstill.data.sources.folders import at_home, local_folder
 
@@ -57,22 +58,32 @@ def load_site(path: Path) -> Site:
     Raises ConfigError for a file that cannot be read, naming the key that is wrong.
     """
     try:
-        tree = tomllib.loads(path.read_bytes().decode())
+        tree = read_toml(path)
     except OSError as error:
         raise ConfigError(f"cannot read the site's settings {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
     if values["tasks"] and values["time_column"]:
         raise ConfigError(
             f"{path}: tasks and time_column both say what a task is; leave one of them out"
         )
-    for key in ("data", "public", "tokenizer"):
-        place = path.parent / Path(values[key]).expanduser()
-        values[key] = str(place.resolve()) if values[key] and place.exists() else values[key]
-    return Site(
-        **{**values, "memory": (path.parent / Path(values["memory"]).expanduser()).resolve()}
-    )
+    for key in ("data", "public"):
+        values[key] = _resolved_data(values[key], path.parent, key)
+    if values["tokenizer"]:
+        values["tokenizer"] = str(whole_path(values["tokenizer"], path.parent, "tokenizer"))
+    values["memory"] = whole_path(values["memory"], path.parent, "memory")
+    return Site(**values)
+
+
+def _resolved_data(name: str, folder: Path, key: str) -> str:
+    """A site's data by name, or by the absolute path; a folder beside ``site.toml`` comes before a
+    data set of its name.
+    """
+    if not name:
+        return ""
+    place = whole_path(name, folder, key)
+    return str(place) if place.exists() else resolved_data_name(name, folder, key)
 
 
 # What a configuration names that a site uses only if its operator says so: code, and files on the

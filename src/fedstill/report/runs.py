@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -14,6 +13,7 @@ import numpy as np
 
 from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.files import read_toml
 from fedstill.data.client_split import LabelCounts
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
@@ -412,8 +412,8 @@ def _below(directory: Path, named: Path) -> Iterator[tuple[Path, Path]]:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = flat(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        settings = flat(read_toml(path))
+    except (OSError, ValueError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
     for key in ("seed", "rounds"):
         if type(settings.get(key)) is not int:

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from fedstill.config.named_tables import NAMED
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
-from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, remove
+from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, read_toml, remove
 from fedstill.core.method import Method
 from fedstill.core.registry import LIVE, short_name
 
@@ -38,10 +37,10 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     """
     path = folder / "config.toml"
     try:
-        tree = tomllib.loads(path.read_bytes().decode())
+        tree = read_toml(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NoRun(f"{folder} holds no run: {_instead(folder)}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
     for table, thing in live.items():
         if table not in LIVING:
@@ -185,8 +184,8 @@ def holds_run(folder: Path) -> bool:
     except OSError:
         pass
     try:
-        return set(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))) >= TABLES
-    except (OSError, ValueError, RecursionError):
+        return set(read_toml(folder / "config.toml")) >= TABLES
+    except (OSError, ValueError):
         return False
 
 

@@ -371,59 +371,64 @@ def _shown(stages: list[Stage]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingExamples:
+class ExampleCounts:
     """How many of the training examples clients train on, and what the others are for.
 
-    total: examples of the training set. own_tests: of these, clients' own tests. validation: those
+    train: examples of the training set. own_tests: of these, clients' own tests. validation: those
     that clients hold out in every stage in which they train. unassigned: those that no client has.
+    test: examples of the common test set.
     """
 
-    total: int
+    train: int
     own_tests: int
     validation: int
     unassigned: int
+    test: int
 
     @property
     def trained(self) -> int:
         """The number of examples that clients train on."""
-        return self.total - self.own_tests - self.validation - self.unassigned
+        return self.train - self.own_tests - self.validation - self.unassigned
 
     @property
     def sentence(self) -> str:
         """As a person reads it.
 
-        >>> TrainingExamples(total=900, own_tests=225, validation=0, unassigned=0).sentence
-        "675 of 900 examples to train on; 225 are clients' own tests"
+        >>> ExampleCounts(train=900, own_tests=225, validation=0, unassigned=0, test=50).sentence
+        "675 of 900 examples to train on, 50 to test on; 225 are clients' own tests"
         """
-        if self.trained == self.total:
-            return f"{self.total:,} examples to train on"
-        others = [
-            f"{count:,} {use}"
-            for count, use in (
-                (self.own_tests, "are clients' own tests"),
-                (self.validation, "are held out for validation"),
-                (self.unassigned, "belong to no client"),
-            )
-            if count
-        ]
-        return f"{self.trained:,} of {self.total:,} examples to train on; {', '.join(others)}"
+        count = f"{self.trained:,}"
+        if self.trained < self.train:
+            count += f" of {self.train:,}"
+        parts = [f"{count} examples to train on"]
+        if self.test:
+            parts[0] += f", {self.test:,} to test on"
+        if self.own_tests:
+            parts.append(f"{self.own_tests:,} are clients' own tests")
+        if self.validation:
+            parts.append(f"{self.validation:,} are held out for validation")
+        if self.unassigned:
+            parts.append(f"{self.unassigned:,} belong to no client")
+        return "; ".join(parts)
 
 
-def training_examples(prepared: Prepared) -> TrainingExamples | None:
-    """What the training examples are for; None where only the sites have them."""
+def example_counts(prepared: Prepared) -> ExampleCounts | None:
+    """How many examples a run has; None where only the sites have them."""
     sites = prepared.sites
     if sites.split is None:
         return None
-    total = len(sites.train)
+    train = len(sites.train)
     assigned = len(np.unique(sites.split.positions))
     own_tests = 0
+    # Rows of the test split are no training examples.
     if prepared.settings.named.partition.values.get("own_test") != "column":
         own_tests = sum(len(tests) for tests in sites.own_tests.values())
-    return TrainingExamples(
-        total=total,
+    return ExampleCounts(
+        train=train,
         own_tests=own_tests,
         validation=_held_out(prepared),
-        unassigned=total - assigned - own_tests,
+        unassigned=train - assigned - own_tests,
+        test=len(sites.common_test or ()),
     )
 
 
@@ -445,11 +450,9 @@ def data_sentences(prepared: Prepared) -> list[str]:
     data = prepared.dataset
     sites = prepared.sites
     sentences = [examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)]
-    examples = training_examples(prepared)
-    if examples is not None:
-        sentences.append(examples.sentence)
-    if examples is not None and sites.common_test:
-        sentences.append(f"{len(sites.common_test):,} examples to test on")
+    counts = example_counts(prepared)
+    if counts is not None:
+        sentences.append(counts.sentence)
     return [*sentences, *prepared.notes]
 
 

@@ -22,7 +22,6 @@ import logging
 import math
 import platform
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -38,7 +37,7 @@ from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.files import digest, in_shell
+from fedstill.core.files import digest, in_shell, read_toml
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
@@ -448,7 +447,7 @@ def _has_known_examples(data: DataTable) -> bool:
 
 def _unknown_keys(config: Path) -> set[str]:
     """The dotted keys of which a config says nothing, since they came after its run began."""
-    return unsaid(tomllib.loads(config.read_text(encoding="utf-8")))
+    return unsaid(read_toml(config))
 
 
 def _without_seed(place: str) -> str:

@@ -8,13 +8,12 @@ that holds anything else is refused.
 from __future__ import annotations
 
 import io
-import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import Refused
-from fedstill.core.files import make_folder, write_whole
+from fedstill.core.files import make_folder, parse_toml, write_whole
 
 MAX_FILE = 1 << 20
 """Bytes of a file of an app that are looked at."""
@@ -121,7 +120,7 @@ def _read(files: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _components(pyproject: bytes) -> Any:
-    tree: Any = tomllib.loads(pyproject.decode())
+    tree: Any = parse_toml(pyproject)
     for key in ("tool", "flwr", "app", "components"):
         tree = tree[key] if isinstance(tree, dict) else {}
     return tree

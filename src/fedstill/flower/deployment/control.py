@@ -5,7 +5,6 @@ sites there are.
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstill.core.errors import ConfigError, DeployFailed
+from fedstill.core.files import read_toml
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.deployment.gate import KEY_HEADER
 from fedstill.flower.messages import require_flower
@@ -69,7 +69,7 @@ class Control:
         """
         path = federation.server / "flwr" / "config.toml"
         try:
-            link = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"][LINK]
+            link = read_toml(path)["superlink"][LINK]
             ca = None if link.get("insecure") else Path(link["root-certificates"]).read_bytes()
             return Control(str(link["address"]), ca, federation.key.read_bytes())
         except PermissionError as error:

@@ -8,7 +8,6 @@ import datetime
 import ipaddress
 import re
 import secrets
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.core.errors import ConfigError, RunExists
-from fedstill.core.files import make_folder, write_secret, write_whole
+from fedstill.core.files import make_folder, read_toml, write_secret, write_whole
 from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.app_files import write_app
 
@@ -266,8 +265,8 @@ def _make_client(federation: Federation, client: int) -> None:
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return read_toml(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
