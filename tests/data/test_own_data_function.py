@@ -142,7 +142,7 @@ def test_images_with_their_channels_last_are_refused() -> None:
             np.array(["a", "b", "b"]),
             r"names, ids = np.unique\(labels, return_inverse=True\), .* classes=names",
         ),
-        (np.array([0, 1]), r"labels are int64 of shape \(2,\), not whole numbers of shape \(3,\)$"),
+        (np.array([0, 1]), r"labels are int64 of shape \(2,\), not whole numbers of shape \(3,\);"),
     ],
 )
 def test_labels_of_another_type_are_refused_with_what_makes_class_ids(

@@ -147,7 +147,7 @@ def test_names_from_numpy_are_classes() -> None:
 
 def test_what_is_no_pair_is_said() -> None:
     pair: Any = (torch.zeros(N, 2), torch.from_numpy(LABELS))
-    for wrong, said in ((None, "a NoneType"), (pair[0], "a Tensor"), ((*pair, 1), "a tuple of 3")):
+    for wrong, said in (({}, "a dict"), (pair[0], "a Tensor"), ((*pair, 1), "a tuple of 3")):
         with pytest.raises(
             DataError, match=rf"mine, test: give a pair \(values, labels\), not {said}"
         ):

@@ -354,8 +354,6 @@ def test_clients_own_data_sets_are_one_with_owners() -> None:
         [0] * 2 + [1] * 3,
     )
     assert torch.equal(data.train.values[4:], some(6, 2)[0])
-    with pytest.raises(DataError, match="test="):
-        from_clients("mine", [some(4, 0), some(4, 1)])
     with pytest.raises(DataError, match=r"several shapes: \(3,\), \(4,\)"):
         from_clients(
             "mine", [some(4, 0), (torch.zeros(2, 4), torch.zeros(2).long())], test=some(2, 0)
