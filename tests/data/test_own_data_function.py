@@ -162,9 +162,9 @@ def test_a_client_without_examples_is_named() -> None:
 
 
 def test_data_in_memory_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
-    pair = np.zeros((3, 2)), np.arange(3)
+    three = np.zeros((3, 2)), np.arange(3), np.arange(3)
     with pytest.raises(ConfigError, match=r"tuple.*fedstill\.from_tensors\("):
-        fedstill.run(fedstill.Experiment(rounds=1), tmp_path / "run", data=pair)
+        fedstill.run(fedstill.Experiment(rounds=1), tmp_path / "run", data=three)
     assert not (tmp_path / "run").exists()
 
 

@@ -15,8 +15,9 @@ from fedstill.core.files import named_path, sweep, write_whole
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import SERVER
-from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import Dataset
+from fedstill.data.sources import from_python
+from fedstill.data.sources.from_python import is_by_client
 from fedstill.running.cautions import log_cautions
 from fedstill.running.directory import (
     HOLDER,
@@ -26,7 +27,7 @@ from fedstill.running.directory import (
     settings_of,
 )
 from fedstill.running.driver import Driver
-from fedstill.running.preparation import prepare, prepare_again
+from fedstill.running.preparation import prepare, prepare_again, reading_options
 from fedstill.running.progress import OnRound, Progress, Quiet
 from fedstill.running.remote import check_calls, place_of, remote_engine
 from fedstill.running.result import Result
@@ -46,11 +47,31 @@ OWNER = "client"
 """What the column of owners is called in data that were made of clients' own."""
 
 
-def refuse_other_data(data: object) -> None:
-    """Raise ConfigError for data in memory that are no data set."""
-    if not isinstance(data, Dataset):
-        make = "fedstill.from_tensors(NAME, train=(values, labels), test=(values, labels))"
-        raise ConfigError(f"data is {of_kind(data)}, not a data set: make one with {make}")
+UNNAMED = "data"
+"""The name of data in memory, if the experiment gives them none."""
+
+
+def dataset_of(experiment: Experiment, data: object) -> Dataset:
+    """Data in memory as a data set, read as the experiment's ``[data]`` says.
+
+    Raises ConfigError for objects that are no data, and DataError as ``from_python`` does.
+    """
+    if isinstance(data, Dataset):
+        return data
+    refuse_no_experiment(experiment)
+    name = experiment.table("data").get("name", UNNAMED)
+    return read_in_memory(settle(experiment.with_values({"data.name": name}, "Python")), data)
+
+
+def read_in_memory(settings: Settings, data: object) -> Dataset:
+    """Data in memory as a data set, read as the settings of a run say."""
+    if isinstance(data, Dataset):
+        return data
+    options = reading_options(settings)
+    del options["folder"]
+    if is_by_client(data):
+        options.pop("owner", None)  # with_data has set a column for the run's config
+    return from_python(settings.data.name, data, **options)
 
 
 def with_data(experiment: Experiment, data: Dataset) -> Experiment:
@@ -58,7 +79,6 @@ def with_data(experiment: Experiment, data: Dataset) -> Experiment:
     clients.
     """
     refuse_no_experiment(experiment)
-    refuse_other_data(data)
     said: dict[str, Any] = {"data.name": data.name}
     if data.about.kind != "image" and "name" not in experiment.table("model"):
         said["model.name"] = DEFAULT_MODELS[data.about.kind]
@@ -77,7 +97,7 @@ def with_data(experiment: Experiment, data: Dataset) -> Experiment:
 def run(
     experiment: Experiment,
     out: Path | str | None = None,
-    data: Dataset | None = None,
+    data: object = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
     debug: bool = False,
@@ -87,11 +107,12 @@ def run(
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
-    ``data``: a data set in memory, instead of the one that the config names. ``grid``: for
-    ``engine = "flower"``, the Flower grid whose nodes are the clients; without one they work in
-    this process. ``debug``: the first client that fails ends the run with ClientFailed, its own
-    exception chained, whatever ``clients.failures`` says. ``overwrite``: what fedstill wrote in
-    ``out`` before is deleted, when everything else has been checked.
+    ``data``: a data set in memory, instead of the one that the config names; or other data that
+    ``from_python`` takes, which are then read as ``[data]`` says. ``grid``: for ``engine =
+    "flower"``, the Flower grid whose nodes are the clients; without one they work in this process.
+    ``debug``: the first client that fails ends the run with ClientFailed, its own exception
+    chained, whatever ``clients.failures`` says. ``overwrite``: what fedstill wrote in ``out``
+    before is deleted, when everything else has been checked.
     ``on_round``: called after every round with what the journal says of it; what it raises ends the
     run, and ``resume`` goes on with that round measured again. ``track``: trackers that are told of
     every round: ``"tensorboard"``, ``"mlflow"``, ``"wandb"``, or your own
@@ -100,7 +121,8 @@ def run(
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good
     state.
     """
-    settings = settle(experiment if data is None else with_data(experiment, data))
+    dataset = None if data is None else dataset_of(experiment, data)
+    settings = settle(experiment if dataset is None else with_data(experiment, dataset))
     _refuse_debug(debug, settings)
     place = "here"
     if grid is None:
@@ -116,14 +138,14 @@ def run(
     if place == "federation":
         check_calls(on_round, track)
     trackers = wanted(track)
-    prepared = prepare(settings, data)
+    prepared = prepare(settings, dataset)
     log_cautions(prepared)
     folder = new_directory(settings, named_path(out) if out else None, overwrite)
     if remote is not None and place == "ray":
         again = partial(
-            run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track
+            run, experiment, folder, dataset, watch, debug=debug, on_round=on_round, track=track
         )
-        return remote.simulate(settings, data, folder, lambda ray: again(grid=ray))
+        return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
     if remote is not None and place == "federation":
         return remote.submit(settings, folder, False, watch or Quiet())
     with locked(folder):
@@ -138,7 +160,7 @@ def run(
 @process_settings()
 def resume(
     directory: Path | str,
-    data: Dataset | None = None,
+    data: object = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
     debug: bool = False,
@@ -149,8 +171,8 @@ def resume(
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its
     result at once.
 
-    ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run had go on
-    by themselves.
+    ``data``, ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run
+    had go on by themselves.
     ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run
     was given in Python, where another process began it. Raises CorruptFile if it is another one,
     and for a run whose checkpoints are gone.
@@ -159,8 +181,7 @@ def resume(
     check_config(folder)
     settings = settings_of(folder, **live)
     check_checkpoints(folder)
-    if data is not None:
-        refuse_other_data(data)
+    dataset = None if data is None else read_in_memory(settings, data)
     _refuse_debug(debug, settings)
     place = place_of(settings)
     remote = remote_engine(settings)
@@ -168,9 +189,9 @@ def resume(
     if remote is not None and grid is None and unfinished:
         if place == "ray":
             again = partial(
-                resume, folder, data, watch, debug=debug, on_round=on_round, track=track
+                resume, folder, dataset, watch, debug=debug, on_round=on_round, track=track
             )
-            return remote.simulate(settings, data, folder, lambda ray: again(grid=ray))
+            return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
         if place == "federation":
             check_calls(on_round, track)
             return remote.submit(settings, folder, True, watch or Quiet())
@@ -185,7 +206,7 @@ def resume(
             send_late(folder, settings, trackers, result.summary)
             return result
         sweep(folder)
-        prepared = prepare_again(settings, folder, data)
+        prepared = prepare_again(settings, folder, dataset)
         with closing(
             Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
         ) as driver:

@@ -104,9 +104,7 @@ def frames_of(
     return frames
 
 
-def schema_of(
-    what: str, frames: Mapping[str, ParquetFrame | CsvFrame], columns: Columns
-) -> TableSchema | None:
+def schema_of(what: str, frames: Mapping[str, Frame], columns: Columns) -> TableSchema | None:
     """The schema of a data set, by the columns of its first split; None for images."""
     frame = frames[min(frames, key=SPLITS.index)]
 

@@ -278,7 +278,7 @@ def check_labels(what: str, labels: NDArray[Any], count: int) -> None:
             "classes=names"
         )
     if labels.dtype.kind == "f":
-        _check_whole(what, labels)
+        check_whole(what, labels)
         raise DataError(f"{problem}: labels.astype('int64') of an array, labels.long() of a tensor")
     raise DataError(f"{problem}; give class ids, whole numbers from 0")
 
@@ -291,7 +291,7 @@ def _shape_remedy(labels: NDArray[Any], count: int) -> str:
     return "; give one label an example"
 
 
-def _check_whole(what: str, labels: NDArray[Any]) -> None:
+def check_whole(what: str, labels: NDArray[Any]) -> None:
     """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
     is_finite = np.isfinite(labels)
     fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))

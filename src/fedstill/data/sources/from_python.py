@@ -1,0 +1,675 @@
+"""Data that Python has: data frames, Hugging Face and torch data sets, and such data by client.
+
+pandas, ``datasets`` and torchvision are not imported here: their objects are recognised by their
+interface, or by a class of a module that is imported already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch.utils.data as torch_data
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
+from fedstill.core.fields import Count, plain_value, problem
+from fedstill.core.keys import drawing_from
+from fedstill.core.process_settings import process_settings
+from fedstill.core.user_code import of_kind
+from fedstill.data.cache import Decoded
+from fedstill.data.dataset import Dataset
+from fedstill.data.form import Form, nfc
+from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.encode import owners_of, read_frames, schema_of
+from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.parquet import decoded_splits
+from fedstill.data.sources.schema import no_owner
+from fedstill.data.sources.splits import SPLITS, hold_out, split_named
+from fedstill.data.sources.tables import normalised, with_missing
+from fedstill.data.sources.tensors import (
+    Pair,
+    TensorFields,
+    as_array,
+    as_dataset,
+    check_whole,
+    dataset_of_pairs,
+    join_clients,
+)
+from fedstill.data.sources.verify import verified
+
+FORM_FIELDS = tuple(field.name for field in dataclasses.fields(Form))
+COLUMN_FIELDS = ("image_column", "label_column", "mean", "size", "std", *FORM_FIELDS)
+PAIR_FIELDS = ("size", *(field.name for field in dataclasses.fields(TensorFields)))
+
+
+@process_settings()
+def from_python(
+    name: str, data: object, test: object = None, validation: object = None, **fields: Any
+) -> Dataset:
+    """A data set of data that Python has, of all clients together or by client.
+
+    data: one of these, a pair (train, test) of these, or a mapping of splits (train, validation,
+    test) to these:
+
+    - columns: a pandas DataFrame or another table with the Arrow interface, or a Hugging Face
+      ``Dataset``. They are read as the columns of a parquet file are: rows of a table, texts, lists
+      of numbers, or images.
+    - pairs (value, label): a torch ``Dataset`` with a length, or the data set of a ``DataLoader``.
+      Values are tensors, NumPy arrays or PIL images; each is read once, in order. An attribute
+      ``classes``, as torchvision has it, names the classes.
+    - (values, labels), as for ``from_tensors``.
+
+    Or a mapping from clients to any of these: a run of it has these clients, and ``partition`` need
+    not be set. Without a test set, a stratified fifth of the training data is held out.
+
+    test, validation: such data for these splits, common to all clients. fields: of columns, those
+    of ``load_dataset``, such as ``label_column``, ``columns``, ``categorical`` and ``missing``; of
+    other data, those of ``from_tensors``, and ``size`` of PIL images. Raises ConfigError for other
+    objects and for fields that the data do not have, and DataError as ``load_dataset`` and
+    ``from_tensors`` do.
+    """
+    fields = plain_value(fields)
+    if reason := problem(Count | None, fields.get("size")):
+        raise ConfigError(f"dataset {name!r}: size = {reason}")
+    cautions: list[str] = []
+    clients = _client_names(name, data) if is_by_client(data) else ()
+    sources = _sources(name, data, {"test": test, "validation": validation}, cautions)
+    sources = [_with_table(source, cautions) for source in sources]
+
+    request = _Request(
+        name=name, sources=sources, clients=clients, fields=fields, cautions=cautions
+    )
+    with_columns = [source for source in sources if source.table is not None]
+    if not with_columns:
+        _check_fields(name, fields, PAIR_FIELDS)
+        return _dataset_of_pairs(request)
+    if len(with_columns) < len(sources):
+        other = next(source for source in sources if source.table is None)
+        raise DataError(
+            f"{with_columns[0].what} has columns, and {other.what} has none; give data of one kind"
+        )
+    _check_fields(name, fields, COLUMN_FIELDS)
+    return _dataset_of_columns(request)
+
+
+def is_by_client(data: object) -> bool:
+    """Whether data are a mapping from clients to their data, and not one of splits."""
+    if not isinstance(data, Mapping) or _is_of(data, "datasets", "DatasetDict"):
+        return False
+    return not any(split_named(str(key)) for key in data)
+
+
+def _is_of(data: object, module: str, name: str) -> bool:
+    """Whether an object is of a class of a library, which its maker has imported."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(data, kind)
+
+
+def _check_fields(name: str, fields: Mapping[str, Any], legal: Sequence[str]) -> None:
+    """Raise ConfigError for a field that does not exist, or not for such data."""
+    for key in fields:
+        if key in legal:
+            continue
+        if key not in (*COLUMN_FIELDS, *PAIR_FIELDS):
+            raise UnknownName("field", key, legal, where=f"dataset {name!r}")
+        kind = "columns" if legal is PAIR_FIELDS else "tensors"
+        raise ConfigError(
+            f"dataset {name!r}: {key} is for data with {kind}; leave it out (these data have "
+            f"{', '.join(legal)})"
+        )
+
+
+# The sources: the data of each split, of one client or of all.
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Data that the user passed.
+
+    client: the number of the client that they belong to; None if they are common to all. table:
+    their columns, if they have columns.
+    """
+
+    what: str
+    split: str
+    client: int | None
+    data: Any
+    table: pa.Table | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What the user asked for, and warnings about it so far."""
+
+    name: str
+    sources: Sequence[_Source]
+    clients: tuple[str, ...]
+    fields: Mapping[str, Any]
+    cautions: list[str]
+
+    def of_split(self, split: str) -> list[_Source]:
+        """The sources of a split, in the order of clients."""
+        return [source for source in self.sources if source.split == split]
+
+
+def _client_names(name: str, data: Any) -> tuple[str, ...]:
+    names = tuple(nfc(str(key)) for key in data)
+    if not names:
+        raise DataError(f"{name}: the mapping is empty; give the data of at least one client")
+    if len(set(names)) < len(names):
+        raise DataError(f"{name}: two clients have the same name as text; rename one of them")
+    return names
+
+
+def _sources(
+    name: str, data: Any, common: Mapping[str, object], cautions: list[str]
+) -> list[_Source]:
+    """The sources of all splits; a common one replaces those of the clients, with a warning."""
+    sources = []
+    if is_by_client(data):
+        for number, (client, client_data) in enumerate(data.items()):
+            what = f"{name}, client {client}"
+            for split, source in _splits_of(what, client_data, cautions).items():
+                sources.append(_Source(f"{what}, {split}", split, number, source))
+    else:
+        for split, source in _splits_of(name, data, cautions).items():
+            sources.append(_Source(f"{name}, {split}", split, None, source))
+
+    for split, common_data in common.items():
+        if common_data is None:
+            continue
+        if any(source.split == split for source in sources):
+            cautions.append(f"{split}= is given, so the other data of the split are not used")
+        sources = [source for source in sources if source.split != split]
+        sources.append(_Source(f"{name}, {split}", split, None, common_data))
+    return sources
+
+
+def _splits_of(what: str, data: Any, cautions: list[str]) -> dict[str, Any]:
+    """The data of each split of one client, or of all."""
+    if isinstance(data, Mapping):
+        return _named_splits(what, data, cautions)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and not _is_pair(data):
+        train, test = data
+        splits = {"train": train, "test": test}
+        return {split: source for split, source in splits.items() if source is not None}
+    return {"train": data}
+
+
+def _is_pair(data: Sequence[Any]) -> bool:
+    """Whether two objects are values and labels, and not training and test data."""
+    return any(isinstance(part, (Tensor, np.ndarray)) for part in data)
+
+
+def _named_splits(what: str, data: Mapping[Any, Any], cautions: list[str]) -> dict[str, Any]:
+    splits: dict[str, Any] = {}
+    others = []
+    for key, source in data.items():
+        split = split_named(str(key))
+        if split in splits:
+            raise DataError(f"{what} has two splits that are {split}; join them, or leave one out")
+        if split:
+            splits[split] = source
+        else:
+            others.append(str(key))
+    if "train" not in splits:
+        raise DataError(
+            f"{what} has no split train among {', '.join(map(repr, map(str, data))) or 'none'}; "
+            "name the training data train"
+        )
+    if others and not _is_of(data, "datasets", "DatasetDict"):
+        raise DataError(
+            f"{what}: {others[0]!r} is no split; the keys are either splits (train, validation, "
+            "test) or clients"
+        )
+    if others:
+        cautions.append(f"left out: the splits {', '.join(others)}")
+    return splits
+
+
+# Columns: data frames and Hugging Face data sets.
+
+
+CLIENT_COLUMN = "<client>"
+"""The column that says to which client of a mapping a row belongs."""
+
+ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class ArrowFrame:
+    """A table in memory as a split of a data set."""
+
+    table: pa.Table
+    form: Form
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns and their types."""
+        return self.table.schema
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """None: it is in memory."""
+        return ()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.table)
+
+    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+        """Some columns, all rows."""
+        return with_missing(self.table.select(list(names)), self.form.missing_values)
+
+    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+        """Each row's encoded image and its label."""
+        for batch in self.table.select([image, label]).to_batches(ROWS_AT_ONCE):
+            images = batch.column(image).to_pylist()
+            labels = batch.column(label).to_pylist()
+            yield from zip(images, labels, strict=True)
+
+
+def _with_table(source: _Source, cautions: list[str]) -> _Source:
+    """The source with its table if it has columns; of a DataLoader, its data set."""
+    data = source.data
+    if isinstance(data, torch_data.DataLoader):
+        data = _dataset_of_loader(source.what, data, cautions)
+    table: pa.Table | None = None
+    if _is_of(data, "datasets", "Dataset"):
+        table = _hugging_face_table(data, cautions)
+    elif hasattr(data, "__arrow_c_stream__"):
+        try:
+            table = pa.table(data)
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise DataError(
+                f"{source.what}: pyarrow cannot convert the {type(data).__name__} to columns "
+                f"({on_one_line(error)}); give each column one type and a name of its own"
+            ) from error
+    if table is not None:
+        table = _with_plain_columns(source.what, table)
+    return replace(source, data=data, table=table)
+
+
+def _hugging_face_table(data: Any, cautions: list[str]) -> pa.Table:
+    if data.format["type"] == "custom":
+        cautions.append(
+            "the transform of a Hugging Face data set is not applied; apply it with map()"
+        )
+    table = data.with_format("arrow", columns=data.format["columns"])[:]
+    return table.replace_schema_metadata(data.features.arrow_schema.metadata)
+
+
+def _with_plain_columns(what: str, table: pa.Table) -> pa.Table:
+    """A table with the names of its columns in one Unicode form, and with Arrow's own types."""
+    schema = normalised(Path(what), table.schema)
+    for index, field in enumerate(schema):
+        if isinstance(field.type, pa.BaseExtensionType):
+            schema = schema.set(index, field.with_type(field.type.storage_type))
+        elif pa.types.is_string_view(field.type):
+            schema = schema.set(index, field.with_type(pa.large_string()))
+    return table.rename_columns(schema.names).cast(schema)
+
+
+def _dataset_of_columns(request: _Request) -> Dataset:
+    name = request.name
+    columns = _columns(request)
+    tables = _tables_by_split(request)
+    frames = {split: ArrowFrame(table, columns.form) for split, table in tables.items()}
+    schema = schema_of(name, frames, columns)
+    if schema is not None:
+        decoded = read_frames(name, frames, schema)
+    else:
+        # The paths of images that Python has in memory are as trustworthy as the program.
+        decoded = decoded_splits(name, frames, columns, within=Path(Path.cwd().anchor))
+        decoded = _with_image_owners(name, decoded, frames, columns.form)
+    if request.clients:
+        decoded = _with_clients(request, decoded)
+    decoded = replace(decoded, about=decoded.about.warned(*request.cautions))
+    decoded = verified(name, hold_out(decoded, columns.form))
+    return as_dataset(name, decoded, request.fields.get("mean"), request.fields.get("std"))
+
+
+def _columns(request: _Request) -> Columns:
+    fields = request.fields
+    form = {key: _as_tuple(fields[key]) for key in FORM_FIELDS if key in fields}
+    if request.clients:
+        if "owner" in form:
+            raise ConfigError(
+                f"dataset {request.name!r}: the keys of data are the clients; leave owner out"
+            )
+        form["owner"] = CLIENT_COLUMN
+    categorical = fields.get("categorical", ())
+    if isinstance(categorical, Mapping):
+        form["categorical"] = _as_tuple(list(categorical.items()))
+    elif all(isinstance(column, str) for column in categorical):
+        form["categorical"] = tuple((column, ()) for column in categorical)
+    return Columns(
+        image=fields.get("image_column"),
+        label=fields.get("label_column"),
+        size=fields.get("size"),
+        form=Form(**form).normalised,
+    )
+
+
+def _as_tuple(value: Any) -> Any:
+    """Lists as tuples, at any depth."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_as_tuple, value))
+    return value
+
+
+def _tables_by_split(request: _Request) -> dict[str, pa.Table]:
+    """The rows of each split, one source below another, with a column of clients if there are any.
+
+    Raises DataError for columns of different types, and for class names that differ.
+    """
+    _check_class_names(request.sources)
+    by_split = {}
+    for split in SPLITS:
+        tables = []
+        for source in request.of_split(split):
+            assert source.table is not None
+            table = source.table
+            if request.clients:
+                # Rows that are common to all need some client, and lose it after they are read.
+                client = request.clients[source.client or 0]
+                column = pa.array([client], pa.string()).take(pa.array([0] * len(table)))
+                table = table.append_column(CLIENT_COLUMN, column)
+            tables.append(table)
+        try:
+            if tables:
+                by_split[split] = pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{request.name}, {split}: clients have columns of different types "
+                f"({on_one_line(error)}); make them alike"
+            ) from error
+    return by_split
+
+
+def _check_class_names(sources: Sequence[_Source]) -> None:
+    """Raise DataError if the same class id has different names in two sources."""
+    first: dict[str, tuple[str, Any]] = {}
+    for source in sources:
+        assert source.table is not None
+        for column, names in _declared_classes(source.table.schema).items():
+            what, first_names = first.setdefault(column, (source.what, names))
+            if names != first_names:
+                raise DataError(
+                    f"{source.what}: the class names of column {column!r} are not those of {what}; "
+                    "cast both to the same features"
+                )
+
+
+def _declared_classes(schema: pa.Schema) -> dict[str, Any]:
+    """The names of the columns of class ids, as a Hugging Face data set declares them."""
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = metadata.get("info", {}).get("features", {})
+    return {
+        column: feature["names"]
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
+def _with_image_owners(
+    name: str, data: Decoded, frames: Mapping[str, ArrowFrame], form: Form
+) -> Decoded:
+    if not form.owner:
+        return data
+    for frame in frames.values():
+        if form.owner not in frame.schema.names:
+            raise DataError(no_owner(name, form, frame.schema.names))
+    tables = {split: frame.read([form.owner]) for split, frame in frames.items()}
+    owners = owners_of(name, tables, form.owner)
+    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
+
+
+def _with_clients(request: _Request, data: Decoded) -> Decoded:
+    """The data with clients in the order of the mapping, and common splits without clients."""
+    number = {client: index for index, client in enumerate(request.clients)}
+    numbers = np.array([number[owner] for owner in data.about.owners], dtype=np.int64)
+    owned = {source.split for source in request.sources if source.client is not None}
+    owners = {split: numbers[codes] for split, codes in data.owners.items() if split in owned}
+    return replace(data, owners=owners, about=replace(data.about, owners=request.clients))
+
+
+# Pairs: torch data sets, and arrays.
+
+
+def _dataset_of_pairs(request: _Request) -> Dataset:
+    fields = {key: value for key, value in request.fields.items() if key != "size"}
+    classes = _classes_of(request.sources)
+    if classes is not None:
+        fields.setdefault("classes", classes)
+    common: dict[str, Pair] = {}
+    by_split: dict[str, dict[int, Pair]] = {split: {} for split in SPLITS}
+    for source in request.sources:
+        pair = _pair_of(source, request)
+        if source.client is None:
+            common[source.split] = pair
+        else:
+            by_split[source.split][source.client] = pair
+    data = join_clients(request.name, request.clients, by_split, common)
+    data = replace(data, cautions=tuple(dict.fromkeys(request.cautions)))
+    return dataset_of_pairs(request.name, data, TensorFields(**fields))
+
+
+def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
+    """The class names that torch data sets declare; DataError if two of them differ."""
+    first: tuple[str, tuple[str, ...]] | None = None
+    for source in sources:
+        data = source.data
+        while isinstance(data, torch_data.Subset):
+            data = data.dataset
+        classes = getattr(data, "classes", None)
+        if not isinstance(classes, (list, tuple)) or not classes:
+            continue
+        names = tuple(map(str, classes))
+        if first is None:
+            first = (source.what, names)
+        elif names != first[1]:
+            raise DataError(
+                f"{source.what} has other classes than {first[0]}; give classes= if their ids mean "
+                "the same"
+            )
+    return None if first is None else first[1]
+
+
+def _dataset_of_loader(
+    what: str, loader: torch_data.DataLoader[Any], cautions: list[str]
+) -> torch_data.Dataset[Any]:
+    """The data set of a DataLoader, with warnings about what is not used.
+
+    Raises DataError for a sampler that selects or repeats examples.
+    """
+    if isinstance(loader.dataset, torch_data.IterableDataset):
+        return loader.dataset
+    sampler = loader.sampler
+    if isinstance(loader.batch_sampler, torch_data.BatchSampler):
+        sampler = loader.batch_sampler.sampler
+    is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
+    if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
+        raise DataError(
+            f"{what}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
+            "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
+        )
+    caution = "the batches of a DataLoader are not used: plan.batch sets their size"
+    if loader.collate_fn is not torch_data.default_collate:
+        caution += "; nor is its collate_fn"
+    if caution not in cautions:
+        cautions.append(caution)
+    return loader.dataset
+
+
+def _pair_of(source: _Source, request: _Request) -> Pair:
+    """The values and labels of a source; raises ConfigError for objects that have none."""
+    data = source.data
+    if isinstance(data, (tuple, list)) and len(data) == 2 and _is_pair(data):
+        return data[0], data[1]
+    if type(data) is torch_data.TensorDataset and len(data.tensors) == 2:
+        return data.tensors[0], data.tensors[1]
+    no_items = (str, bytes, tuple, list, Mapping, Tensor, np.ndarray, Dataset)
+    is_stream = isinstance(data, torch_data.IterableDataset) or _is_of(
+        data, "datasets", "IterableDataset"
+    )
+    has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, no_items) or is_stream or not has_items:
+        hint = ", which is read in one order only" if is_stream else ""
+        raise ConfigError(
+            f"{source.what} is {of_kind(data)}{hint}, not a data set: give (values, labels), a "
+            "torch Dataset of (value, label) pairs with a length, a DataFrame, a Hugging Face "
+            "Dataset, or what fedstill.from_tensors(NAME, train=(values, labels)) makes"
+        )
+    return _Items(source.what, data, request.fields.get("size")).read(request.cautions)
+
+
+READ_TWICE = 8
+"""The items that are read a second time, to notice transforms that draw at random."""
+
+
+@dataclass(frozen=True)
+class _Items:
+    """A data set of (value, label) pairs that is read item by item."""
+
+    what: str
+    data: Any
+    side: int | None
+
+    def read(self, cautions: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Values (N, …) and labels (N,); adds a warning if an item differs when read again.
+
+        Raises DataError for items that are no pairs, and for values of different types or shapes.
+        """
+        count = len(self.data)
+        if not count:
+            raise DataError(f"{self.what} holds no examples; leave it out")
+        with _seeded():
+            positions = np.linspace(0, count - 1, READ_TWICE).round().astype(int)
+            if any(self._changes(index) for index in np.unique(positions).tolist()):
+                cautions.append(
+                    "a torch data set gives other values when it is read again, as transforms that "
+                    "draw at random do; it is read once: leave such transforms out, and set "
+                    "data.augment"
+                )
+            items = (self._item(index) for index in range(count))
+            return self._arrays(items, count)
+
+    def _item(self, index: int) -> tuple[Any, Any]:
+        try:
+            item = self.data[index]
+        except Exception as error:
+            error.add_note(f"{self.what}: example {index} could not be read")
+            raise
+        if isinstance(item, (tuple, list)) and len(item) == 2:
+            return item[0], item[1]
+        raise DataError(
+            f"{self.what}: example {index} is {of_kind(item)}; a torch data set must give pairs "
+            "(value, label)"
+        )
+
+    def _changes(self, index: int) -> bool:
+        """Whether a value differs when it is read a second time."""
+        first = np.asarray(self._item(index)[0])
+        second = np.asarray(self._item(index)[0])
+        return not np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
+
+    def _arrays(
+        self, items: Iterator[tuple[Any, Any]], count: int
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        pictures = Pictures(self.what, self.side, count, remedy="set size=SIDE to resize all")
+        values: NDArray[Any] | None = None
+        labels = []
+        for index, (value, label) in enumerate(items):
+            if isinstance(value, Image.Image):
+                array: NDArray[Any] = pictures.decoded(self._encoded(index, value), index)
+            else:
+                array = self._array(index, value)
+            if values is None:
+                values = np.empty((count, *array.shape), array.dtype)
+            if array.shape != values.shape[1:] or array.dtype != values.dtype:
+                raise DataError(
+                    f"{self.what}: example {index} is {array.dtype} of shape {array.shape}, the "
+                    f"first {values.dtype} of shape {values.shape[1:]}; make them alike"
+                )
+            values[index] = array
+            labels.append(self._label(index, label))
+        assert values is not None
+        ids = np.array(labels)
+        if ids.dtype.kind == "f":
+            check_whole(self.what, ids)
+            ids = ids.astype(np.int64)
+        return values, ids
+
+    def _array(self, index: int, value: object) -> NDArray[Any]:
+        if self.side is not None:
+            raise ConfigError(
+                f"{self.what}: size is for PIL images, and example {index} is {of_kind(value)}; "
+                "resize in the data set, or leave size out"
+            )
+        if not isinstance(value, (Tensor, np.ndarray)):
+            raise DataError(
+                f"{self.what}: the value of example {index} is {of_kind(value)}; give a tensor, a "
+                "NumPy array or a PIL image"
+            )
+        return as_array(f"{self.what}: the values of example {index}", value)
+
+    def _encoded(self, index: int, picture: Image.Image) -> dict[str, Any]:
+        """An image as the bytes of a file, which are then decoded as those of any other file."""
+        file = io.BytesIO()
+        try:
+            ImageOps.exif_transpose(picture).save(file, "TIFF")  # it has all kinds of pixels
+        except OSError as error:
+            raise DataError(
+                f"{self.what}: example {index} is an image of kind {picture.mode} "
+                f"({on_one_line(error)}); convert it to RGB"
+            ) from error
+        return {"bytes": file.getvalue(), "path": None}
+
+    def _label(self, index: int, label: Any) -> Any:
+        """A label as a number, from a tensor or array of one number, too."""
+        if label is None:
+            raise DataError(
+                f"{self.what}: example {index} has no label; give it one, or leave it out"
+            )
+        if not isinstance(label, (Tensor, np.ndarray)):
+            return label
+        array = as_array(f"{self.what}: the label of example {index}", label)
+        if array.size != 1:
+            raise DataError(
+                f"{self.what}: the label of example {index} has shape {array.shape}; give one "
+                "class id (if it marks one class: label.argmax())"
+            )
+        return array.item()
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed the global generators that transforms draw from, and restore them afterwards.
+
+    A resumed run reads the same examples then.
+    """
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with drawing_from(0):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

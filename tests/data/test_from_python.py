@@ -1,0 +1,525 @@
+"""Data that Python has: each kind is read as files of the same data are, and clients keep names."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from fedstill.core.errors import ConfigError, DataError, UnknownName
+from fedstill.data.dataset import Dataset, examples_digest
+from fedstill.data.sources import from_clients, from_python, from_tensors, load_dataset
+
+N = 60
+LABELS = np.arange(N) % 3
+
+
+def patients(count: int = N, seed: int = 0) -> pd.DataFrame:
+    draw = np.random.default_rng(seed)
+    return pd.DataFrame(
+        {
+            "age": draw.integers(20, 80, count),
+            "pressure": draw.normal(120, 10, count).round(1),
+            "ward": draw.choice(["A", "B", "C"], count),
+            "hospital": draw.choice(["north", "south"], count),
+            "label": np.where(np.arange(count) % 3, "ill", "healthy"),
+        }
+    )
+
+
+FIELDS: dict[str, Any] = {
+    "columns": ("age", "pressure", "ward"),
+    "categorical": (("ward", ()),),
+    "label_column": "label",
+}
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """A data set as torchvision's are: values by number, perhaps through a transform."""
+
+    def __init__(self, values: Any, labels: Any, transform: Any = None) -> None:
+        self.values = values
+        self.labels = labels
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        value = self.values[index]
+        if self.transform is not None:
+            value = self.transform(value)
+        return value, self.labels[index]
+
+
+def pixels(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).integers(0, 255, (N, *shape)).astype("uint8")
+
+
+def pictures(mode: str = "RGB", side: int = 8) -> list[Image.Image]:
+    array = pixels(side, side) if mode == "L" else pixels(side, side, 3)
+    return [Image.fromarray(picture) for picture in array]
+
+
+def same(data: Dataset, other: Dataset) -> bool:
+    return (
+        examples_digest(data.train) == examples_digest(other.train)
+        and examples_digest(data.test) == examples_digest(other.test)
+        and data.classes == other.classes
+        and data.about == other.about
+    )
+
+
+# Columns
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+def test_a_data_frame_is_read_as_its_file_is(tmp_path: Path, suffix: str) -> None:
+    frame = patients()
+    path = tmp_path / f"mine{suffix}"
+    if suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_parquet(path)
+    for fields in (FIELDS, {**FIELDS, "owner": "hospital"}):
+        assert same(from_python("mine", frame, **fields), load_dataset(path, **fields))
+    table = pa.Table.from_pandas(frame)
+    assert same(from_python("mine", table, **FIELDS), from_python("mine", frame, **FIELDS))
+
+
+def test_categories_and_lists_are_written_as_in_a_config() -> None:
+    want = from_python("mine", patients(), **FIELDS)
+    columns = ["age", "pressure", "ward"]
+    assert same(from_python("mine", patients(), columns=columns, categorical=["ward"]), want)
+    names = {"ward": ["C", "A", "B"]}
+    by_name = from_python("mine", patients(), columns=columns, categorical=names)
+    assert by_name.about.categories == (("ward", ("C", "A", "B")),)
+
+
+def test_an_index_is_left_out_as_that_of_a_file_is(tmp_path: Path) -> None:
+    frame = patients().drop(columns=["ward", "hospital"]).set_index("age").sort_index()
+    frame.to_parquet(tmp_path / "mine.parquet")
+    data = from_python("mine", frame)
+    assert data.about.columns == ("pressure",)
+    assert same(data, load_dataset(tmp_path / "mine.parquet"))
+
+
+def test_splits_may_be_a_pair_a_mapping_or_keywords() -> None:
+    train, test, validation = patients(40, 1), patients(20, 2), patients(10, 3)
+    want = from_python("mine", train, test, **FIELDS)
+    assert (len(want.train), len(want.test)) == (40, 20)
+    assert same(from_python("mine", (train, test), **FIELDS), want)
+    assert same(from_python("mine", {"train": train, "Testing": test}, **FIELDS), want)
+    three = from_python("mine", {"train": train, "val": validation, "test": test}, **FIELDS)
+    assert three.validation is not None
+    assert len(three.validation) == 10
+
+
+def test_missing_values_are_treated_as_the_fields_say() -> None:
+    frame = patients()
+    frame.loc[3, "pressure"] = np.nan
+    with pytest.raises(DataError, match=r"mine, train: example 3 .*'pressure'.*data\.missing"):
+        from_python("mine", frame, **FIELDS)
+    data = from_python("mine", frame, missing="drop", **FIELDS)
+    assert len(data.train) + len(data.test) == N - 1
+
+
+def test_columns_that_arrow_cannot_have_are_refused_with_their_names() -> None:
+    mixed = pd.DataFrame({"age": [1, "two", 3.0], "label": [0, 1, 0]})
+    with pytest.raises(DataError, match=r"'?age'?"):
+        from_python("mine", mixed)
+    with pytest.raises(DataError, match=r"mine, train: .*Series"):
+        from_python("mine", patients()["age"])
+
+
+def encoded(picture: Image.Image, folder: Path, number: int) -> str:
+    path = folder / f"{number:03}.png"
+    picture.save(path)
+    return str(path)
+
+
+def test_hugging_face_columns_texts_and_class_labels(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    texts = [f"day {i % 7} of {i}" for i in range(N)]
+    columns = {"text": texts, "label": [i % 2 for i in range(N)]}
+    hub = datasets.Dataset.from_dict(columns, features=features)
+    hub.to_parquet(tmp_path / "mine.parquet")
+    data = from_python("mine", hub, length=4, vocabulary=64)
+    assert data.classes == ("no", "yes")
+    assert same(data, load_dataset(tmp_path / "mine.parquet", length=4, vocabulary=64))
+    shuffled = hub.shuffle(seed=1).select(range(40))
+    assert len(from_python("mine", shuffled, hub, length=4).train) == 40
+
+
+def test_hugging_face_images_in_bytes_and_in_files_with_their_splits(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    paths = [encoded(p, tmp_path / "images", i) for i, p in enumerate(pictures())]
+    columns = {"image": paths, "label": LABELS.tolist()}
+    hub = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    data = from_python("mine", hub)
+    split = hub.train_test_split(test_size=0.5, shuffle=False)
+    from_dict = from_python("mine", split)
+    assert data.input_shape == (3, 8, 8)
+    assert (len(from_dict.train), len(from_dict.test)) == (30, 30)
+    split["unsupervised"] = split["test"]
+    (caution,) = from_python("mine", split).about.cautions
+    assert "unsupervised" in caution
+
+    with_bytes = hub.map(lambda row: row, writer_batch_size=7)  # it embeds the files
+    with_bytes.to_parquet(tmp_path / "mine.parquet")
+    assert same(data, load_dataset(tmp_path / "mine.parquet"))
+    assert from_python("mine", hub, size=4).input_shape == (3, 4, 4)
+
+
+def test_hugging_face_arrays_and_formats(tmp_path: Path) -> None:
+    waves = np.random.default_rng(0).random((N, 2, 16)).astype("float32")
+    features = datasets.Features(
+        {"wave": datasets.Array2D((2, 16), "float32"), "label": datasets.Value("int64")}
+    )
+    hub = datasets.Dataset.from_dict(
+        {"wave": waves.tolist(), "label": LABELS.tolist()}, features=features
+    )
+    want = from_tensors("mine", (waves, LABELS))
+    assert examples_digest(from_python("mine", hub).train) == examples_digest(want.train)
+    formatted = hub.with_format("torch")
+    assert examples_digest(from_python("mine", formatted).train) == examples_digest(want.train)
+    transformed = hub.with_transform(lambda rows: rows)
+    (caution,) = from_python("mine", transformed).about.cautions
+    assert "map()" in caution
+    two = hub.add_column("noise", list(range(N)))
+    two.set_format("numpy", columns=["wave", "label"])
+    assert from_python("mine", two).about.cautions == ()
+
+
+# Pairs of values and labels
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.from_numpy(pixels(3, 8, 8)),
+        pixels(3, 8, 8),
+        pixels(3, 8, 8) / np.float32(255),
+        np.random.default_rng(0).random((N, 5)),
+        torch.rand(N, 2, 16),
+    ],
+)
+@pytest.mark.parametrize("label_type", [int, np.int64, torch.tensor, float, "one_number"])
+def test_items_are_read_as_arrays_of_them_are(values: Any, label_type: Any) -> None:
+    labels = [int(label) for label in LABELS]
+    if label_type == "one_number":  # as FLamby has them
+        labels = [torch.tensor([float(label)]) for label in labels]
+    else:
+        labels = [label_type(label) for label in labels]
+    want = from_tensors("mine", (values, LABELS))
+    assert same(from_python("mine", Pairs(values, labels)), want)
+    assert same(from_python("mine", (values, LABELS)), want)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_pictures_are_read_as_a_folder_of_them_is(tmp_path: Path, mode: str) -> None:
+    images = pictures(mode)
+    order = sorted(range(N), key=lambda i: (LABELS[i], i))
+    for i in order:
+        folder = tmp_path / "mine" / "abc"[LABELS[i]]
+        folder.mkdir(parents=True, exist_ok=True)
+        encoded(images[i], folder, i)
+    source = Pairs([images[i] for i in order], [int(LABELS[i]) for i in order])
+    source.classes = ["a", "b", "c"]  # type: ignore[attr-defined]
+    assert same(from_python("mine", source), load_dataset(tmp_path / "mine"))
+    assert from_python("mine", source, size=4).input_shape[1:] == (4, 4)
+    with pytest.raises(DataError, match=r"mine, train: example 1 .*size=8"):
+        from_python("mine", Pairs([images[0], images[1].resize((8, 9)), *images[2:]], LABELS))
+
+
+def test_the_classes_of_a_data_set_are_those_of_its_subsets() -> None:
+    source = Pairs(pixels(3, 8, 8), LABELS)
+    source.classes = ["a", "b", "c"]  # type: ignore[attr-defined]
+    assert from_python("mine", Subset(source, range(30))).classes == ("a", "b", "c")
+    assert from_python("mine", source, classes=["x", "y", "z"]).classes == ("x", "y", "z")
+    other = Pairs(pixels(3, 8, 8), LABELS)
+    other.classes = ["c", "b", "a"]  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"mine, test .*classes="):
+        from_python("mine", source, other)
+
+
+def test_a_data_loader_is_its_data_set() -> None:
+    source = TensorDataset(torch.rand(N, 5), torch.from_numpy(LABELS))
+    want = from_tensors("mine", (source.tensors[0], source.tensors[1]))
+    for shuffle in (False, True):
+        data = from_python("mine", DataLoader(source, batch_size=7, shuffle=shuffle))
+        assert examples_digest(data.train) == examples_digest(want.train)
+        (caution,) = data.about.cautions
+        assert "plan.batch" in caution
+    data = from_python("mine", DataLoader(source, collate_fn=lambda rows: rows))
+    assert "collate_fn" in data.about.cautions[0]
+    both = DataLoader(source), DataLoader(source)
+    assert len(from_python("mine", both).about.cautions) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": SubsetRandomSampler(range(30))},
+        {"sampler": WeightedRandomSampler([1.0] * N, N)},
+        {"batch_sampler": BatchSampler(SubsetRandomSampler(range(30)), 4, drop_last=False)},
+    ],
+)
+def test_a_sampler_that_selects_is_refused(options: dict[str, Any]) -> None:
+    source = TensorDataset(torch.rand(N, 5), torch.from_numpy(LABELS))
+    with pytest.raises(DataError, match=r"mine, train: .*RandomSampler.*Subset\("):
+        from_python("mine", DataLoader(source, **options))
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: np.random.random(), lambda: torch.rand(1).item()]
+)
+def test_a_transform_that_draws_is_a_warning_and_gives_the_same_each_time(draw: Any) -> None:
+    source = Pairs(torch.rand(N, 5), LABELS, transform=lambda row: row + draw())
+    data = from_python("mine", source)
+    draw()
+    assert same(from_python("mine", source), data)
+    (caution,) = data.about.cautions
+    assert "data.augment" in caution
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    from_python("mine", source)
+    assert states[0] == random.getstate()
+    assert states[1] == np.random.get_state()[1].tolist()
+    assert states[2] == torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "labels", "match"),
+    [
+        (torch.rand(N, 5), LABELS + 0.5, r"mine, train: .*regression"),
+        (torch.rand(N, 5), [None] * N, r"mine, train: example 0 "),
+        (torch.rand(N, 5), [float("nan")] * N, r"mine, train: example 0 "),
+        (torch.rand(N, 5), torch.eye(3)[LABELS], r"example 0 has shape \(3,\).*argmax"),
+        (torch.rand(N, 5), ["cat"] * N, r"mine, train: labels .*classes="),
+        ([[1.0, 2.0]] * N, LABELS, r"mine, train: .*example 0 is a list"),
+        (["a text"] * N, LABELS, r"mine, train: .*example 0 is a str"),
+        ([*torch.rand(9, 5), torch.rand(4)], LABELS, r"mine, train: example 9 .*\(4,\)"),
+        ([*pictures()[:4], torch.rand(3, 8, 8)], LABELS, r"mine, train: example 4 is float32"),
+        ([*pixels(3, 8, 8)[:4], torch.rand(3, 8, 8)], LABELS, r"mine, train: example 4 is"),
+        ([], [], "mine, train holds no examples"),
+        ([image.convert("HSV") for image in pictures()], LABELS, "mine, train: example 0 .*HSV"),
+        (pixels(64, 48, 3), LABELS, r"mine, train: .*transpose\(0, 3, 1, 2\)"),
+    ],
+)
+def test_items_that_cannot_be_examples_are_named(values: Any, labels: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        from_python("mine", Pairs(values, labels))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_item_that_is_no_pair_or_raises_is_named() -> None:
+    class Rows(Pairs):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": self.values[index], "y": self.labels[index]}
+
+    with pytest.raises(DataError, match="mine, train: example 0 is a dict"):
+        from_python("mine", Rows(torch.rand(N, 5), LABELS))
+    with pytest.raises(ZeroDivisionError) as caught:
+        from_python("mine", Pairs(torch.rand(N, 5), LABELS, transform=lambda row: 1 // 0))
+    assert caught.value.__notes__ == ["mine, train: example 0 could not be read"]
+
+
+# What is refused
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.rand(5), 0)])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        object(),
+        "digits",
+        Path("digits"),
+        torch.rand(N, 5),
+        [(torch.rand(5), 0)] * N,
+        Stream(),
+        DataLoader(Stream()),
+        datasets.Dataset.from_dict({"a": [1.0]}).to_iterable_dataset(),
+        {"north": 3},
+    ],
+)
+def test_other_objects_are_refused_with_what_is_taken(data: Any) -> None:
+    with pytest.raises(ConfigError, match=r"mine.*fedstill\.from_tensors\("):
+        from_python("mine", data)
+
+
+def test_fields_that_the_data_do_not_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tokenizer"):
+        from_python("mine", (torch.rand(N, 5), LABELS), tokenizer="bytes")
+    with pytest.raises(ConfigError, match="classes"):
+        from_python("mine", patients(), classes=["a", "b"])
+    with pytest.raises(UnknownName, match=r"'label_colum'.*label_column"):
+        from_python("mine", patients(), label_colum="label")
+    with pytest.raises(ConfigError, match="size"):
+        from_python("mine", Pairs(torch.rand(N, 5), LABELS), size=4)
+    with pytest.raises(ConfigError, match="size = 0"):
+        from_python("mine", Pairs(pictures(), LABELS), size=0)
+
+
+def test_columns_and_pairs_in_one_data_set_are_refused() -> None:
+    pair = torch.rand(N, 5), LABELS
+    with pytest.raises(DataError, match=r"mine, client south, train .* mine, client north, train"):
+        from_python("mine", {"north": pair, "south": patients()})
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ({}, "mine: .*client"),
+        ({1: 0, "1": 0}, "mine: two clients"),
+        ({"test": 0}, "'test'.*train"),
+        ({"train": 0, "north": 0}, "mine: 'north'"),
+        ({"train": 0, "training": 0}, "two splits that are train"),
+        ({"north": {"x": 0, "y": 0}}, "mine, client north .*'x', 'y'"),
+    ],
+)
+def test_a_mapping_holds_either_splits_or_clients(data: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        from_python("mine", data)
+
+
+# Clients
+
+
+def by_client(data: Dataset, split: str = "train") -> dict[str, int]:
+    examples = getattr(data, split)
+    assert examples.owners is not None
+    counts = torch.bincount(examples.owners, minlength=len(data.about.owners))
+    return dict(zip(data.about.owners, counts.tolist(), strict=True))
+
+
+def test_frames_of_clients_keep_the_order_and_names_of_the_mapping() -> None:
+    frames = {"south": patients(30, 1), "north": patients(20, 2), 7: patients(12, 3)}
+    data = from_python("mine", frames, test=patients(10, 4), **FIELDS)
+    assert by_client(data) == {"south": 30, "north": 20, "7": 12}
+    assert data.test.owners is None
+    together = from_python("mine", pd.concat(frames.values()), test=patients(10, 4), **FIELDS)
+    assert examples_digest(data.train) == examples_digest(together.train)
+    assert examples_digest(data.test) == examples_digest(together.test)
+
+    own = {name: (frame, patients(6, 5)) for name, frame in frames.items()}
+    data = from_python("mine", own, **FIELDS)
+    assert by_client(data, "test") == {"south": 6, "north": 6, "7": 6}
+    data = from_python("mine", own, test=patients(10, 4), **FIELDS)
+    assert (len(data.test), data.test.owners) == (10, None)
+    assert any("test=" in caution for caution in data.about.cautions)
+    held_out = from_python("mine", frames, **FIELDS)
+    counts = {
+        name: by_client(held_out)[name] + n for name, n in by_client(held_out, "test").items()
+    }
+    assert counts == {"south": 30, "north": 20, "7": 12}
+
+
+def test_a_dropped_row_leaves_the_other_rows_with_their_clients() -> None:
+    frames = {"south": patients(30, 1), "north": patients(20, 2)}
+    frames["south"].loc[[3, 4], "pressure"] = np.nan
+    data = from_python("mine", frames, test=patients(9, 4), missing="drop", **FIELDS)
+    assert by_client(data) == {"south": 28, "north": 20}
+    assert any("south 2" in note for note in data.about.notes)
+
+
+def test_an_empty_column_of_one_client_has_the_type_of_the_others() -> None:
+    frames = {"south": patients(30, 1), "north": patients(20, 2)}
+    frames["south"]["pressure"] = None
+    data = from_python("mine", frames, missing="mean", **FIELDS)
+    assert data.about.columns == FIELDS["columns"]
+    frames["south"]["pressure"] = "high"
+    with pytest.raises(DataError, match="pressure"):
+        from_python("mine", frames, **FIELDS)
+
+
+def test_class_names_that_differ_between_clients_are_refused() -> None:
+    def hub(names: list[str]) -> datasets.Dataset:
+        features = datasets.Features(
+            {"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=names)}
+        )
+        columns = {"a": [float(i) for i in range(10)], "label": [i % 2 for i in range(10)]}
+        return datasets.Dataset.from_dict(columns, features=features)
+
+    with pytest.raises(DataError, match=r"mine, client b, train: .*'label'.*client a"):
+        from_python("mine", {"a": hub(["no", "yes"]), "b": hub(["yes", "no"])})
+    assert from_python("mine", {"a": hub(["no", "yes"]), "b": hub(["no", "yes"])}).classes == (
+        "no",
+        "yes",
+    )
+
+
+def test_pairs_of_clients_are_those_of_from_clients() -> None:
+    draw = np.random.default_rng(0)
+    pairs = [(draw.random((n, 5)).astype("float32"), np.arange(n) % 3) for n in (30, 12)]
+    want = from_clients("mine", [(p, p) for p in pairs], names=["z", "a"])
+    sources = [Pairs(*pair) for pair in pairs]
+    loaders = [DataLoader(source) for source in sources]
+    for parts in (pairs, sources):
+        named = {name: (part, part) for name, part in zip(("z", "a"), parts, strict=True)}
+        assert same(from_python("mine", named), want)
+        splits = {name: {"train": part, "test": test} for name, (part, test) in named.items()}
+        assert same(from_python("mine", splits), want)
+    data = from_python("mine", dict(zip(("z", "a"), loaders, strict=True)))
+    assert (len(data.train), len(data.test)) == (33, 9)
+    counts = {name: by_client(data)[name] + n for name, n in by_client(data, "test").items()}
+    assert counts == {"z": 30, "a": 12}
+    with pytest.raises(DataError, match=r"mine, client 1, train: .*regression"):
+        from_python("mine", {0: sources[0], 1: Pairs(pairs[1][0], pairs[1][1] + 0.5)})
+
+
+def test_hugging_face_images_of_clients(tmp_path: Path) -> None:
+    paths = [encoded(p, tmp_path, i) for i, p in enumerate(pictures())]
+    columns = {"image": paths, "label": LABELS.tolist()}
+    hub = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    parts = {"z": hub.select(range(40)), "a": hub.select(range(40, N))}
+    data = from_python("mine", parts, test=hub)
+    assert by_client(data) == {"z": 40, "a": 20}
+    assert data.test.owners is None
+    writers = hub.add_column("writer", ["w1", "w2"] * 30)
+    assert by_client(from_python("mine", writers, test=writers, owner="writer")) == {
+        "w1": 30,
+        "w2": 30,
+    }
+    with pytest.raises(DataError, match="'wrong'"):
+        from_python("mine", writers, owner="wrong")
+
+
+def test_owners_and_clients_cannot_both_be_named() -> None:
+    with pytest.raises(ConfigError, match="owner"):
+        from_python("mine", {"a": patients(), "b": patients()}, owner="hospital", **FIELDS)
+
+
+def test_nothing_is_imported_that_the_user_has_not_imported() -> None:
+    code = (
+        "import sys, fedstill, numpy as np\n"
+        "x, y = np.zeros((30, 2)), np.arange(30) % 3\n"
+        "fedstill.from_python('mine', (x, y))\n"
+        "print(sorted({'pandas', 'datasets', 'torchvision'} & set(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
