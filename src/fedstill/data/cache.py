@@ -23,8 +23,7 @@ from platformdirs import user_cache_dir
 from fedstill.core.errors import ConfigError
 from fedstill.data.form import IMAGES, About
 
-# Where decoded data, slow splits and replies are kept: ``FEDSTILL_CACHE``, or the user's cache
-# folder.
+# The cache folder holds decoded data, slow partitions and replies of clients.
 
 
 CACHE = "FEDSTILL_CACHE"
@@ -32,10 +31,10 @@ CACHE = "FEDSTILL_CACHE"
 
 
 def cache_folder() -> Path:
-    """The cache folder; it may not exist yet, and deleting it loses nothing but time.
+    """The cache folder: ``FEDSTILL_CACHE``, or the user's cache folder.
 
-    Raises ConfigError if ``FEDSTILL_CACHE`` names a file. A folder in which nothing can be written
-    is done without.
+    It may not exist yet, and deleting it loses nothing but time. Where it cannot be written, the
+    callers do without. Raises ConfigError if ``FEDSTILL_CACHE`` names a file.
     """
     folder = Path(os.environ.get(CACHE) or user_cache_dir("fedstill"))
     with contextlib.suppress(PermissionError):
@@ -47,30 +46,30 @@ def cache_folder() -> Path:
 
 
 REUSE_GB = "FEDSTILL_REUSE_GB"
-"""The environment variable that says how many gigabytes of replies are kept for other runs."""
+"""The environment variable for the size of the cache of replies, in gigabytes."""
 
 
 def reuse_bytes() -> int:
-    """How many bytes of replies may be kept: 10 GB, or what ``FEDSTILL_REUSE_GB`` says; 0 keeps
-    none.
+    """The most bytes of replies that are kept: ``FEDSTILL_REUSE_GB``, or 10 GB; 0 keeps none.
 
-    Raises ConfigError if that is no number of at least 0.
+    Raises ConfigError if the variable holds no number of at least 0.
     """
-    said = os.environ.get(REUSE_GB) or "10"
+    text = os.environ.get(REUSE_GB) or "10"
     try:
-        gigabytes = float(said)
+        gigabytes = float(text)
     except ValueError:
         gigabytes = math.nan
     if not 0 <= gigabytes < math.inf:
-        raise ConfigError(f"{REUSE_GB} = {said!r} must be a number of gigabytes, at least 0")
+        raise ConfigError(f"{REUSE_GB} = {text!r} must be a number of gigabytes, at least 0")
     return int(gigabytes * 1e9)
 
 
-# Decoded data sets on disk: written once, whole or not at all, and memory-mapped afterwards.
+# Decoded data sets on disk. They are written once, completely or not at all, and memory-mapped
+# afterwards.
 
 
 LAYOUT = 6
-"""Raised when what is written changes, so that older entries are not read."""
+"""The version of the layout. Entries of other versions are not read."""
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
@@ -79,10 +78,10 @@ Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 class Decoded:
     """A data set as arrays: {split: (values, labels (N,) int64)}, and class names if it has them.
 
-    Values are images (N, C, H, W) uint8, numbers (N, …) float32, or token ids (N, L)
-    int64. ``owners``: by split, the number (N,) of each example's owner, where the data say whose
-    it is. ``read``: by split, the SHA-256 of inputs and labels as they were read, before anything
-    was left out or encoded; of known tables, series and texts only.
+    Values are images (N, C, H, W) uint8, numbers (N, …) float32, or token ids (N, L) int64.
+    ``owners``: by split, the number (N,) of each example's owner, if the data have owners.
+    ``read``: by split, the SHA-256 of inputs and labels as they were read, before rows were left
+    out or encoded; only of known tables, series and texts.
     """
 
     splits: Mapping[str, Arrays]
@@ -93,12 +92,11 @@ class Decoded:
 
 
 def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) -> Decoded:
-    """The decoded form of what ``origin`` describes, from the cache folder or else from ``decode``,
-    which fills it.
+    """The decoded data that ``origin`` describes: from the cache, or from ``decode``.
 
-    origin: JSON-able; all that the outcome depends on. Safe for several processes at once: one
-    decodes, the others wait. A damaged entry is decoded again; where the cache cannot be written,
-    the arrays stay in memory.
+    origin: all that the result depends on, as JSON. Several processes may call this at once: one
+    decodes, the others wait. A damaged entry is decoded again. If the cache cannot be written, the
+    arrays stay in memory.
     """
     key = hashlib.sha256(
         json.dumps([LAYOUT, origin], sort_keys=True, default=str).encode()
@@ -116,13 +114,13 @@ def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) ->
         lock.release()
 
 
-def about_of(said: Mapping[str, Any]) -> About:
-    """What was read, as JSON has it; raises TypeError for another's fields."""
-    return About(**{name: _frozen(value) for name, value in said.items()})
+def about_of(fields: Mapping[str, Any]) -> About:
+    """The description of a data set from its JSON; raises TypeError for unknown fields."""
+    return About(**{name: _frozen(value) for name, value in fields.items()})
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, however deep."""
+    """A value with tuples for lists, at any depth."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -136,52 +134,51 @@ def _fill(folder: Path, fresh: Decoded) -> Decoded:
 
 def _read(folder: Path) -> Decoded | None:
     try:
-        told = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        entry = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         splits = {
-            split: _read_split(folder, split, shape) for split, shape in told["splits"].items()
+            split: _read_split(folder, split, shape) for split, shape in entry["splits"].items()
         }
         owners = {
-            split: _labels(folder, split, "owners", len(splits[split][1]))
-            for split in told["owned"]
+            split: _read_numbers(folder, split, "owners", len(splits[split][1]))
+            for split in entry["owned"]
         }
-        classes = told["classes"]
-        about = about_of(told["about"])
+        classes = _frozen(entry["classes"])
+        about = about_of(entry["about"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
-    return Decoded(splits, None if classes is None else tuple(classes), owners, about=about)
+    return Decoded(splits, classes, owners, about=about)
 
 
 def _read_split(folder: Path, split: str, shape: list[int]) -> Arrays:
     values = np.load(folder / f"{split}-values.npy", mmap_mode="c", allow_pickle=False)
     if list(values.shape) != shape:
         raise ValueError(f"{folder}: {split} is not what about.json says")
-    return values, _labels(folder, split, "labels", shape[0])
+    return values, _read_numbers(folder, split, "labels", shape[0])
 
 
-def _labels(folder: Path, split: str, what: str, count: int) -> NDArray[np.int64]:
-    array: NDArray[np.int64] = np.load(folder / f"{split}-{what}.npy", allow_pickle=False)
+def _read_numbers(folder: Path, split: str, name: str, count: int) -> NDArray[np.int64]:
+    array: NDArray[np.int64] = np.load(folder / f"{split}-{name}.npy", allow_pickle=False)
     if array.shape != (count,):
         raise ValueError(f"{folder}: {split} is not what about.json says")
     return array
 
 
 def _write(folder: Path, data: Decoded) -> None:
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         for split, (values, labels) in data.splits.items():
-            np.save(aside / f"{split}-values.npy", values, allow_pickle=False)
-            np.save(aside / f"{split}-labels.npy", labels, allow_pickle=False)
+            np.save(temporary / f"{split}-values.npy", values, allow_pickle=False)
+            np.save(temporary / f"{split}-labels.npy", labels, allow_pickle=False)
         for split, codes in data.owners.items():
-            np.save(aside / f"{split}-owners.npy", codes, allow_pickle=False)
-        shapes = {s: list(a[0].shape) for s, a in data.splits.items()}
-        told = {
+            np.save(temporary / f"{split}-owners.npy", codes, allow_pickle=False)
+        entry = {
             "classes": data.classes,
-            "splits": shapes,
+            "splits": {split: list(values.shape) for split, (values, _) in data.splits.items()},
             "owned": list(data.owners),
             "about": asdict(data.about),
         }
-        (aside / "about.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+        (temporary / "about.json").write_text(json.dumps(entry, indent=1), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Rows of a table as inputs of a network: numbers, categories, and marks of missing numbers."""
+"""Rows of a table as the inputs of a network: numbers, categories, and marks of missing values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from numpy.typing import NDArray
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.data.form import About, Value, nfc
 
-# The names of a table's inputs: of columns of numbers, of categories, and of the marks of missing
-# numbers.
+# The names of the inputs. A column of numbers is one input; a categorical column is one input for
+# each category. Behind all others there is one input for each marked column, 1 where it is missing.
 
 
 MISSING = " is missing"
-"""What follows a column's name in that of its mark."""
+"""The end of the name of a mark, behind the name of its column."""
 
 
 @dataclass(frozen=True)
 class TableInputs:
-    """What a table's inputs are made of: its columns, the names in those of names, the columns that
-    have a mark.
-    """
+    """The columns of a table, the categories of its categorical columns, and its marked columns."""
 
     columns: tuple[str, ...]
     categories: Mapping[str, tuple[str, ...]]
@@ -33,22 +31,24 @@ class TableInputs:
 
     @property
     def about(self) -> About:
-        """The same as a data set says it.
+        """The names of the inputs, and which of them are 0 or 1, as a data set has them.
 
         >>> TableInputs(("age", "sex"), {"sex": ("f", "m")}, ("age",)).about.features
         ('age', 'sex=f', 'sex=m', 'age is missing')
         """
-        features, marks = list[str](), list[int]()
+        features: list[str] = []
+        marks: list[int] = []
         for column in self.columns:
-            if column not in self.categories:
+            if column in self.categories:
+                names = [f"{column}={name}" for name in self.categories[column]]
+                marks += range(len(features), len(features) + len(names))
+                features += names
+            else:
                 features.append(column)
-                continue
-            names = self.categories[column]
-            marks += range(len(features), len(features) + len(names))
-            features += [f"{column}={name}" for name in names]
         marks += range(len(features), len(features) + len(self.marked))
         features += [f"{column}{MISSING}" for column in self.marked]
-        named = tuple(
+
+        categories = tuple(
             (column, self.categories[column])
             for column in self.columns
             if column in self.categories
@@ -56,7 +56,7 @@ class TableInputs:
         return About(
             "table",
             columns=self.columns,
-            categories=named,
+            categories=categories,
             features=tuple(features),
             marks=tuple(marks),
         )
@@ -65,54 +65,65 @@ class TableInputs:
     def named_by(
         columns: Sequence[str], features: Sequence[str], marks: Collection[int]
     ) -> TableInputs:
-        """What inputs of these names are made of.
+        """The columns and categories of inputs with these names.
+
+        features: the names of all inputs; marks: the positions of those that are 0 or 1.
 
         >>> TableInputs.named_by(
         ...     ["age", "sex"], ["age", "sex=f", "sex=m", "age is missing"], [1, 2, 3]
         ... ).categories
         {'sex': ('f', 'm')}
         """
-        at, categories = 0, dict[str, tuple[str, ...]]()
+        position = 0
+        categories: dict[str, tuple[str, ...]] = {}
         for column in columns:
-            first = at
-            while at < len(features) and at in marks and features[at].startswith(f"{column}="):
-                at += 1
-            if at > first:
-                categories[column] = tuple(name[len(column) + 1 :] for name in features[first:at])
+            prefix = f"{column}="
+            names: list[str] = []
+            while position < len(features) and position in marks:
+                if not features[position].startswith(prefix):
+                    break
+                names.append(features[position].removeprefix(prefix))
+                position += 1
+            if names:
+                categories[column] = tuple(names)
             else:
-                at += 1
-        marked = tuple(name.removesuffix(MISSING) for name in features[at:])
+                position += 1
+        marked = tuple(name.removesuffix(MISSING) for name in features[position:])
         return TableInputs(tuple(columns), categories, marked)
 
 
-# A column whose values are names, as columns of 0 and 1.
+# A categorical column as columns of 0 and 1.
 
 
-MOST = 1000
-"""Categories of a column that are read from data; more are no categories but numbers, or names of
-rows.
+MOST_CATEGORIES = 1000
+"""The most categories of a column that are read from data.
+
+A column with more holds numbers, or names of rows.
 """
 
 
 @dataclass(frozen=True)
 class Categories:
-    """The values of a column, each of which becomes a column of its own."""
+    """The categories of a column, each of which becomes an input."""
 
     column: str
     values: tuple[str, ...]
 
     @staticmethod
     def of(what: str, column: str, declared: Sequence[Value], train: pa.ChunkedArray) -> Categories:
-        """Those that are declared, or else those in the training data, in order."""
+        """The declared categories, or else those in the training data, in order.
+
+        Raises DataError for none, or more than ``MOST_CATEGORIES``.
+        """
         if declared:
             return Categories(column, tuple(category_name(value) for value in declared))
-        every = names_in_order(distinct_values(train).values)
-        if not 0 < len(every) <= MOST:
+        names = names_in_order(distinct_values(train).values)
+        if not 0 < len(names) <= MOST_CATEGORIES:
             raise DataError(
-                f"{what}: column {column!r} has {len(every):,} categories, not 1 to {MOST:,}; "
-                "leave it out"
+                f"{what}: column {column!r} has {len(names):,} categories, not 1 to "
+                f"{MOST_CATEGORIES:,}; leave it out"
             )
-        return Categories(column, every)
+        return Categories(column, names)
 
     def encoded(self, what: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
         """(n, categories) of 0 and 1, NaN in rows without a value.
@@ -224,8 +235,7 @@ def category_name(value: Any) -> str:
     return nfc(str(value))
 
 
-# Rows of a table as inputs of a network: numbers, names as columns of 0 and 1, and marks of what is
-# missing.
+# Rows of all columns.
 
 
 Floats = NDArray[np.float32]
@@ -262,35 +272,36 @@ def first_features(about: About) -> dict[str, int]:
     return positions
 
 
-def with_features(about: About, missing: Collection[str] = ()) -> About:
-    """What was read, with the names of a table's inputs, and which of them are 0 or 1.
+def with_features(about: About, marked: Collection[str] = ()) -> About:
+    """A data set's description with the names of a table's inputs.
 
-    missing: columns that have a column beside them that says where their values are missing.
+    marked: columns that have an input beside them that is 1 where they are missing.
     """
-    said = TableInputs(about.columns, dict(about.categories), tuple(missing)).about
-    return replace(about, features=said.features, marks=said.marks)
+    inputs = TableInputs(about.columns, dict(about.categories), tuple(marked)).about
+    return replace(about, features=inputs.features, marks=inputs.marks)
 
 
-def with_marks(rows: Floats, about: About, missing: Collection[str]) -> Floats:
-    """Rows, and a column of 0 and 1 beside them for each of some columns: 1 where its value is
-    missing.
-    """
-    starts = first_features(about)
-    marks = np.isnan(rows[:, [starts[name] for name in missing]])
+def with_marks(rows: Floats, about: About, marked: Collection[str]) -> Floats:
+    """Rows with an input behind them for each marked column: 1 where it is missing, else 0."""
+    positions = first_features(about)
+    marks = np.isnan(rows[:, [positions[name] for name in marked]])
     return np.concatenate([rows, marks.astype(np.float32)], axis=1)
 
 
 def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
-    """A column of numbers, NaN where one is missing; raises DataError for what is no number."""
+    """A column of numbers (n,) float32, NaN where one is missing.
+
+    Raises DataError for values that are no numbers, or too large for float32.
+    """
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
     try:
-        plain = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
-        exact = float_values(plain.cast(pa.float64()))
+        exact = float_values(column.cast(pa.float64()))
     except pa.ArrowException as error:
         if pa.types.is_integer(column.type):
             raise DataError(
                 f"{what} holds whole numbers beyond 2^53, which no float holds; if it is an id, "
-                "leave it out with "
-                "data.columns"
+                "leave it out with data.columns"
             ) from error
         raise DataError(
             f"{what} holds something that is no number: {on_one_line(error)}; correct it"
