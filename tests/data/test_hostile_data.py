@@ -432,7 +432,7 @@ def test_labels_of_an_npz_that_are_no_numbers(tmp_path: Path) -> None:
     refused("damaged or not an archive", archive(tmp_path / "mine/a.npz", np.zeros(10, complex)))
     for name, labels in {"texts": np.array(["0"] * 10), "bytes": np.array([b"x"] * 10)}.items():
         refused(
-            rf"labels.npy holds {name}, not class ids; names, ids =",
+            r"labels\.npy .*np\.unique",
             archive(tmp_path / name / "a.npz", labels),
         )
 

@@ -73,8 +73,7 @@ def test_an_archive_has_its_channels_first_or_last(
         ),
         (
             {"train_images": pixels(8, 8), "train_labels": np.array(["cat", "dog"])[LABELS]},
-            r"train_labels.npy holds texts, not class ids; names, ids = np.unique\(labels, "
-            r"return_inverse=True\)",
+            r"train_labels\.npy .*np\.unique\(labels, return_inverse=True\)",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Array files: IDX (MNIST and Fashion-MNIST) and NPZ (MedMNIST)."""
+"""Files of arrays: IDX (MNIST and Fashion-MNIST) and NPZ (MedMNIST)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from fedstill.data.cache import Arrays, Decoded
 from fedstill.data.sources.columns import class_ids
 from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large
 
-# IDX: the files that MNIST and Fashion-MNIST were published in, as Debian's dataset-fashion-mnist
-# holds them.
+# IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
 
 
-FILES = {"train": "train", "test": "t10k"}
+PREFIXES = {"train": "train", "test": "t10k"}
 
 
 def is_idx(folder: Path) -> bool:
@@ -33,10 +32,11 @@ def is_idx(folder: Path) -> bool:
 
 
 def read_idx(folder: Path) -> Decoded:
-    """Both splits of a folder of four ``*-ubyte.gz`` files; DataError names a file that is absent
-    or damaged.
+    """Both splits of a folder of four ``*-ubyte.gz`` files.
+
+    Raises DataError naming a file that is absent or damaged.
     """
-    return Decoded({split: _idx_split(folder, prefix) for split, prefix in FILES.items()}, None)
+    return Decoded({split: _idx_split(folder, prefix) for split, prefix in PREFIXES.items()}, None)
 
 
 def _idx_split(folder: Path, prefix: str) -> Arrays:
@@ -53,43 +53,48 @@ def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
         if not path.is_file():
             raise DataError(f"{path} is absent; the four IDX files belong in one folder")
         try:
-            with gzip.open(path) as file:
-                head = file.read(4 + 4 * dimensions)
-                shape = (
-                    np.frombuffer(head[4:], dtype=">i4").tolist()
-                    if len(head) == 4 + 4 * dimensions
-                    else []
-                )
-                count = math.prod(shape)
-                if head[:4] == bytes([0, 0, 8, dimensions]) and min(shape, default=0) > 0:
-                    refuse_large(path, count, path.stat().st_size)
-                    data = file.read(count + 1)
-                    if len(data) == count:
-                        return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+            array = _unpacked(path, dimensions)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DataError(f"{path} is damaged ({error}); download it again") from error
-    raise DataError(
-        f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it "
-        "again"
-    )
+    if array is None:
+        raise DataError(
+            f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it "
+            "again"
+        )
+    return array
 
 
-# NPZ: the archive of arrays that MedMNIST is published in. Its headers are read first, its arrays
-# if they may be.
+def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
+    """The array in an IDX file; None if the header is another, or the data are fewer or more."""
+    with gzip.open(path) as file:
+        head = file.read(4 + 4 * dimensions)
+        if head[:4] != bytes([0, 0, 8, dimensions]) or len(head) != 4 + 4 * dimensions:
+            return None
+        shape = np.frombuffer(head[4:], dtype=">i4").tolist()
+        if min(shape) <= 0:
+            return None
+        count = math.prod(shape)
+        refuse_large(path, count, path.stat().st_size)
+        data = file.read(count + 1)
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape) if len(data) == count else None
+
+
+# NPZ: the archive of arrays that MedMNIST is published in. Headers are read and checked before
+# arrays.
 
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 CHANNELS = (1, 3, 4)
-"""How many channels images have; an axis of another length is none."""
+"""The numbers of channels that images have. An axis of another length is none of channels."""
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
-"""How NumPy packs arrays; other ways unpack a few bytes to gigabytes at a time."""
+"""The compressions that NumPy writes. Others unpack a few bytes to gigabytes at a time."""
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What a member of an archive says of itself: its shape, its kind of numbers, its bytes."""
+    """The header of an array in an archive: its shape and its type of numbers."""
 
     name: str
     shape: tuple[int, ...]
@@ -101,12 +106,11 @@ class _Header:
 
 
 def read_npz(path: Path) -> Decoded:
-    """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``;
-    no pickles are read.
+    """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``.
 
-    Images are (N, H, W) or (N, H, W, C) uint8; also (N, C, H, W), where C is 1, 3 or 4 and the last
-    axis is not. Labels are (N,) or (N, 1) whole numbers. Raises DataError if it is anything else,
-    or says that it is too large.
+    Images are (N, H, W) or (N, H, W, C) uint8, or (N, C, H, W) if C is 1, 3 or 4 and the last axis
+    is not. Labels are (N,) or (N, 1) whole numbers. Pickles are not read. Raises DataError for
+    other arrays, and for more than may be read.
     """
     try:
         with in_one_line(path), zipfile.ZipFile(path) as archive:
@@ -138,30 +142,30 @@ def read_npz(path: Path) -> Decoded:
         zipfile.BadZipFile,
         zlib.error,
     ) as error:
-        # zipfile: NotImplementedError of a version or packing that it does not know, RuntimeError
-        # of a password
-        said = " ".join(str(error).split())[:300]
+        # zipfile raises NotImplementedError for an unknown version or compression, and RuntimeError
+        # for a password.
+        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{path} is damaged or not an archive of images and labels ({said}); download it again"
+            f"{path} is damaged or not an archive of images and labels ({reason}); download it "
+            "again"
         ) from error
 
 
 def _refuse_other_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
-    """Raise DataError for an archive of arrays that lacks one; of one that is none, nothing."""
+    """Raise DataError for an archive of arrays that lacks one of them."""
     arrays = sorted(name.removesuffix(".npy") for name in names if name.endswith(".npy"))
-    wanted = members if "train_images.npy" in members else ["train_images.npy"]
-    if arrays and (lacking := [name.removesuffix(".npy") for name in wanted if name not in names]):
+    required = members if "train_images.npy" in members else ["train_images.npy"]
+    absent = [name.removesuffix(".npy") for name in required if name not in names]
+    if arrays and absent:
         raise DataError(
-            f"{path} has no array {lacking[0]!r} among {', '.join(map(repr, arrays))[:200]}; it "
-            "needs train_images and "
-            "train_labels, and test_images and test_labels if there is a test split"
+            f"{path} has no array {absent[0]!r} among {', '.join(map(repr, arrays))[:200]}; it "
+            "needs train_images and train_labels, and test_images and test_labels if there is a "
+            "test split"
         )
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
-    """The header of a member; ValueError if it is no array of numbers, or if it says another size
-    than the archive.
-    """
+    """The header of an array; ValueError if it holds no numbers, or another size than it claims."""
     if info.compress_type not in PACKED:
         raise ValueError(f"{info.filename} is not packed as NumPy does it")
     with archive.open(info) as file:
@@ -170,22 +174,19 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
             raise ValueError(f"{info.filename} is an array of NPY version {version}")
         try:
             shape, _, dtype = HEADERS[version](file)
-        except (MemoryError, RecursionError) as error:  # of the parser: the header is short
+        except (MemoryError, RecursionError) as error:  # the parser of a damaged header
             raise ValueError(f"{info.filename} has a damaged header") from error
         start = file.tell()
     if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
         raise DataError(
-            f"{info.filename} holds {'texts' if dtype.kind == 'U' else 'bytes'}, not class ids; "
-            "names, ids = "
+            f"{info.filename} holds texts or bytes, not class ids; names, ids = "
             "np.unique(labels, return_inverse=True), and save ids"
         )
     if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
         raise ValueError(f"{info.filename} holds {dtype}, not numbers")
     header = _Header(info.filename, shape, dtype)
-    if (
-        any(isinstance(side, bool) or side < 1 for side in shape)
-        or header.nbytes != info.file_size - start
-    ):
+    has_wrong_side = any(isinstance(side, bool) or side < 1 for side in shape)
+    if has_wrong_side or header.nbytes != info.file_size - start:
         raise ValueError(
             f"{header.name} says that it has shape {_short(shape)}, and holds "
             f"{info.file_size - start:,} bytes"
@@ -194,22 +195,18 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
 
 
 def _count(path: Path, images: _Header, labels: _Header) -> int:
-    """The number of examples; ValueError for headers that are not those of images and their
-    labels.
-    """
+    """The number of examples; raises an error if these are no images and their labels."""
     count = math.prod(labels.shape)
     if images.dtype != np.uint8:
         raise DataError(
             f"{path}: {images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for "
-            "other numbers write "
-            "a function of yours with fedstill.from_tensors, and name it as data.name = "
+            "other numbers write a function with fedstill.from_tensors, and name it as data.name = "
             "'mine.py:data'"
         )
     if len(labels.shape) == 2 and labels.shape[0] == images.shape[0] and labels.shape[1] > 1:
         raise DataError(
             f"{path}: {labels.name} has shape {_short(labels.shape)}, and needs one class id an "
-            "image; of one-hot "
-            "labels save labels.argmax(1)"
+            "image; of one-hot labels save labels.argmax(1)"
         )
     if len(images.shape) not in (3, 4) or count != images.shape[0]:
         raise ValueError(
@@ -219,12 +216,15 @@ def _count(path: Path, images: _Header, labels: _Header) -> int:
 
 
 def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Arrays:
-    images, labels = (_npz_array(archive, f"{key}_{what}.npy") for what in ("images", "labels"))
+    images = _npz_array(archive, f"{key}_images.npy")
+    labels = _npz_array(archive, f"{key}_labels.npy")
     if images.ndim == 3:
         images = images[..., None]
     ids = class_ids(f"{path}, {key}_labels", labels.reshape(-1).tolist())
-    first = images.shape[1] in CHANNELS and images.shape[3] not in CHANNELS
-    return np.ascontiguousarray(images if first else images.transpose(0, 3, 1, 2)), ids
+    has_channels_first = images.shape[1] in CHANNELS and images.shape[3] not in CHANNELS
+    if not has_channels_first:
+        images = images.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(images), ids
 
 
 def _npz_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:

@@ -1,6 +1,4 @@
-"""How large data may be, decided by what a file says of itself, before anything of it is
-decoded.
-"""
+"""Limits on the size of data, checked against a file's own claims before it is decoded."""
 
 from __future__ import annotations
 
@@ -12,37 +10,37 @@ from pathlib import Path
 from fedstill.core.errors import DataError, on_one_line
 
 PIXELS = 1 << 26
-"""Pixels of one image, 8,192 × 8,192: more than cameras make; decoded, it and its copies take about
-800 MB.
-"""
+"""The most pixels of an image, 8,192 × 8,192. Decoded, it and its copies take about 800 MB."""
 
 IMAGE_BYTES = 4 * PIXELS
-"""Bytes of one image's file: an image of that many pixels takes no more, even uncompressed."""
+"""The most bytes of an image's file. An uncompressed image of ``PIXELS`` takes no more."""
 
 SHARE = 3
-"""A data set may come to a third of the memory: reading makes a second copy, and the run needs the
-rest.
-"""
+"""A data set may take a third of the memory. Reading makes a copy, and the run needs the rest."""
 
 UNKNOWN_MEMORY = 12 << 30
-"""The memory of a machine that does not say how much it has."""
+"""The memory that is assumed if the system does not tell it."""
 
-RATIO, FREE = 200, 1 << 28
-"""An archive may be unpacked to so many times its size; up to 256 MB (``FREE``) nobody asks.
-Pictures shrink to a half or a twentieth, masks to a hundredth; what shrinks further is one value,
+RATIO = 200
+"""The most times its size that a compressed file may unpack to.
+
+Photographs shrink to a half or a twentieth, masks to a hundredth. What shrinks further is one value
 over and over.
 """
 
+FREE = 1 << 28
+"""A file that unpacks to at most so many bytes, 256 MB, may have any ratio."""
+
 EXAMPLE_BYTES = 100
-"""What an example takes beside its pixels while it is read."""
+"""The memory for an example beside its pixels while it is read."""
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use: the machine's, its container's or its own limit,
-    whichever is least.
+    """The memory that this process may use: the least of the machine's, its container's and its
+    own limit.
     """
     limits = []
     with contextlib.suppress(AttributeError, ValueError, OSError):  # a system without sysconf
@@ -58,32 +56,31 @@ def memory_bytes() -> int:
 
 
 def most_bytes() -> int:
-    """How many bytes a data set may come to."""
+    """The most bytes of a data set."""
     return memory_bytes() // SHARE
 
 
 def refuse_large(what: str | Path, claimed: int, stored: int | None = None) -> None:
-    """Raise DataError for data that say of themselves that they come to too many bytes.
+    """Raise DataError for data that claim more bytes than may be read.
 
-    ``stored``: the bytes of the archive that they are in, if they are compressed.
+    stored: the bytes of their file, if it is compressed.
     """
-    if claimed > (most := most_bytes()):
+    most = most_bytes()
+    if claimed > most:
         raise DataError(
             f"{what} says that it holds {size_text(claimed)}, and this machine reads at most "
-            f"{size_text(most)}, "
-            f"1/{SHARE} of its memory; take a part of it, or a machine with more"
+            f"{size_text(most)}, 1/{SHARE} of its memory; take a part of it, or a machine with more"
         )
     if stored is not None:
         refuse_ratio(what, claimed, stored)
 
 
 def refuse_ratio(what: str | Path, claimed: int, stored: int) -> None:
-    """Raise DataError for a file that says that it unpacks to far more than data do."""
+    """Raise DataError for a file that claims to unpack to far more than data do."""
     if claimed > max(FREE, RATIO * stored):
         raise DataError(
             f"{what} has {size_text(stored)} and says that it holds {size_text(claimed)}, over "
-            f"{RATIO} times as much; "
-            "if that is right, write it uncompressed"
+            f"{RATIO} times as much; if that is right, write it uncompressed"
         )
 
 
@@ -93,26 +90,24 @@ def size_text(count: int) -> str:
     >>> size_text(420_000), size_text(582 << 40), size_text(7)
     ('420 kB', '640 TB', '7 bytes')
     """
-    value, unit = float(count), 0
+    value = float(count)
+    unit = 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return (
-        f"{value:,.1f} {_UNITS[unit]}" if unit and value < 9.95 else f"{value:,.0f} {_UNITS[unit]}"
-    )
+        value /= 1000
+        unit += 1
+    decimals = 1 if unit and value < 9.95 else 0
+    return f"{value:,.{decimals}f} {_UNITS[unit]}"
 
 
 @contextlib.contextmanager
 def in_one_line(what: str | Path) -> Iterator[None]:
-    """Turn an error of the system, or memory that ran out, into a DataError that names the file and
-    its size.
-    """
+    """Turn an error of the system, or a lack of memory, into a DataError that names the file."""
     try:
         yield
     except MemoryError as error:
         raise DataError(
             f"{what}{_size(what)} does not fit into memory ({on_one_line(error)}); take a part of "
-            "it, or a machine "
-            "with more"
+            "it, or a machine with more"
         ) from error
     except OSError as error:
         where = what if error.filename is None else error.filename
