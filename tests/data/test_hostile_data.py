@@ -26,7 +26,8 @@ from PIL import Image, ImageFile
 from fedstill.core.errors import DataError
 from fedstill.data.sources import folders, limits, load_dataset
 from fedstill.data.sources import images as pictures
-from fedstill.data.sources.images import FORMATS, Pictures, read_unlabelled
+from fedstill.data.sources.image_sets import read_unlabelled
+from fedstill.data.sources.images import FORMATS, Pictures
 from fedstill.data.sources.limits import in_one_line, memory_bytes, most_bytes, refuse_large
 
 MEGABYTE = 1_000_000
@@ -483,7 +484,7 @@ def test_a_path_in_a_table_opens_nothing_outside_of_the_folder(how: str, tmp_pat
         with pytest.raises(DataError, match="'up/secret"):
             Pictures("x", within=place).decoded({"bytes": None, "path": path}, 0)
     else:
-        refused("train: example 3(: there is no file| names the file)", place)
+        refused("train: example 3 (has no image: there is no file|names the file)", place)
 
 
 def test_a_path_in_a_table_that_lies_in_the_folder_is_read(
@@ -503,9 +504,7 @@ def test_devices_pipes_and_folders_are_no_images(tmp_path: Path) -> None:
     os.mkfifo(place / "pipe.png")
     for path in ("pipe.png", "folder.png", "", "nothing.png", "x" * 5000):
         table(place / "train-0.parquet", [path], [0])
-        refused(
-            "example 0(: there is no file| has neither| cannot be read)|File name too long", place
-        )
+        refused("example 0 (has no image|has neither|cannot be read)|File name too long", place)
 
 
 def test_a_path_of_the_hub_is_read_from_the_same_data_set_only() -> None:

@@ -26,7 +26,7 @@ from fedstill.core.fields import (
 )
 from fedstill.core.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 from fedstill.core.stream import Head
-from fedstill.data.form import Kind, Missing, Value
+from fedstill.data.form import Broken, Kind, Missing, Mode, Value
 from fedstill.engines.precision import Precision
 
 # The table ``[stream]`` of a config: the clock of a run's tasks; the kind that it names cuts the
@@ -182,6 +182,12 @@ class DataTable:
     """Images are resized to so many pixels a side; unset: they stay as they are, and must be
     alike.
     """
+    mode: Mode | None = None
+    """Whether images are converted to grey or to rgb; unset: they stay as they are, and must be
+    alike.
+    """
+    broken: Broken | None = None
+    """What is done about images that cannot be decoded: refuse the data (unset), or skip them."""
     augment: tuple[Change, ...] = ()
     """How training images are varied."""
     train_size: CountOrZero = 0
@@ -263,6 +269,14 @@ class DataTable:
     """A pretrained network, name, file and its fields, whose features are the examples, so that
     only a head trains.
     """
+
+    @property
+    def images(self) -> dict[str, Any]:
+        """How encoded images are read: keywords of ``load_dataset``; without those that are
+        unset.
+        """
+        keys = {"size": self.size, "mode": self.mode, "broken": self.broken}
+        return {key: value for key, value in keys.items() if value is not None}
 
     @property
     def form(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def reuse_bytes() -> int:
 # afterwards.
 
 
-LAYOUT = 6
+LAYOUT = 7
 """The version of the layout. Entries of other versions are not read."""
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]

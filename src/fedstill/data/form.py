@@ -24,6 +24,12 @@ Missing = Literal["refuse", "drop", "mean"]
 the mean.
 """
 
+Mode = Literal["grey", "rgb"]
+"""What all images are converted to."""
+
+Broken = Literal["refuse", "skip"]
+"""What is done about images that cannot be decoded: the data are refused, or they are left out."""
+
 Value = str | int | float | bool
 
 MANY = {

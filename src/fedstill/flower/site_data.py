@@ -84,8 +84,8 @@ def read_alike(
     label = (
         {"label_column": settings.data.label_column} if settings.data.label_column and form else {}
     )
-    size = {"size": settings.data.size} if settings.data.size else {}
-    own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **size, **more}))
+    images = settings.data.images
+    own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **images, **more}))
     _refuse_unlike(own, facts)
     train, test = (replace(e, labels=labels_of(own, e, facts)) for e in (own.train, own.test))
     return replace(own, train=train, test=test)

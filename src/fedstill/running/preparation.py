@@ -316,9 +316,10 @@ def reading_options(settings: Settings) -> dict[str, Any]:
     """How the settings have their data set read: keywords of ``load_dataset``."""
     data = settings.data
     options: dict[str, Any] = {"folder": data.folder or None}
-    for key in ("image_column", "label_column", "size"):
+    for key in ("image_column", "label_column"):
         if value := getattr(data, key):
             options[key] = value
+    options |= data.images
     options |= data.form
     partition_column = settings.named.partition.values.get("column")
     owner = partition_column or settings.named.stream.values.get("column")

@@ -24,7 +24,7 @@ from fedstill.data.form import IMAGES, MANY, About, Form
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.catalog import FOLDERS
-from fedstill.data.sources.images import images_in, read_unlabelled
+from fedstill.data.sources.image_sets import images_in, read_unlabelled
 from fedstill.data.sources.limits import refuse_large
 from fedstill.data.table_encoding import TableInputs
 

@@ -440,7 +440,7 @@ def _has_known_examples(data: DataTable) -> bool:
     known = KNOWN.get(data.name)
     if known is None or not known.sums:
         return False
-    if data.image_column or data.label_column or data.size or data.form:
+    if data.image_column or data.label_column or data.images or data.form:
         return False
     return data.public_from in (TRAIN, NOISE)
 

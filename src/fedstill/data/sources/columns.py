@@ -1,8 +1,8 @@
-"""Which columns hold image and label, and their rows as arrays."""
+"""Which columns hold image and label, how images are read, and labels as class ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
 from fedstill.data.cache import Decoded
-from fedstill.data.form import FOUND, Form, nfc
-from fedstill.data.sources.images import Pictures
+from fedstill.data.form import FOUND, Broken, Form, Mode, nfc
 
 # Labels as they were read, made class ids: nothing is rounded, cut off or wrapped around.
 
@@ -65,7 +64,8 @@ class Columns:
     as they are).
 
     ``form``: what examples are made of, if they are no images. ``known``: of a data set whose
-    checksums are known.
+    checksums are known. ``mode``: what images are converted to (None: they are grey or RGB as
+    stored). ``broken``: what is done about images that cannot be decoded.
     """
 
     image: str | None = None
@@ -73,6 +73,8 @@ class Columns:
     size: int | None = None
     form: Form = FOUND
     known: bool = False
+    mode: Mode | None = None
+    broken: Broken = "refuse"
 
 
 def with_ids(
@@ -94,21 +96,3 @@ def with_ids(
         {s: (x, np.array([ids[str(v)] for v in y], dtype=np.int64)) for s, (x, y) in raw.items()},
         names,
     )
-
-
-def read_rows(
-    pictures: Pictures, cells: Iterator[tuple[Any, Any]]
-) -> tuple[NDArray[np.uint8], list[int | str]]:
-    """(N, C, H, W) of encoded images, and their labels. Raises DataError without an example, an
-    image or a label.
-    """
-    images: list[NDArray[np.uint8]] = []
-    labels: list[int | str] = []
-    for k, (image, label) in enumerate(cells):
-        labels.append(checked_label(pictures.what, k, label))
-        images.append(pictures.decoded(image, k))
-    if not images:
-        raise DataError(
-            f"{pictures.what} holds no examples; leave the file out or download it again"
-        )
-    return np.stack(images), labels

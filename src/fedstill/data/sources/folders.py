@@ -5,7 +5,6 @@ of examples a data set most likely holds, by its name or the columns of its firs
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,27 +12,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from fedstill.core.errors import DataError
 from fedstill.core.registry import names
 from fedstill.data.cache import Decoded, kept
-from fedstill.data.form import FILE, Form, Kind
+from fedstill.data.form import Form, Kind
 from fedstill.data.sources.array_files import is_idx, read_idx, read_npz
 from fedstill.data.sources.catalog import FOLDERS, Known
-from fedstill.data.sources.columns import Columns, read_rows, with_ids
-from fedstill.data.sources.encode import frames_of, owners_of, read_frames, schema_of
-from fedstill.data.sources.images import IMAGE_SUFFIXES, Pictures
+from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.encode import frames_of, read_frames, schema_of
+from fedstill.data.sources.image_sets import check_not_encoded, read_image_folder
+from fedstill.data.sources.images import IMAGE_SUFFIXES
 from fedstill.data.sources.limits import in_one_line
-from fedstill.data.sources.parquet import read_parquet
+from fedstill.data.sources.parquet import images_beside_caution, read_parquet
 from fedstill.data.sources.schema import check_images_only, table_schema
 from fedstill.data.sources.splits import (
     FileSplits,
-    client_name,
     file_list,
     hold_out,
-    split_images,
-    split_named,
     split_tables,
     splits_in,
 )
@@ -140,83 +135,8 @@ def read_csv_files(folder: Path, files: Mapping[str, Sequence[Path]], columns: C
         raise DataError(
             f"{what}: a CSV file holds no images; leave data.image_column and data.kind out"
         )
+    check_not_encoded(what, columns)
     return read_frames(what, frames, schema)
-
-
-# Images in folders named by their class.
-
-
-TABLES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
-"""Files with which some folders say which image has which label; they are not read."""
-
-
-def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
-    """Images in folders named by their class, with folders named by the split above them or
-    without.
-
-    A folder says a split by a word of its name: ``train``, ``test-images``. Where some do, images
-    outside of these are left out. Raises DataError if there are no images, or if a file is none.
-    """
-    images = sorted(
-        (f for f in files if f.suffix.lower() in IMAGE_SUFFIXES), key=lambda f: f.as_posix()
-    )
-    if not images:
-        kinds = Counter(f.suffix.lower() for f in files if f.suffix)
-        there = (
-            f" (it holds {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(3))})"
-            if kinds
-            else ""
-        )
-        raise DataError(
-            f"{place} holds no images{there}; a folder of images holds one folder a class, e.g. "
-            "train/cat/1.png. "
-            "Other files, sounds say, are read by a function of yours: data.name = 'mine.py:data'"
-        )
-    for table in (f for f in files if f.name in TABLES):
-        raise DataError(
-            f"{table} is not read; put each image into a folder named by its class, or write "
-            "parquet files"
-        )
-    if flat := _without_class([f.relative_to(place) for f in images]):
-        raise DataError(
-            f"{place / flat} is in no folder of its class; put each image into a folder named by "
-            "its class: "
-            f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
-        )
-    splits = split_images(place, images)
-    raw = {
-        split: read_rows(
-            Pictures(f"{place}, {split}", columns.size, len(paths), place),
-            ((path, path.parent.name) for path in paths),
-        )
-        for split, paths in splits.files.items()
-    }
-    data = with_ids(str(place), raw, None)
-    data = replace(data, about=data.about.warned(*splits.cautions))
-    return _with_folder_owners(place, data, splits.files, columns.form)
-
-
-def _with_folder_owners(
-    place: Path, data: Decoded, files: Mapping[str, Sequence[Path]], form: Form
-) -> Decoded:
-    """Images with the folder of their client as their owner, if the form asks for it."""
-    if form.owner != FILE:
-        return data
-    tables = {}
-    for split, paths in files.items():
-        clients = [client_name(place, path, class_folders=True) for path in paths]
-        tables[split] = pa.table({FILE: clients})
-    owners = owners_of(str(place), tables, FILE)
-    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
-
-
-def _without_class(images: Sequence[Path]) -> Path | None:
-    """An image that lies in no folder, or in a split's own, where no folder at its level names a
-    class.
-    """
-    folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
-    flat = {1, 2} if all(map(split_named, folders)) else {1}
-    return next((path for path in images if len(path.parts) in flat), None)
 
 
 # Data in a folder, whichever of the layouts it is in: parquet, CSV, IDX, NPZ, images by class.
@@ -298,6 +218,7 @@ def read_file(name: str, path: Path, columns: Columns) -> Decoded:
     def decode() -> Decoded:
         if path.suffix.lower() == ".npz":
             check_images_only(str(path), columns.form)
+            check_not_encoded(str(path), columns)
             data = read_npz(path)
         else:
             read = read_csv_files if path.suffix.lower() in CSV else read_parquet
@@ -311,13 +232,15 @@ def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
     tables, is_parquet = table_splits(place, files)
     if tables.files:
         read = read_parquet if is_parquet else read_csv_files
+        caution = images_beside_caution(tables.files, files, columns) if is_parquet else ""
         data = read(place, tables.files, columns)
-        return replace(data, about=data.about.warned(*tables.cautions))
+        return replace(data, about=data.about.warned(*tables.cautions, caution))
     check_images_only(str(place), columns.form)
-    if is_idx(place):
-        return read_idx(place)
     archives = [path for path in files if path.parent == place and path.suffix.lower() == ".npz"]
-    return read_npz(archives[0]) if archives else read_image_folder(place, files, columns)
+    if not is_idx(place) and not archives:
+        return read_image_folder(place, files, columns)
+    check_not_encoded(str(place), columns)
+    return read_idx(place) if is_idx(place) else read_npz(archives[0])
 
 
 def table_splits(place: Path, files: Sequence[Path]) -> tuple[FileSplits, bool]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 
@@ -22,7 +22,7 @@ from fedstill.core.registry import lookup, names, short_name
 from fedstill.core.user_code import of_kind, reason
 from fedstill.data.cache import Decoded, kept
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import Form, nfc
+from fedstill.data.form import Broken, Form, Mode, nfc
 from fedstill.data.sources.catalog import FOLDERS, Known
 from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.encode import read_frames
@@ -35,6 +35,7 @@ from fedstill.data.sources.folders import (
     read_file,
     read_folder,
 )
+from fedstill.data.sources.image_sets import check_not_encoded
 from fedstill.data.sources.limits import in_one_line, refuse_large
 from fedstill.data.sources.parquet import decoded_splits
 from fedstill.data.sources.schema import table_schema
@@ -71,6 +72,7 @@ def _read_streams(name: str, streams: Mapping[str, Any], columns: Columns) -> De
         first = next(iter(frames.values()))
         schema = table_schema(name, first.schema, columns)
         if schema is not None:
+            check_not_encoded(name, columns)
             return read_frames(name, frames, schema)
     tables = {split: _Stream(stream) for split, stream in streams.items()}
     return decoded_splits(name, tables, columns, within=name)
@@ -177,7 +179,7 @@ def _reading(what: str, remedy: str) -> Iterator[None]:
 FORM = tuple(field.name for field in dataclass_fields(Form))
 """Options that say what examples are made of."""
 
-FIELDS = ("image_column", "label_column", "mean", "size", "std", *FORM)
+FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *FORM)
 """Options for data that are not in the catalogue."""
 
 CONFIG_KEYS = {"input": "input_column", "marks": "missing_marks"}
@@ -202,7 +204,9 @@ def load_dataset(
     returns a Dataset (it is given ``folder``, if it has that parameter; all others need a default).
     folder: the folder of local data; default: the environment's ``FEDSTILL_DATA``.
     fields: for files, folders and the hub ``image_column``, ``label_column``, ``size`` (resize to
-    size × size), ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``. Data without a
+    size × size), ``mode`` (convert all images to "grey" or "rgb"), ``broken`` ("skip" leaves out
+    images that cannot be decoded), ``mean``, ``std``, and the fields of
+    ``fedstill.data.form.Form``. Data without a
     test split have a stratified fifth held out. Raises DataError for data that are damaged or not
     what their name promises, DataAbsent for those that are not here, UnknownName for no such name,
     ConfigError for a name that is neither a text nor a path, and for fields of data that are read
@@ -305,7 +309,8 @@ def _load_other(
     path = (base or Path.cwd()) / at_home(name)
     place = local_folder(name, folder) or (path if path.is_dir() else None)
     if place is not None:
-        known = FOLDERS.get(name) if not (columns.image or columns.label or columns.size) else None
+        changed = columns.image or columns.label or columns.size or columns.mode
+        known = None if changed else FOLDERS.get(name)
         data = read_folder(name, place, columns, known)
         if known is not None:
             mean, std = mean or known.mean, std or known.std
@@ -340,6 +345,8 @@ def _columns(
     image_column: str | None = None,
     label_column: str | None = None,
     size: int | None = None,
+    mode: Mode | None = None,
+    broken: Broken = "refuse",
     **others: Any,
 ) -> Columns:
     if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
@@ -347,10 +354,28 @@ def _columns(
             f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out "
             "or give one"
         )
+    _check_choice(name, "mode", mode, (None, *get_args(Mode)))
+    _check_choice(name, "broken", broken, get_args(Broken))
     form = replace(
         known.form if known else Form(), **{k: v for k, v in others.items() if k in FORM}
     ).normalised
-    return Columns(image_column, label_column, size, form, known is not None and bool(known.sums))
+    return Columns(
+        image=image_column,
+        label=label_column,
+        size=size,
+        form=form,
+        known=known is not None and bool(known.sums),
+        mode=mode,
+        broken=broken,
+    )
+
+
+def _check_choice(name: str, field: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"dataset {name!r}: {field} = {value!r} must be one of "
+            f"{', '.join(repr(choice) for choice in choices)}"
+        )
 
 
 def _refuse_unknown(name: str, fields: dict[str, Any], legal: Any) -> None:

@@ -5,7 +5,7 @@ been looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +16,16 @@ import pyarrow.parquet as pq
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.data.cache import Decoded
 from fedstill.data.form import FILE, Form, nfc
-from fedstill.data.sources.columns import Columns, read_rows, with_ids
-from fedstill.data.sources.encode import frames_of, owners_of, read_frames, schema_of
-from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.encode import frames_of, read_frames, schema_of
+from fedstill.data.sources.image_sets import (
+    check_not_encoded,
+    labelled_images,
+    labels_in_table,
+    read_rows,
+    with_owners,
+)
+from fedstill.data.sources.images import IMAGE_SUFFIXES, Pictures
 from fedstill.data.sources.limits import in_one_line, refuse_ratio
 from fedstill.data.sources.schema import (
     class_names,
@@ -59,23 +66,29 @@ class Table(Protocol):
 
 
 def decoded_splits(
-    what: str, tables: Mapping[str, Table], columns: Columns, within: Path | str
+    what: str,
+    tables: Mapping[str, Table],
+    columns: Columns,
+    within: Path | str,
+    owners: Mapping[str, pa.Table] | None = None,
 ) -> Decoded:
     """All rows of {split: table} as arrays; labels that are text become ids in alphabetical order.
 
     within: the folder, or the data set on the hub, outside of which no file is opened because a row
-    names it. Raises DataError for columns that are not there, an image that differs from the first
-    in size or kind, or a label that is missing or no whole number.
+    names it. owners: the column of owners of each split, if the form has one. Raises DataError for
+    columns that are not there, an image that cannot be decoded or differs from the first in size or
+    kind, or a label that is missing or no whole number.
     """
-    raw = {}
+    rows = {}
     names: tuple[str, ...] | None = None
     for split, table in tables.items():
         image = _image_column(what, table.schema, columns)
         label = label_column(what, table.schema, columns)
         names = names or class_names(table.schema, label)
-        pictures = Pictures(f"{what}, {split}", columns.size, table.rows, within)
-        raw[split] = read_rows(pictures, table.cells(image, label))
-    return with_ids(what, raw, names)
+        pictures = Pictures(f"{what}, {split}", columns, table.rows, within)
+        rows[split] = read_rows(pictures, table.cells(image, label))
+    data = labelled_images(what, rows, columns, names)
+    return with_owners(what, data, rows, owners) if owners else data
 
 
 def _image_column(what: str, schema: pa.Schema, columns: Columns) -> str:
@@ -100,11 +113,11 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
             frames = frames_of(ParquetFrame, folder, files, columns.form)
             schema = schema_of(what, frames, columns)
             if schema is not None:
+                check_not_encoded(what, columns)
                 return read_frames(what, frames, schema)
             splits = {split: _Split(tuple(paths)) for split, paths in files.items()}
-            return _with_owners(
-                what, decoded_splits(what, splits, columns, within=folder), frames, columns.form
-            )
+            owners = _owner_tables(what, frames, columns.form)
+            return decoded_splits(what, splits, columns, folder, owners)
     except DataError:
         raise
     except (
@@ -127,17 +140,35 @@ def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
     return None
 
 
-def _with_owners(
-    what: str, data: Decoded, frames: Mapping[str, ParquetFrame], form: Form
-) -> Decoded:
-    """Images with whose they are, where a column says it."""
+def _owner_tables(
+    what: str, frames: Mapping[str, ParquetFrame], form: Form
+) -> dict[str, pa.Table] | None:
+    """The column of owners of each split, if the form has one."""
     if not form.owner:
-        return data
-    if form.owner not in (FILE, *(columns := next(iter(frames.values())).schema.names)):
+        return None
+    columns = next(iter(frames.values())).schema.names
+    if form.owner not in (FILE, *columns):
         raise DataError(no_owner(what, form, columns))
-    tables = {split: frame.read([form.owner]) for split, frame in frames.items()}
-    owners = owners_of(what, tables, form.owner)
-    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
+    return {split: frame.read([form.owner]) for split, frame in frames.items()}
+
+
+def images_beside_caution(
+    tables: Mapping[str, Sequence[Path]], files: Sequence[Path], columns: Columns
+) -> str:
+    """A warning about image files beside parquet files that hold no images, or "".
+
+    Raises DataError if there is an image for each row: the table must be what holds their labels.
+    """
+    images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not images or columns.image:
+        return ""
+    paths = [path for split_paths in tables.values() for path in split_paths]
+    if image_columns(ParquetFrame((paths[0],)).schema):
+        return ""
+    rows = sum(file_claims(path).num_rows for path in paths)
+    if len(images) >= rows:
+        raise DataError(labels_in_table(paths[0]))
+    return f"not read, because parquet files are read: {len(images):,} image files"
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _check_shapes(name: str, data: Decoded) -> None:
     if data.about.kind == "image":
         raise DataError(
             f"{name}: images differ between splits, (C, H, W) = {shapes}; set data.size to resize "
-            "all"
+            "all, and data.mode where some are grey and others RGB"
         )
     raise DataError(
         f"{name}: examples differ between splits, their shapes are {shapes}; make them alike"

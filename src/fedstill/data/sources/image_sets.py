@@ -1,0 +1,480 @@
+"""Many encoded images as one array: those of a split, in folders by class, or without labels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstill.core.errors import DataError
+from fedstill.data.cache import Decoded
+from fedstill.data.form import FILE, nfc
+from fedstill.data.sources.columns import Columns, checked_label, with_ids
+from fedstill.data.sources.encode import owners_of
+from fedstill.data.sources.images import (
+    IMAGE_SUFFIXES,
+    TWELVE_BITS,
+    BrokenImage,
+    Picture,
+    Pictures,
+    Pixels,
+)
+from fedstill.data.sources.limits import in_one_line
+from fedstill.data.sources.splits import (
+    NAMED_FILES,
+    FileSplits,
+    client_name,
+    split_images,
+    split_named,
+)
+
+# The images of a split: decoded by several threads, and used in the order of the rows.
+
+
+THREADS = min(8, os.cpu_count() or 1)
+"""The threads that decode images. Neither arrays nor errors depend on their number."""
+
+TASKS_AHEAD = 2 * THREADS
+"""The tasks of threads that are decoded before their turn comes."""
+
+TASK_BYTES = 1 << 20
+"""The bytes of decoded images that a task gives, so that small images do not wait for threads."""
+
+TASK_ROWS = 64
+"""The most rows of a task."""
+
+ENCODED_BYTES = 1 << 26
+"""The bytes of encoded images that wait for threads; a larger image waits alone."""
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """The images of a split that could be decoded.
+
+    images: (N, C, H, W) uint8. labels: N labels as they were read. positions: (N,) rows of the
+    split, before any was left out. rows: how many there were. largest: the largest pixel of images
+    with 16 bits a pixel, if there are any.
+    """
+
+    images: Pixels
+    labels: list[int | str]
+    positions: NDArray[np.int64]
+    rows: int
+    broken: tuple[BrokenImage, ...] = ()
+    unlabelled: int = 0
+    largest: int | None = None
+
+
+def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows:
+    """The images of a split and their labels, from (image, label) of each row.
+
+    Broken images, and rows without a label if these are left out, are not among them. Raises
+    DataError if no image is left, and for a label or an image that cannot be used: the first in
+    the order of the rows.
+    """
+    stack = _Stack(pictures)
+    labels: list[int | str] = []
+    positions: list[int] = []
+    broken: list[BrokenImage] = []
+    unlabelled = 0
+    row = -1
+    # Decoders warn of what they find in a file. The filter holds for all threads.
+    with warnings.catch_warnings(), contextlib.closing(_decoded(pictures, cells)) as decoded:
+        warnings.simplefilter("ignore")
+        for row, (picture, label) in enumerate(decoded):
+            if isinstance(picture, BrokenImage):
+                broken.append(picture)
+            elif pictures.columns.form.unlabelled == "drop" and _is_missing(label):
+                unlabelled += 1
+            else:
+                labels.append(checked_label(pictures.what, row, label))
+                positions.append(row)
+                stack.add(picture)
+    if row < 0:
+        raise DataError(
+            f"{pictures.what} holds no examples; leave the file out or download it again"
+        )
+    if not positions:
+        check_broken(pictures.what, broken, can_skip=False)
+        raise DataError(f"{pictures.what}: no example has a label; give them labels")
+    return ImageRows(
+        images=stack.images(),
+        labels=labels,
+        positions=np.array(positions, dtype=np.int64),
+        rows=row + 1,
+        broken=tuple(broken),
+        unlabelled=unlabelled,
+        largest=stack.largest,
+    )
+
+
+def _is_missing(label: Any) -> bool:
+    return label is None or (isinstance(label, float) and np.isnan(label))
+
+
+def check_broken(what: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
+    """Raise DataError for broken images, if there are any.
+
+    can_skip: whether ``data.broken`` would leave them out.
+    """
+    if not broken:
+        return
+    pronoun = "it" if len(broken) == 1 else "them"
+    remedy = f"replace {pronoun}"
+    if can_skip:
+        remedy += f", or set data.broken = 'skip' to leave {pronoun} out"
+    if len(broken) == 1:
+        raise DataError(f"{broken[0].name} {broken[0].reason}; {remedy}")
+    raise DataError(
+        f"{what}: {len(broken):,} images are broken: {_named(what, broken)}; the first "
+        f"{broken[0].reason}; {remedy}"
+    )
+
+
+NAMED_IMAGES = 10
+"""The number of broken images that a message names. It counts the others."""
+
+
+def _named(what: str, broken: Sequence[BrokenImage]) -> str:
+    separators = f",: {os.sep}"
+    names = [image.name.removeprefix(what).lstrip(separators) for image in broken[:NAMED_IMAGES]]
+    more = len(broken) - NAMED_IMAGES
+    ending = f" and {more:,} more" if more > 0 else ""
+    return ", ".join(names) + ending
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a split; cell: its encoded image, or why it cannot be read."""
+
+    index: int
+    cell: Any
+    label: Any
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the encoded image, if they are in memory."""
+        return len(self.cell.get("bytes") or b"") if isinstance(self.cell, Mapping) else 0
+
+
+@dataclass(frozen=True)
+class _DecodedRow:
+    """A row's image, or why there is none, and its label."""
+
+    picture: Picture | Exception
+    label: Any
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Rows that a thread decodes; bytes: of their encoded images."""
+
+    rows: Future[list[_DecodedRow]]
+    bytes: int
+
+
+def _decoded(
+    pictures: Pictures, cells: Iterable[tuple[Any, Any]]
+) -> Generator[tuple[Picture | BrokenImage, Any]]:
+    """Each row's image and label, in order. Other errors are raised when their row comes."""
+    rows = _numbered(cells)
+    tasks: deque[_Task] = deque()
+    task_rows = 1
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
+    try:
+        while True:
+            batch = _batch(rows, task_rows)
+            if batch:
+                future = pool.submit(_decode, pictures, batch)
+                tasks.append(_Task(future, sum(row.bytes for row in batch)))
+            waiting = sum(task.bytes for task in tasks)
+            if batch and len(tasks) <= TASKS_AHEAD and waiting <= ENCODED_BYTES:
+                continue
+            if not tasks:
+                return
+            for row in tasks.popleft().rows.result():
+                if isinstance(row.picture, Picture):
+                    task_rows = max(1, min(TASK_ROWS, TASK_BYTES // row.picture.pixels.nbytes))
+                elif not isinstance(row.picture, BrokenImage):
+                    raise row.picture
+                yield row.picture, row.label
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _numbered(cells: Iterable[tuple[Any, Any]]) -> Iterator[_Row]:
+    """The rows; an error in reading them becomes a row, so that it waits for those before it."""
+    index = 0
+    try:
+        for index, (cell, label) in enumerate(cells):
+            yield _Row(index, cell, label)
+    except Exception as error:
+        yield _Row(index + 1, error, None)
+
+
+def _batch(rows: Iterator[_Row], count: int) -> list[_Row]:
+    """The next rows, as many as a task decodes."""
+    batch: list[_Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += row.bytes
+        if len(batch) == count or size > TASK_BYTES:
+            break
+    return batch
+
+
+def _decode(pictures: Pictures, batch: Sequence[_Row]) -> list[_DecodedRow]:
+    decoded = []
+    for row in batch:
+        picture: Picture | Exception
+        try:
+            if isinstance(row.cell, Exception):
+                raise row.cell
+            picture = pictures.decoded(row.cell, row.index)
+        except BrokenImage as error:
+            # A traceback would hold the bytes of the image.
+            picture = BrokenImage(error.name, error.reason)
+        except Exception as error:
+            picture = error
+        decoded.append(_DecodedRow(picture, row.label))
+    return decoded
+
+
+class _Stack:
+    """Images of one shape in one array, which grows where their number is unknown."""
+
+    def __init__(self, pictures: Pictures) -> None:
+        self.largest: int | None = None
+        self._pictures = pictures
+        self._array: Pixels | None = None
+        self._count = 0
+
+    def add(self, picture: Picture) -> None:
+        """Add an image; DataError if its shape is not that of the first."""
+        array = self._array_for(picture)
+        if picture.pixels.shape != array.shape[1:]:
+            raise self._pictures.mismatch(picture.name, picture.pixels.shape, array.shape[1:])
+        array[self._count] = picture.pixels
+        self._count += 1
+        if picture.largest is not None:
+            self.largest = max(self.largest or 0, picture.largest)
+
+    def images(self) -> Pixels:
+        """All images (N, C, H, W); nothing may be added afterwards."""
+        assert self._array is not None
+        self._array.resize((self._count, *self._array.shape[1:]), refcheck=False)
+        return self._array
+
+    def _array_for(self, picture: Picture) -> Pixels:
+        """The array, with room for one more image."""
+        if self._array is None:
+            self._pictures.check_total(1, picture.pixels.nbytes)
+            rows = max(self._pictures.rows, 1)
+            self._array = np.empty((rows, *picture.pixels.shape), dtype=np.uint8)
+        elif self._count == len(self._array):
+            # The system moves large arrays without copying them.
+            rows = self._count + self._count // 4 + 1
+            self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
+        return self._array
+
+
+def labelled_images(
+    what: str, splits: Mapping[str, ImageRows], columns: Columns, names: tuple[str, ...] | None
+) -> Decoded:
+    """The images of all splits with class ids, and warnings about them.
+
+    names: of the classes, if labels are ids. Raises DataError for broken images, unless they are
+    left out.
+    """
+    if columns.broken == "refuse":
+        broken = [image for rows in splits.values() for image in rows.broken]
+        check_broken(what, broken, can_skip=True)
+    raw = {split: (rows.images, rows.labels) for split, rows in splits.items()}
+    data = with_ids(what, raw, names)
+    cautions = [_broken_caution(what, split, rows) for split, rows in splits.items()]
+    cautions.append(_dark_caution([rows.largest for rows in splits.values()]))
+    notes = [
+        f"{split}: {rows.unlabelled:,} of {rows.rows:,} images were left out, as they have no label"
+        for split, rows in splits.items()
+        if rows.unlabelled
+    ]
+    about = replace(data.about, notes=(*data.about.notes, *notes)).warned(*cautions)
+    return replace(data, about=about)
+
+
+def with_owners(
+    what: str, data: Decoded, rows: Mapping[str, ImageRows], columns: Mapping[str, pa.Table]
+) -> Decoded:
+    """Images with their owners, from the column of owners of each split."""
+    tables = {split: columns[split].take(pa.array(rows[split].positions)) for split in rows}
+    owner = next(iter(columns.values())).column_names[0]
+    owners = owners_of(what, tables, owner)
+    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
+
+
+def _broken_caution(what: str, split: str, rows: ImageRows) -> str:
+    if not rows.broken:
+        return ""
+    return (
+        f"left out, because they are broken: {len(rows.broken):,} of {rows.rows:,} images in "
+        f"{split} ({_named(what, rows.broken)})"
+    )
+
+
+def _dark_caution(largest_pixels: Sequence[int | None]) -> str:
+    """A warning about 16-bit images none of which has a bright pixel, or ""."""
+    pixels = [largest for largest in largest_pixels if largest is not None]
+    if not pixels or max(pixels) > TWELVE_BITS:
+        return ""
+    return (
+        f"the upper 8 bits of 16-bit images are read, and no pixel is above {max(pixels):,}, so "
+        "that they are nearly black; if they have 12 bits, multiply them by 16"
+    )
+
+
+# Images in folders named by their class.
+
+
+METADATA = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
+"""Tables of labels in the layout of Hugging Face."""
+
+TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".jsonl", ".xlsx", ".xls", ".parquet"})
+"""How the names of tables end that may hold the labels of images beside them."""
+
+
+def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
+    """Images in folders named by their class, with folders named by the split above them or
+    without.
+
+    Raises DataError if there are no images, if a file is none, or if their classes are in a table.
+    """
+    images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    images.sort(key=lambda path: nfc(path.as_posix()))
+    if not images:
+        raise DataError(_no_images(place, files))
+    caution = _table_caution(place, files, images)
+    if flat := _without_class([path.relative_to(place) for path in images]):
+        raise DataError(
+            f"{place / flat} is in no folder of its class; put each image into a folder named by "
+            "its class: "
+            f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
+        )
+
+    splits = split_images(place, images)
+    rows = {}
+    for split, paths in splits.files.items():
+        pictures = Pictures(f"{place}, {split}", columns, len(paths), place)
+        rows[split] = read_rows(pictures, ((path, path.parent.name) for path in paths))
+    data = labelled_images(str(place), rows, columns, None)
+    data = replace(data, about=data.about.warned(caution, *splits.cautions))
+    if columns.form.owner != FILE:
+        return data
+    return with_owners(str(place), data, rows, _folder_owners(place, splits))
+
+
+def _no_images(place: Path, files: Sequence[Path]) -> str:
+    kinds = Counter(path.suffix.lower() for path in files if path.suffix)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
+    holds = f" (it holds {counts})" if counts else ""
+    return (
+        f"{place} holds no images{holds}; a folder of images holds one folder a class, e.g. "
+        "train/cat/1.png. "
+        "Other files, sounds say, are read by a function of yours: data.name = 'mine.py:data'"
+    )
+
+
+def _table_caution(place: Path, files: Sequence[Path], images: Sequence[Path]) -> str:
+    """A warning about tables beside images, or "" if there are none.
+
+    Raises DataError where the table must be what holds the labels: images are not in folders of
+    several classes, or the table has the name that Hugging Face gives it.
+    """
+    tables = [path for path in files if path.suffix.lower() in TABLE_SUFFIXES]
+    if not tables:
+        return ""
+    metadata = [path for path in tables if path.name in METADATA]
+    classes = {path.parent.name for path in images}
+    is_flat = _without_class([path.relative_to(place) for path in images]) is not None
+    if metadata or is_flat or len(classes) == 1:
+        raise DataError(labels_in_table(next(iter(metadata or tables))))
+    names = ", ".join(path.name for path in tables[:NAMED_FILES])
+    return f"not read: {names}; the classes of images are the names of their folders"
+
+
+def labels_in_table(table: Path) -> str:
+    """The error for image files whose labels are in a table."""
+    return (
+        f"{table} is not read, as labels of image files are not taken from a table; put each image "
+        "into a folder named by its class, or write parquet files of images and labels"
+    )
+
+
+def _folder_owners(place: Path, splits: FileSplits) -> dict[str, pa.Table]:
+    """The folder of each image's client."""
+    tables = {}
+    for split, paths in splits.files.items():
+        clients = [client_name(place, path, class_folders=True) for path in paths]
+        tables[split] = pa.table({FILE: clients})
+    return tables
+
+
+def _without_class(images: Sequence[Path]) -> Path | None:
+    """An image that lies in no folder, or in a split's own, where no folder at its level names a
+    class.
+    """
+    folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
+    flat = {1, 2} if all(map(split_named, folders)) else {1}
+    return next((path for path in images if len(path.parts) in flat), None)
+
+
+def check_not_encoded(what: str, columns: Columns) -> None:
+    """Raise DataError for a mode of images where the data are no encoded images."""
+    if columns.mode is not None:
+        raise DataError(f"{what} holds no encoded images, which data.mode is for; leave it out")
+
+
+# Images in a folder without labels, such as a user's own for public data.
+
+
+def images_in(place: Path) -> list[Path]:
+    """The image files directly in a folder, sorted by name: where there are some, the folder has no
+    classes.
+
+    None if there is no such folder.
+    """
+    with in_one_line(place):
+        if not place.is_dir():
+            return []
+        return sorted(
+            p for p in place.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()
+        )
+
+
+def read_unlabelled(place: Path, size: int | None = None) -> Tensor:
+    """All images of a folder as (n, C, H, W) uint8, in the order of their names.
+
+    size: the side to resize all to; None: as they are. Raises DataError for a file that is no
+    image, or for one that differs from the first in size or kind.
+    """
+    paths = images_in(place)
+    if not paths:
+        kinds = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise DataError(f"{place} holds no images ({kinds}); put some in, or name another folder")
+    pictures = Pictures(str(place), Columns(size=size), len(paths), place, are_public=True)
+    with in_one_line(place):
+        rows = read_rows(pictures, ((path, 0) for path in paths))
+    check_broken(str(place), rows.broken, can_skip=False)
+    return torch.from_numpy(rows.images)

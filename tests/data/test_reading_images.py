@@ -1,0 +1,581 @@
+"""How encoded images are read: upright, one page, 8 of 16 bits, one mode, and without the broken
+ones where the user says so.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
+
+import fedstill
+from fedstill.cli import call
+from fedstill.core.errors import ConfigError, DataError
+from fedstill.data.dataset import Dataset, examples_digest
+from fedstill.data.form import FILE
+from fedstill.data.sources import image_sets, load_dataset
+from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.image_sets import read_image_folder, read_rows
+from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.loader import read_hub
+
+ORIENTATION = 0x0112
+WITH_EXIF = ("PNG", "JPEG", "WEBP", "TIFF", "AVIF")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def encoded(image: Image.Image | np.ndarray, kind: str = "PNG", **options: Any) -> bytes:
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image)
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def rotated(kind: str, orientation: int) -> bytes:
+    """A 16 × 10 picture with a bright corner, stored with an EXIF orientation."""
+    pixels = np.zeros((10, 16, 3), np.uint8)
+    pixels[:5, :4] = 250
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return encoded(pixels, kind, exif=exif)
+
+
+def folder(place: Path, images: Sequence[bytes], suffix: str = "png") -> str:
+    """A folder with as many images in each of two classes."""
+    for name in ("cat", "dog"):
+        (place / name).mkdir(parents=True)
+        for number, data in enumerate(images):
+            (place / name / f"{number:02}.{suffix}").write_bytes(data)
+    return str(place)
+
+
+def table(place: Path, images: Sequence[bytes | None], **columns: list[Any]) -> str:
+    """A folder with a parquet file of images and labels."""
+    cells = [None if image is None else {"bytes": image, "path": None} for image in images]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns.setdefault("label", [number % 2 for number in range(len(images))])
+    place.mkdir(parents=True)
+    pq.write_table(pa.table({"image": pa.array(cells, kind), **columns}), place / "train-0.parquet")
+    return str(place)
+
+
+def every_example(data: Dataset) -> np.ndarray:
+    return np.concatenate([data.train.values.numpy(), data.test.values.numpy()])
+
+
+def one(data: bytes) -> np.ndarray:
+    """A single image as it is read."""
+    rows = [({"bytes": data, "path": None}, 0)]
+    return read_rows(Pictures("x"), rows).images[0]
+
+
+def message(name: str, **fields: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load_dataset(name, **fields)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "; " in text, "it says what to do"
+    return text
+
+
+# EXIF orientation.
+
+
+@pytest.mark.parametrize("kind", WITH_EXIF)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_its_exif_orientation_says(kind: str, orientation: int) -> None:
+    data = rotated(kind, orientation)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    pixels = one(data)
+    assert pixels.shape == ((3, 10, 16) if orientation < 5 else (3, 16, 10))
+    assert np.array_equal(pixels, np.asarray(upright).transpose(2, 0, 1))
+
+
+def test_an_orientation_in_xmp_counts() -> None:
+    packet = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+    assert one(encoded(np.zeros((10, 16, 3), np.uint8), "JPEG", xmp=packet)).shape == (3, 16, 10)
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"MM"])
+def test_an_image_with_damaged_exif_stays_as_it_is(exif: bytes) -> None:
+    assert one(encoded(np.zeros((10, 16, 3), np.uint8), "JPEG", exif=exif)).shape == (3, 10, 16)
+
+
+def test_images_in_folders_and_in_tables_are_turned(place: Path) -> None:
+    images = [rotated("JPEG", 6), rotated("JPEG", 8)] * 5
+    for name in (folder(place / "files", images, "jpg"), table(place / "rows", images)):
+        assert load_dataset(name).input_shape == (3, 16, 10)
+
+
+def test_the_sizes_in_a_message_are_those_after_turning(place: Path) -> None:
+    name = folder(place / "mine", [rotated("PNG", 1), rotated("PNG", 6)] * 5)
+    assert "01.png is 10×16 RGB, the first 16×10 RGB; set data.size = 10" in message(name)
+    assert load_dataset(name, size=12).input_shape == (3, 12, 12)
+
+
+def test_a_png_is_not_decoded_for_its_exif_before_its_size_is_checked(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("an image was decoded"))
+    monkeypatch.setattr("fedstill.data.sources.images.PIXELS", 159)
+    assert "16 × 10 pixels" in message(folder(place / "mine", [rotated("PNG", 6)]))
+
+
+# Pages and frames.
+
+
+def pages(kind: str, count: int) -> bytes:
+    frames = [Image.new("RGB", (8, 8), (40 * number, 0, 0)) for number in range(count)]
+    return encoded(frames[0], kind, save_all=True, append_images=frames[1:])
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "GIF", "PNG", "WEBP", "AVIF"])
+def test_an_image_of_several_pages_is_refused_even_where_broken_ones_are_skipped(
+    kind: str, place: Path
+) -> None:
+    suffix = {"TIFF": "tif"}.get(kind, kind.lower())
+    name = folder(place / "mine", [pages(kind, 5)] * 3, suffix)
+    for broken in ("refuse", "skip"):
+        assert f"00.{suffix} has several pages or frames" in message(name, broken=broken)
+    single = folder(place / "single", [pages(kind, 1)] * 5, suffix)
+    assert load_dataset(single).input_shape == (3, 8, 8)
+    rows = table(place / "rows", [pages(kind, 2)])
+    assert "example 0 has several pages or frames" in message(rows)
+
+
+def test_the_pages_of_a_long_tiff_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> int:
+        raise AssertionError("pages were counted")
+
+    monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "n_frames", property(fail))
+    with pytest.raises(DataError, match="several pages"):
+        one(pages("TIFF", 3))
+
+
+def test_of_an_mpo_file_as_phones_write_it_the_photo_is_read(place: Path) -> None:
+    image = pages("MPO", 2)
+    assert Image.open(io.BytesIO(image)).format == "MPO"
+    data = load_dataset(folder(place / "mine", [image] * 5, "jpg"))
+    assert every_example(data).max() < 20, "the second picture is red"
+    assert data.about.cautions == ()
+
+
+# Images with 16 bits a pixel.
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "options"),
+    [
+        ("PNG", "png", {}),
+        ("TIFF", "tif", {}),
+        ("TIFF", "tif", {"compression": "tiff_lzw"}),
+        ("PPM", "pgm", {}),
+    ],
+)
+def test_of_16_bit_grey_images_the_upper_8_bits_are_read(
+    kind: str, suffix: str, options: dict[str, Any], place: Path
+) -> None:
+    values = np.arange(160, dtype=np.uint16).reshape(10, 16) * 411
+    data = load_dataset(folder(place / "mine", [encoded(values, kind, **options)] * 5, suffix))
+    assert data.about.cautions == ()
+    assert np.array_equal(data.train.values[0, 0].numpy(), values >> 8)
+
+
+def big_endian_tiff(values: np.ndarray) -> bytes:
+    height, width = values.shape
+    tags = [
+        (256, 3, width << 16),
+        (257, 3, height << 16),
+        (258, 3, 16 << 16),
+        (259, 3, 1 << 16),
+        (262, 3, 1 << 16),
+        (273, 4, 8),
+        (277, 3, 1 << 16),
+        (278, 3, height << 16),
+        (279, 4, values.nbytes),
+    ]
+    entries = b"".join(
+        tag.to_bytes(2) + kind.to_bytes(2) + (1).to_bytes(4) + value.to_bytes(4)
+        for tag, kind, value in tags
+    )
+    pixels = values.astype(">u2").tobytes()
+    start = (8 + len(pixels)).to_bytes(4)
+    return b"MM\0*" + start + pixels + len(tags).to_bytes(2) + entries + bytes(4)
+
+
+def test_16_bits_in_the_other_order_of_bytes_and_turned() -> None:
+    values = np.arange(160, dtype=np.uint16).reshape(10, 16) * 411
+    data = big_endian_tiff(values)
+    assert Image.open(io.BytesIO(data)).mode == "I;16B"
+    assert np.array_equal(one(data)[0], values >> 8)
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    turned = one(encoded(values, "PNG", exif=exif))
+    assert np.array_equal(turned[0], np.rot90(values >> 8, -1))
+
+
+def test_a_warning_says_that_12_bits_stored_in_16_are_nearly_black(place: Path) -> None:
+    dark = encoded(np.full((8, 8), 4095, np.uint16))
+    (caution,) = load_dataset(folder(place / "dark", [dark] * 5)).about.cautions
+    assert "4,095" in caution
+    bright = encoded(np.full((8, 8), 4096, np.uint16))
+    assert load_dataset(folder(place / "mixed", [dark, bright] * 5)).about.cautions == ()
+    assert (
+        load_dataset(
+            folder(place / "plain", [encoded(np.zeros((8, 8), np.uint8))] * 5)
+        ).about.cautions
+        == ()
+    )
+
+
+def test_pixels_that_do_not_fit_into_16_bits_are_refused(place: Path) -> None:
+    for name, value in (("low", -1), ("high", 65536)):
+        image = encoded(np.full((8, 8), value, np.int32), "TIFF")
+        assert f"{value:,}" in message(folder(place / name, [image], "tif"), broken="skip")
+
+
+def test_an_image_of_floats_is_refused(place: Path) -> None:
+    image = encoded(np.zeros((8, 8), np.float32), "TIFF")
+    assert "kind F" in message(folder(place / "mine", [image], "tif"), broken="skip")
+
+
+# One mode.
+
+
+def test_grey_images_among_colour_ones_are_converted_on_request(place: Path) -> None:
+    colours = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    grey = Image.fromarray(colours).convert("L")
+    images = [encoded(grey), encoded(colours), encoded(grey.convert("LA")), encoded(grey, "TIFF")]
+    for name in (folder(place / "files", images), table(place / "rows", images * 3)):
+        assert "data.mode" in message(name)
+        rgb = load_dataset(name, mode="rgb")
+        assert rgb.input_shape == (3, 8, 8)
+        assert {len(set(map(tuple, image.reshape(3, -1)))) for image in every_example(rgb)} == {
+            1,
+            3,
+        }
+        alike = load_dataset(name, mode="grey")
+        assert alike.input_shape == (1, 8, 8)
+        assert (every_example(alike) == np.asarray(grey)).all()
+
+
+def test_the_mode_holds_for_16_bits_too(place: Path) -> None:
+    image = encoded(np.full((8, 8), 51 << 8, np.uint16))
+    data = load_dataset(folder(place / "mine", [image] * 5), mode="rgb")
+    assert data.input_shape == (3, 8, 8)
+    assert (every_example(data) == 51).all()
+
+
+def test_splits_of_different_modes_are_converted_on_request(place: Path) -> None:
+    folder(place / "mine/train", [encoded(np.zeros((8, 8), np.uint8))])
+    folder(place / "mine/test", [encoded(np.zeros((8, 8, 3), np.uint8))])
+    assert "data.mode" in message("mine")
+    assert load_dataset("mine", mode="grey").input_shape == (1, 8, 8)
+
+
+def test_a_mode_is_refused_where_there_are_no_encoded_images(place: Path) -> None:
+    images = np.zeros((10, 8, 8), np.uint8)
+    labels = np.arange(10) % 2
+    np.savez("mine.npz", train_images=images, train_labels=labels)
+    Path("mine.csv").write_text("a,label\n" + "1,0\n2,1\n" * 10, encoding="utf-8")
+    for name in ("mine.npz", "mine.csv"):
+        assert "data.mode" in message(name, mode="rgb")
+    for fields in ({"mode": "RGBA"}, {"broken": "drop"}):
+        with pytest.raises(ConfigError, match=next(iter(fields))):
+            load_dataset("mine.csv", **fields)
+
+
+# Broken images.
+
+
+GOOD = encoded(np.full((8, 8), 200, np.uint8))
+BAD = b"not a picture"
+
+
+def numbered(count: int) -> list[bytes]:
+    """Images whose pixels are their numbers."""
+    return [encoded(np.full((8, 8), number, np.uint8)) for number in range(count)]
+
+
+def test_broken_images_of_all_splits_are_listed_at_once(place: Path) -> None:
+    folder(place / "mine/train", [GOOD, BAD, GOOD, BAD, GOOD[:45]])
+    folder(place / "mine/test", [GOOD, BAD, b""])
+    text = message("mine")
+    assert "10 images are broken: " in text
+    assert "train/cat/01.png, train/cat/03.png, train/cat/04.png" in text
+    assert "test/dog/02.png" in text
+    assert "data.broken = 'skip'" in text
+    (place / "mine/test/dog/03.png").write_bytes(BAD)
+    assert "test/dog/02.png and 1 more" in message("mine")
+
+
+def test_a_single_broken_image_is_named_by_its_path(place: Path) -> None:
+    folder(place / "mine", [GOOD, GOOD])
+    (place / "mine/dog/01.png").write_bytes(BAD)
+    text = message("mine")
+    assert text.startswith(str(Path("mine/dog/01.png")) + " ") or "mine/dog/01.png cannot" in text
+    assert "data.broken = 'skip'" in text
+
+
+def test_skipped_images_leave_labels_and_owners_in_step(place: Path) -> None:
+    images = numbered(40)
+    labels = [number // 10 for number in range(40)]
+    owners = [f"site {number % 2}" for number in range(40)]
+    broken: list[bytes | None] = list(images)
+    for number in (0, 11, 25):
+        broken[number] = BAD
+    broken[32] = None
+    name = table(place / "rows", broken, label=labels, owner=owners)
+    assert "4 images are broken: train: example 0, train: example 11" in message(
+        name, owner="owner"
+    )
+
+    data = load_dataset(name, broken="skip", owner="owner")
+    for split in (data.train, data.test):
+        numbers = split.values[:, 0, 0, 0].numpy()
+        assert np.array_equal(split.labels.numpy(), numbers // 10)
+        assert split.owners is not None
+        assert np.array_equal(split.owners.numpy(), numbers % 2)
+    good = [number for number in range(40) if number not in (0, 11, 25, 32)]
+    assert sorted(every_example(data)[:, 0, 0, 0].tolist()) == good
+    (caution,) = [text for text in data.about.cautions if "broken" in text]
+    assert "4 of 40 images" in caution
+
+    without = table(
+        place / "without",
+        [images[number] for number in good],
+        label=[labels[number] for number in good],
+        owner=[owners[number] for number in good],
+    )
+    same = load_dataset(without, owner="owner")
+    assert examples_digest(data.train) == examples_digest(same.train)
+    assert examples_digest(data.test) == examples_digest(same.test)
+
+
+def test_skipped_images_in_folders_leave_clients_in_step(place: Path) -> None:
+    images = numbered(10)
+    for client, kept in (("north", images), ("south", [BAD, *images[1:]])):
+        folder(place / "mine" / client, kept)
+    data = load_dataset("mine", broken="skip", owner=FILE)
+    assert data.about.owners == ("north", "south")
+    owners = np.concatenate([data.train.owners.numpy(), data.test.owners.numpy()])
+    assert np.bincount(owners).tolist() == [20, 18]
+    assert "south/cat/00.png" in data.about.cautions[0]
+
+
+class Stream:
+    """A split of a data set as the hub streams it."""
+
+    def __init__(self, images: Sequence[bytes]) -> None:
+        import datasets
+
+        self.features = datasets.Features(
+            {"image": datasets.Image(), "label": datasets.Value("int64")}
+        )
+        self._images = images
+
+    def select_columns(self, _: Sequence[str]) -> Stream:
+        return self
+
+    def cast_column(self, *_: object) -> Stream:
+        return self
+
+    def iter(self, batch_size: int) -> Any:
+        for start in range(0, len(self._images), batch_size):
+            part = self._images[start : start + batch_size]
+            yield {
+                "image": [{"bytes": image, "path": None} for image in part],
+                "label": [(start + number) % 2 for number in range(len(part))],
+            }
+
+
+def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    images = [rotated("JPEG", 6), BAD, *[rotated("JPEG", 6)] * 30]
+    monkeypatch.setattr("fedstill.data.sources.loader._reach", lambda *_: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": Stream(images)})
+    with pytest.raises(DataError, match="example 1 cannot be decoded"):
+        read_hub("owner/name", Columns(), "check the name")
+    data = read_hub("owner/name", Columns(broken="skip"), "check the name")
+    values, labels = data.splits["train"]
+    assert values.shape == (31, 3, 16, 10)
+    assert labels.tolist() == [0, *[number % 2 for number in range(2, 32)]]
+    assert "1 of 32 images" in data.about.cautions[0]
+
+
+def test_an_image_without_any_good_one_beside_it_is_refused(place: Path) -> None:
+    folder(place / "mine", [BAD])
+    assert "2 images are broken" in message("mine", broken="skip")
+
+
+def test_what_must_not_be_read_is_refused_and_not_skipped(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "secret.png").write_bytes(GOOD)
+    cells = [{"bytes": GOOD, "path": None}, {"bytes": None, "path": "../secret.png"}]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    (place / "rows").mkdir()
+    pq.write_table(pa.table({"image": pa.array(cells, kind), "label": [0, 1]}), "rows/a.parquet")
+    assert "names the file '../secret.png'" in message("rows", broken="skip")
+
+    large = encoded(np.zeros((64, 64), np.uint8))
+    name = folder(place / "large", [GOOD, large])
+    monkeypatch.setattr("fedstill.data.sources.images.PIXELS", 64 * 64 - 1)
+    assert "64 × 64 pixels" in message(name, broken="skip", size=8)
+    monkeypatch.setattr("fedstill.data.sources.images.IMAGE_BYTES", len(GOOD) - 1)
+    assert "an image may have at most" in message(name, broken="skip", size=8)
+
+
+def test_a_disk_that_fails_breaks_no_image(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = folder(place / "mine", [GOOD, GOOD])
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Image, "open", fail)
+    assert "Input/output error" in message(name, broken="skip")
+
+
+def test_the_journal_and_explain_count_skipped_images(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder(place / "mine", [*numbered(20), BAD])
+    Path("run.toml").write_text(
+        'rounds = 1\nmeasure = []\nmodel = "logistic"\n[data]\nname = "mine"\nbroken = "skip"\n'
+        'mode = "grey"\n[topology]\nclients = 2\n[plan]\nepochs = 1\nbatch = 8\nlr = 0.05\n',
+        encoding="utf-8",
+    )
+    assert call(["explain", "run.toml", "--no-split"]) == 0
+    assert "2 of 42 images" in " ".join(capsys.readouterr().out.split())
+    fedstill.run(fedstill.load("run.toml"), out="out")
+    journal = Path("out/journal.jsonl").read_text(encoding="utf-8")
+    start = json.loads(journal.splitlines()[0])
+    assert any("2 of 42 images" in note for note in start["notes"])
+    config = Path("out/config.toml").read_text(encoding="utf-8")
+    assert 'broken = "skip"' in config
+    assert 'mode = "grey"' in config
+
+
+def test_images_without_a_label_are_left_out_on_request(place: Path) -> None:
+    labels: list[int | None] = [0, 1] * 10
+    labels[3] = None
+    name = table(place / "rows", numbered(20), label=labels)
+    assert "example 3" in message(name)
+    data = load_dataset(name, unlabelled="drop")
+    assert 3 not in every_example(data)[:, 0, 0, 0]
+    assert any("1 of 20 images" in note for note in data.about.notes)
+
+
+# Tables beside images.
+
+
+@pytest.mark.parametrize("table_name", ["labels.csv", "train.tsv", "images/all.jsonl"])
+@pytest.mark.parametrize("inner", ["images", "."])
+def test_a_table_that_holds_the_labels_of_images_is_named(
+    table_name: str, inner: str, place: Path
+) -> None:
+    (place / "mine/images").mkdir(parents=True)
+    for number, data in enumerate(numbered(5)):
+        (place / "mine" / inner / f"{number}.png").write_bytes(data)
+    (place / "mine" / table_name).write_text("file,label\n0.png,cat\n", encoding="utf-8")
+    text = message("mine")
+    assert Path(table_name).name in text
+    assert "not read" in text
+    assert "class" in text
+
+
+def test_a_table_beside_images_in_folders_by_class_is_a_warning(place: Path) -> None:
+    folder(place / "mine", numbered(5))
+    Path("mine/sizes.csv").write_text("file,size\n", encoding="utf-8")
+    data = load_dataset("mine")
+    assert data.classes == ("cat", "dog")
+    assert any("sizes.csv" in caution for caution in data.about.cautions)
+
+
+def test_a_parquet_file_that_holds_the_labels_of_images_is_named(place: Path) -> None:
+    (place / "mine/images").mkdir(parents=True)
+    for number, data in enumerate(numbered(6)):
+        (place / f"mine/images/{number}.png").write_bytes(data)
+    names = [f"images/{number}.png" for number in range(6)]
+    labels = pa.table({"file": names, "label": [0, 1] * 3})
+    pq.write_table(labels, "mine/labels.parquet")
+    assert "labels.parquet is not read" in message("mine")
+    assert load_dataset("mine", image_column="file").input_shape == (1, 8, 8)
+
+    Path("numbers").mkdir()
+    numbers = pa.table({"a": np.arange(40.0), "label": [0, 1] * 20})
+    pq.write_table(numbers, "numbers/train.parquet")
+    Path("numbers/plot.png").write_bytes(GOOD)
+    data = load_dataset("numbers")
+    assert data.about.kind == "table"
+    assert any("1 image files" in caution for caution in data.about.cautions)
+
+
+def test_words_of_splits_in_the_names_of_images_mean_nothing(place: Path) -> None:
+    for name in ("cat", "dog"):
+        (place / "mine" / name).mkdir(parents=True)
+        for number, data in enumerate(numbered(10)):
+            (place / "mine" / name / f"test_{number}.png").write_bytes(data)
+            (place / "mine" / name / f"train-{number}.png").write_bytes(data)
+    data = load_dataset("mine")
+    assert (len(data.train), len(data.test), data.validation) == (32, 8, None)
+    assert data.about.cautions == ()
+
+
+# Threads.
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_neither_arrays_nor_errors_depend_on_the_threads(
+    threads: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (200, 1, 9, 9), dtype=np.uint8)
+    images = [encoded(image[0]) for image in pixels]
+    monkeypatch.setattr(image_sets, "THREADS", threads)
+    monkeypatch.setattr(image_sets, "TASKS_AHEAD", 2 * threads)
+    monkeypatch.setattr(image_sets, "TASK_ROWS", 7)
+    for count in (0, 200):
+        rows = [({"bytes": image, "path": None}, number) for number, image in enumerate(images)]
+        read = read_rows(Pictures("x", rows=count), rows)
+        assert np.array_equal(read.images, pixels)
+        assert read.labels == list(range(200))
+
+    images[150] = encoded(np.zeros((9, 9, 3), np.uint8))
+    images[151] = encoded(np.zeros((7, 9), np.uint8))
+    assert "example 150 is 9×9 RGB" in message(table(place / "kinds", images))
+    labels: list[int | None] = [0, 1] * 100
+    labels[149] = None
+    assert "example 149" in message(table(place / "labels", images, label=labels))
+
+
+def test_many_images_are_read_in_little_more_memory_than_they_take(place: Path) -> None:
+    folder(place / "mine/train", [encoded(np.zeros((256, 256, 3), np.uint8))] * 100)
+    folder(place / "mine/test", [encoded(np.zeros((256, 256, 3), np.uint8))] * 2)
+    files = sorted(Path("mine").rglob("*.png"))
+    tracemalloc.start()
+    try:
+        data = read_image_folder(Path("mine"), files, Columns())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = sum(values.nbytes for values, _ in data.splits.values())
+    assert peak < 1.3 * size
