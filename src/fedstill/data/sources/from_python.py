@@ -591,20 +591,23 @@ class _Items:
     def _arrays(
         self, items: Iterator[tuple[Any, Any]], count: int
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        pictures = Pictures(self.what, self.side, count, remedy="set size=SIDE to resize all")
+        pictures = Pictures(self.what, Columns(size=self.side), count)
         values: NDArray[Any] | None = None
         labels = []
         for index, (value, label) in enumerate(items):
             if isinstance(value, Image.Image):
-                array: NDArray[Any] = pictures.decoded(self._encoded(index, value), index)
+                array: NDArray[Any] = pictures.decoded(self._encoded(index, value), index).pixels
             else:
                 array = self._array(index, value)
             if values is None:
                 values = np.empty((count, *array.shape), array.dtype)
             if array.shape != values.shape[1:] or array.dtype != values.dtype:
+                remedy = "make them alike"
+                if isinstance(value, Image.Image) and array.shape[0] == values.shape[1]:
+                    remedy = f"set size={values.shape[2]} to resize all"
                 raise DataError(
                     f"{self.what}: example {index} is {array.dtype} of shape {array.shape}, the "
-                    f"first {values.dtype} of shape {values.shape[1:]}; make them alike"
+                    f"first {values.dtype} of shape {values.shape[1:]}; {remedy}"
                 )
             values[index] = array
             labels.append(self._label(index, label))
