@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fedstill.core.work import ClientWork as ClientWork
     from fedstill.data.dataset import Dataset as Dataset
     from fedstill.data.sources.from_python import from_python as from_python
-    from fedstill.data.sources.loader import load_dataset as load_dataset
+    from fedstill.data.sources.load import load_dataset as load_dataset
     from fedstill.data.sources.tensors import from_clients as from_clients
     from fedstill.data.sources.tensors import from_tensors as from_tensors
     from fedstill.export.loading import load_model as load_model
@@ -70,7 +70,7 @@ _HOMES = {
     "from_python": "fedstill.data.sources.from_python",
     "from_tensors": "fedstill.data.sources.tensors",
     "load": "fedstill.config.experiment",
-    "load_dataset": "fedstill.data.sources.loader",
+    "load_dataset": "fedstill.data.sources.load",
     "load_model": "fedstill.export.loading",
     "register": "fedstill.core.registry",
     "resume": "fedstill.running.runner",

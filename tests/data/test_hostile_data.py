@@ -24,8 +24,8 @@ import pytest
 from PIL import Image, ImageFile
 
 from fedstill.core.errors import DataError
-from fedstill.data.sources import folders, limits, load_dataset
 from fedstill.data.sources import images as pictures
+from fedstill.data.sources import limits, load_dataset
 from fedstill.data.sources.image_sets import read_unlabelled
 from fedstill.data.sources.images import FORMATS, Pictures
 from fedstill.data.sources.limits import in_one_line, memory_bytes, most_bytes, refuse_large
@@ -694,7 +694,7 @@ def test_a_folder_that_is_clearly_another_is_not_walked_to_its_end(
 ) -> None:
     refused("/ is the root of a file system", Path("/"))
     with monkeypatch.context() as patched:
-        patched.setattr(folders, "OTHERS", 20)
+        patched.setattr(limits, "OTHERS", 20)
         place = folder_of_images(tmp_path / "mine")
         for k in range(50):
             (place / f"{k}.py").touch()
@@ -702,7 +702,7 @@ def test_a_folder_that_is_clearly_another_is_not_walked_to_its_end(
     deep = tmp_path / "deep" / "/".join("abcdefghij")
     deep.mkdir(parents=True)
     refused("has folders 9 deep", tmp_path / "deep")
-    monkeypatch.setattr(folders, "FOLDERS_WALKED", 3)
+    monkeypatch.setattr(limits, "FOLDERS_WALKED", 3)
     folder_of_images(tmp_path / "wide/train")
     refused("has 4 folders", tmp_path / "wide")
 

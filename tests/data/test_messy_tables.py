@@ -20,7 +20,7 @@ from fedstill.core.errors import DataError
 from fedstill.core.fields import read_record
 from fedstill.data.form import FILE
 from fedstill.data.sources import load_dataset
-from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.records import Columns
 from fedstill.data.sources.schema import table_schema
 from fedstill.data.sources.tables import ParquetFrame
 

@@ -23,10 +23,10 @@ from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.data.form import FILE
 from fedstill.data.sources import image_sets, load_dataset
-from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.hub import read_hub
 from fedstill.data.sources.image_sets import read_image_folder, read_rows
 from fedstill.data.sources.images import Pictures
-from fedstill.data.sources.loader import read_hub
+from fedstill.data.sources.records import Columns
 
 ORIENTATION = 0x0112
 WITH_EXIF = ("PNG", "JPEG", "WEBP", "TIFF", "AVIF")
@@ -410,7 +410,7 @@ def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatc
     import datasets
 
     images = [rotated("JPEG", 6), BAD, *[rotated("JPEG", 6)] * 30]
-    monkeypatch.setattr("fedstill.data.sources.loader._reach", lambda *_: None)
+    monkeypatch.setattr("fedstill.data.sources.hub._reach", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": Stream(images)})
     with pytest.raises(DataError, match="example 1 cannot be decoded"):
         read_hub("owner/name", Columns(), "check the name")

@@ -21,7 +21,7 @@ from PIL import Image
 from fedstill.core.errors import ConfigError, DataError, UnknownName
 from fedstill.core.registry import lookup, names
 from fedstill.data.cache import Decoded
-from fedstill.data.sources import catalog, from_tensors, load_dataset, loader
+from fedstill.data.sources import catalog, from_tensors, hub, load_dataset
 from fedstill.data.sources.splits import hold_out
 from fedstill.data.sources.verify import sums
 
@@ -161,7 +161,7 @@ def test_fashion_mnist_of_debian(monkeypatch):
     assert data.train.labels.bincount().tolist() == [6000] * 10
 
 
-# Every other loader, on small files of its layout
+# Every other hub, on small files of its layout
 
 
 def check(name, images, labels, **fields):
@@ -323,9 +323,9 @@ def test_the_hub_is_read_once(root, monkeypatch):
     path = root.parent / "hub/train-0.parquet"
     write_parquet(path, images, labels, ["a", "b", "c"], image="img", label="fine_label")
     real = datasets.load_dataset
-    with monkeypatch.context() as hub:
-        hub.setattr(loader, "_reach", lambda name, remedy: None)
-        hub.setattr(
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "_reach", lambda name, remedy: None)
+        patched.setattr(
             datasets,
             "load_dataset",
             lambda name, streaming: real("parquet", data_files=str(path), streaming=True),

@@ -16,8 +16,8 @@ import torch
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import Form
-from fedstill.data.sources import from_clients, load_dataset, loader
-from fedstill.data.sources.folders import likely_kind
+from fedstill.data.sources import from_clients, hub, load_dataset
+from fedstill.data.sources.load import likely_kind
 
 COLUMNS: dict[str, list[Any]] = {
     "alter": [61.0, None, 45.0, 70.0, 52.0, 33.0, 48.0, 59.0, 41.0, 66.0],
@@ -406,7 +406,7 @@ def test_the_hub_gives_what_files_of_the_same_columns_give(
     folder, _ = both(rows[kind], place)
     fields: dict[str, Any] = {**WANTED, "owner": "ward"} if kind == "table" else {}
     real, files = datasets.load_dataset, {s: f"{folder}/{s}.parquet" for s in ("train", "test")}
-    monkeypatch.setattr(loader, "_reach", lambda name, remedy: None)
+    monkeypatch.setattr(hub, "_reach", lambda name, remedy: None)
     monkeypatch.setattr(
         datasets,
         "load_dataset",

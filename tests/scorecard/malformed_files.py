@@ -18,7 +18,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.codec import decode, encode
 from fedstill.core.errors import FedstillError, on_one_line
 from fedstill.core.records import Payload
-from fedstill.data.sources.loader import load_dataset
+from fedstill.data.sources.load import load_dataset
 from fedstill.report.runs import find
 from fedstill.running.runner import run
 from scorecard.trials import Trials, scratch, small_run

@@ -55,7 +55,7 @@ from fedstill.core.schedule import Schedule
 from fedstill.core.topology import Topology
 from fedstill.core.user_code import returned
 from fedstill.data.form import cut_times
-from fedstill.data.sources.folders import likely_kind, local_folder
+from fedstill.data.sources.load import likely_kind, local_folder
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, FITTING, FitStage

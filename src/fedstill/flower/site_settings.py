@@ -15,7 +15,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.fields import CountOrZero, checked, fields_of_record
 from fedstill.core.files import read_toml
 from fedstill.data.sources.catalog import FOLDERS
-from fedstill.data.sources.folders import at_home, local_folder
+from fedstill.data.sources.load import at_home, local_folder
 
 # A site's own settings: the file ``site.toml`` on one client's machine.
 

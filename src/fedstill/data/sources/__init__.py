@@ -3,7 +3,7 @@ tensors.
 """
 
 from fedstill.data.sources.from_python import from_python
-from fedstill.data.sources.loader import load_dataset
+from fedstill.data.sources.load import load_dataset
 from fedstill.data.sources.tensors import from_clients, from_tensors
 
 __all__ = ["from_clients", "from_python", "from_tensors", "load_dataset"]

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
 from fedstill.data.cache import Arrays, Decoded
-from fedstill.data.sources.columns import class_ids
 from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large
+from fedstill.data.sources.records import class_ids
 
 # IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
 

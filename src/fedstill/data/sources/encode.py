@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from fedstill.core.errors import DataError
 from fedstill.data.cache import Decoded
 from fedstill.data.form import FILE, LENGTH, About, Form
-from fedstill.data.sources.columns import Columns, checked_label, with_ids
 from fedstill.data.sources.lists import ListColumn
+from fedstill.data.sources.records import Columns, checked_label, with_ids
 from fedstill.data.sources.schema import (
     NUMBER,
     TableSchema,

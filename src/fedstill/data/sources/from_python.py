@@ -32,10 +32,10 @@ from fedstill.core.user_code import of_kind
 from fedstill.data.cache import Decoded
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import Form, nfc
-from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.encode import owners_of, read_frames, schema_of
+from fedstill.data.sources.image_columns import decoded_splits
 from fedstill.data.sources.images import Pictures
-from fedstill.data.sources.parquet import decoded_splits
+from fedstill.data.sources.records import Columns
 from fedstill.data.sources.schema import no_owner
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
 from fedstill.data.sources.tables import normalised, with_missing

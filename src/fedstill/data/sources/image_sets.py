@@ -21,7 +21,6 @@ from torch import Tensor
 from fedstill.core.errors import DataError
 from fedstill.data.cache import Decoded
 from fedstill.data.form import FILE, nfc
-from fedstill.data.sources.columns import Columns, checked_label, with_ids
 from fedstill.data.sources.encode import owners_of
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
@@ -32,6 +31,7 @@ from fedstill.data.sources.images import (
     Pixels,
 )
 from fedstill.data.sources.limits import in_one_line
+from fedstill.data.sources.records import Columns, checked_label, with_ids
 from fedstill.data.sources.splits import (
     NAMED_FILES,
     FileSplits,

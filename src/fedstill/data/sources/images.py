@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.limits import (
     EXAMPLE_BYTES,
     IMAGE_BYTES,
@@ -28,6 +27,7 @@ from fedstill.data.sources.limits import (
     refuse_large,
     size_text,
 )
+from fedstill.data.sources.records import Columns
 
 # The images that are read, and what they become.
 

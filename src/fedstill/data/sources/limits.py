@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedstill.core.errors import DataError, on_one_line
@@ -122,3 +123,84 @@ def _size(what: str | Path) -> str:
         if Path(what).is_file():
             return f", {size_text(Path(what).stat().st_size)},"
     return ""
+
+
+# The files below a folder. A folder that is not that of a data set is noticed early.
+
+
+DEPTH = 8
+"""The most folders in folders. Data have one for a split, one for a class, and a few above them."""
+
+FOLDERS_WALKED = 100_000
+"""The most folders of a data set."""
+
+OTHERS = 10_000
+"""The most files that are no data, unless a fifth of all files are."""
+
+
+def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
+    """All regular files below a folder, through links too, in the order of their paths.
+
+    Hidden files are left out. Raises DataError for what cannot be read, for a link that leads back
+    up, and for a folder that is clearly not that of a data set: the root of a file system, or
+    thousands of files whose names do not end as those of data do.
+    """
+    real = Path(os.path.realpath(place))
+    if real == Path(real.anchor):
+        raise DataError(
+            f"{place} is the root of a file system, not the folder of a data set; name that folder"
+        )
+    with in_one_line(place):
+        return sorted(_Walk(place, data_suffixes).files(place, ()))
+
+
+@dataclass
+class _Walk:
+    """A walk through a folder, which counts folders, files of data, and other files."""
+
+    place: Path
+    data_suffixes: Collection[str]
+    folders: int = 0
+    data: int = 0
+    others: int = 0
+
+    def files(self, folder: Path, parents: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+        """The files below a folder; ``parents``: the devices and inodes of the folders above it."""
+        status = folder.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in parents:
+            raise DataError(f"{folder} is a link to a folder above it; remove the link")
+        self.folders += 1
+        if len(parents) > DEPTH:
+            self._refuse(f"has folders {len(parents)} deep")
+        if self.folders > FOLDERS_WALKED:
+            self._refuse(f"has {self.folders:,} folders")
+
+        subfolders = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    subfolders.append(folder / entry.name)
+                elif entry.is_file():
+                    self._count(entry.name)
+                    yield folder / entry.name
+        for subfolder in sorted(subfolders):
+            yield from self.files(subfolder, (*parents, identity))
+
+    def _count(self, name: str) -> None:
+        suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 - there may be a million names
+        if suffix in self.data_suffixes:
+            self.data += 1
+            return
+        self.others += 1
+        if self.others > OTHERS and self.others > 4 * self.data:
+            self._refuse(
+                f"has over {self.others - 1:,} files that are no images, parquet, CSV, IDX or NPZ"
+            )
+
+    def _refuse(self, reason: str) -> None:
+        raise DataError(
+            f"{self.place} {reason}: it is not the folder of a data set; name that folder"
+        )

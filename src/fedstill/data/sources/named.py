@@ -12,7 +12,7 @@ from fedstill.core.registry import register
 from fedstill.data.cache import Decoded, kept
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import catalog
-from fedstill.data.sources.loader import load_known
+from fedstill.data.sources.load import load_known
 from fedstill.data.sources.splits import hold_out
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from fedstill.core.errors import DataError
 from fedstill.data.form import FILE, Form, nfc
-from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.records import Columns
 from fedstill.data.table_encoding import float_values
 
 # What a column holds, by its Arrow type.

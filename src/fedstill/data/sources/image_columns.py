@@ -1,5 +1,6 @@
-"""Parquet files of encoded images and labels, read a few rows at a time after their claims have
-been looked at.
+"""Columns of encoded images in parquet files and on the hub, read row by row.
+
+The claims of a file are checked before it is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import pyarrow.parquet as pq
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.data.cache import Decoded
 from fedstill.data.form import FILE, Form, nfc
-from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.encode import frames_of, read_frames, schema_of
 from fedstill.data.sources.image_sets import (
     check_not_encoded,
@@ -27,8 +27,10 @@ from fedstill.data.sources.image_sets import (
 )
 from fedstill.data.sources.images import IMAGE_SUFFIXES, Pictures
 from fedstill.data.sources.limits import in_one_line, refuse_ratio
+from fedstill.data.sources.records import Columns
 from fedstill.data.sources.schema import (
     class_names,
+    holds_numbers,
     holds_text,
     image_columns,
     label_column,
@@ -45,8 +47,8 @@ from fedstill.data.sources.tables import (
 )
 
 ROWS_AT_ONCE = 1
-"""A value that a file holds once may stand in all its rows: a thousand of them at once may be any
-size.
+"""The rows of a batch. A value that a file holds once may stand in all its rows, so that more of
+them may be of any size.
 """
 
 
@@ -55,7 +57,7 @@ class Table(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many there are, 0 if that is not known."""
+        """The number of rows, 0 if it is unknown."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -72,12 +74,12 @@ def decoded_splits(
     within: Path | str,
     owners: Mapping[str, pa.Table] | None = None,
 ) -> Decoded:
-    """All rows of {split: table} as arrays; labels that are text become ids in alphabetical order.
+    """All rows of {split: table} as arrays; labels that are names get ids in alphabetical order.
 
     within: the folder, or the data set on the hub, outside of which no file is opened because a row
     names it. owners: the column of owners of each split, if the form has one. Raises DataError for
-    columns that are not there, an image that cannot be decoded or differs from the first in size or
-    kind, or a label that is missing or no whole number.
+    absent columns, for an image that cannot be decoded or differs from the first in size or kind,
+    and for a label that is missing or no whole number.
     """
     rows = {}
     names: tuple[str, ...] | None = None
@@ -101,11 +103,9 @@ def _image_column(what: str, schema: pa.Schema, columns: Columns) -> str:
 
 
 def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
-    """The parquet files of a folder in the Hugging Face layout, by split: images, or what else
-    their columns hold.
+    """The parquet files of a folder, by split: images, or other columns.
 
-    Raises DataError if one is damaged, has no clear input and label, or says that it is larger than
-    what may be read.
+    Raises DataError for a damaged file, for unclear columns, and for more than may be read.
     """
     what = str(single_file(files) or folder)
     try:
@@ -115,28 +115,26 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
             if schema is not None:
                 check_not_encoded(what, columns)
                 return read_frames(what, frames, schema)
-            splits = {split: _Split(tuple(paths)) for split, paths in files.items()}
+            tables = {split: ParquetImages(tuple(paths)) for split, paths in files.items()}
             owners = _owner_tables(what, frames, columns.form)
-            return decoded_splits(what, splits, columns, folder, owners)
+            return decoded_splits(what, tables, columns, folder, owners)
     except DataError:
         raise
-    except (
-        Exception
-    ) as error:  # many kinds, by version of the library; all mean that the file is not what it says
+    except Exception as error:  # many kinds, by version of the library
         raise DataError(
             f"{_damaged(files) or folder} cannot be read ({on_one_line(error)}); it is damaged or "
-            "not a data set; "
-            "download or write it again"
+            "not a data set; download or write it again"
         ) from error
 
 
 def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
-    """The first file that does not even open."""
-    for path in (path for paths in files.values() for path in paths):
-        try:
-            pq.ParquetFile(path).close()
-        except Exception:
-            return path
+    """The first file that cannot be opened."""
+    for paths in files.values():
+        for path in paths:
+            try:
+                pq.ParquetFile(path).close()
+            except Exception:
+                return path
     return None
 
 
@@ -172,14 +170,14 @@ def images_beside_caution(
 
 
 @dataclass(frozen=True)
-class _Split:
-    """The rows of some files."""
+class ParquetImages:
+    """The rows of parquet files with a column of images."""
 
     files: tuple[Path, ...]
 
     @cached_property
     def rows(self) -> int:
-        """How many rows the files say that they hold."""
+        """The number of rows that the files claim."""
         return sum(file_claims(path).num_rows for path in self.files)
 
     @cached_property
@@ -197,43 +195,54 @@ class _Split:
 
 def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
     """The rows of one file, one after another."""
-    about, schema, stored = file_claims(path), pq.read_schema(path), path.stat().st_size
+    claims = file_claims(path)
+    schema = pq.read_schema(path)
     stored_names = {nfc(name): name for name in schema.names}
-    image, label = stored_names.get(image, image), stored_names.get(label, label)
-    wanted = [*_image_columns(path, schema, image), _label_column(path, schema, label)]
-    check_claims(path, about, wanted)
+    image = stored_names.get(image, image)
+    label = stored_names.get(label, label)
+    _check_label_column(path, schema, label)
+    names = [*_image_parts(path, schema, image), label]
+    check_claims(path, claims, names)
+
     kind = schema.field(image).type
-    key = "" if pa.types.is_struct(kind) else "bytes" if _is_binary(kind) else "path"
-    seen = unpacked = 0
+    part = "bytes" if _is_binary(kind) else "path"
+    stored_bytes = path.stat().st_size
+    count = 0
+    unpacked = 0
     with pq.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
-        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=wanted, use_threads=False):
-            for cell, value in zip(
-                batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True
-            ):
-                cell = {key: cell} if key and cell is not None else cell
-                seen, unpacked = seen + 1, unpacked + len((cell or {}).get("bytes") or b"")
-                refuse_ratio(path, unpacked, stored)
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names, use_threads=False):
+            images = batch.column(image).to_pylist()
+            labels = batch.column(label).to_pylist()
+            for cell, value in zip(images, labels, strict=True):
+                if cell is not None and not pa.types.is_struct(kind):
+                    cell = {part: cell}
+                count += 1
+                unpacked += len((cell or {}).get("bytes") or b"")
+                refuse_ratio(path, unpacked, stored_bytes)
                 yield cell, value
-    if seen != about.num_rows:
+    if count != claims.num_rows:
         raise DataError(
-            f"{path} says that it holds {about.num_rows:,} rows, and holds {seen:,}; write it again"
+            f"{path} says that it holds {claims.num_rows:,} rows, and holds {count:,}; write it "
+            "again"
         )
 
 
-def _image_columns(path: Path, schema: pa.Schema, name: str) -> list[str]:
-    """The columns that the images are in; DataError if they hold anything but bytes, or paths of
-    files.
+def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
+    """The columns, or parts of one, that images are in: their bytes, or paths of files.
+
+    Raises DataError for other types.
     """
-    kind = _kind(path, schema, name)
+    kind = _column_type(path, schema, name)
     if pa.types.is_struct(kind):
-        parts = [kind.field(i) for i in range(kind.num_fields)]
-        named = [
-            p
-            for p in parts
-            if p.name in ("bytes", "path") and (_is_binary(p.type) or holds_text(p.type))
+        fields = [kind.field(index) for index in range(kind.num_fields)]
+        parts = [
+            field.name
+            for field in fields
+            if field.name in ("bytes", "path")
+            and (_is_binary(field.type) or holds_text(field.type))
         ]
-        if named:
-            return [f"{name}.{part.name}" for part in named]
+        if parts:
+            return [f"{name}.{part}" for part in parts]
     elif _is_binary(kind) or holds_text(kind):
         return [name]
     raise DataError(
@@ -242,29 +251,24 @@ def _image_columns(path: Path, schema: pa.Schema, name: str) -> list[str]:
     )
 
 
-def _label_column(path: Path, schema: pa.Schema, name: str) -> str:
-    kind = _kind(path, schema, name)
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    plain = (
-        pa.types.is_integer,
-        pa.types.is_floating,
-        pa.types.is_boolean,
-        pa.types.is_null,
-        holds_text,
-    )
-    if not any(is_one(kind) for is_one in plain):
+def _check_label_column(path: Path, schema: pa.Schema, name: str) -> None:
+    """Raise DataError for a column that holds neither numbers nor names."""
+    kind = _column_type(path, schema, name)
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (holds_numbers(kind) or holds_text(kind) or pa.types.is_null(kind)):
         raise DataError(
             f"{path}: column {name!r} holds {str(kind)[:100]}, not class ids or names; set "
             "data.label_column"
         )
-    return name
 
 
-def _kind(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
-    if (count := len(schema.get_all_field_indices(name))) != 1:
-        first = "as the first file of its split has"
+def _column_type(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
+    count = len(schema.get_all_field_indices(name))
+    if count != 1:
         raise DataError(
-            f"{path} must have exactly one column {name!r}, {first}; it has {count}; write it again"
+            f"{path} must have exactly one column {name!r}, as the first file of its split has; it "
+            f"has {count}; write it again"
         )
     return schema.field(name).type
 
