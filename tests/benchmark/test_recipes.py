@@ -15,6 +15,7 @@ import pytest
 from scipy import stats
 
 from fedstill.benchmark import recipes
+from fedstill.benchmark.reproduction import changes_of
 from fedstill.cli import call
 from fedstill.config.settings import Settings
 from fedstill.core.errors import UnknownName
@@ -496,3 +497,45 @@ def test_every_dirichlet_split_of_qkt_gives_each_client_ten_examples(tmp_path: P
             found += split.get("kind") == "dirichlet"
             assert split.get("kind") != "dirichlet" or split.get("min_size") == 10
     assert found > 20
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["-s", "seed=5"], "seed"),
+        (["-s", "rounds=5", "--rounds", "6"], "rounds"),
+        (["-s", "data=digits", "--data", "mnist"], "data.name"),
+        (["-s", "data.name=digits", "--data", "mnist"], "data.name"),
+        (["-s", "method=fedavg"], "method.name"),
+        (["-s", "method={name='fedavg'}"], "method.name"),
+        (["-s", "plan.train.lr=0.1", "-s", "plan.lr=0.2"], "plan.lr"),
+        (["-s", "topology=peer_to_peer"], "rounds"),
+        (["-s", "model.nosuch=1"], "model.nosuch"),
+    ],
+)
+def test_an_override_of_a_recipe_without_effect_is_refused(
+    words: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["reproduce", "fedntd/table14", "--table", "--out", str(tmp_path)]
+    assert call([*command, *words]) == 2
+    assert key in capsys.readouterr().err
+
+
+def test_a_start_of_ones_own_is_refused_where_cells_have_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = next(name for name in recipes.recipe_names() if recipes.load_recipe(name).starts)
+    command = ["reproduce", name, "--table", "--out", str(tmp_path)]
+    assert call([*command, "-s", "start_from=runs/x"]) == 2
+    assert "start_from" in capsys.readouterr().err
+
+
+def test_overrides_of_a_recipe_hold_in_every_cell(tmp_path: Path) -> None:
+    recipe = recipes.load_recipe("fedntd/table14")
+    changes = changes_of(recipe, ("plan.lr=0.07", "model=mlp"), 3, "digits")
+    runs = recipe.variants(recipe.cells(), (1,), changes, tmp_path)
+    for settings in (run.settings for run in runs):
+        assert settings.rounds == 3
+        assert settings.data.name == "digits"
+        assert settings.named.model.name == "mlp"
+        assert {plan.lr for plan in settings.plans.values()} == {0.07}

@@ -71,6 +71,21 @@ def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "key", ["seed", "method", "method.name", "method.beta", "rounds.many", "topology.kind.x"]
+)
+def test_an_axis_that_has_no_effect_is_refused(key: str, suite: Suite, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=key.partition(".")[0]):
+        grid_of(suite, "FedNTD", {key: (1, 2)}, tmp_path, tiny_ranking.do)
+
+
+def test_an_axis_replaces_what_was_chosen(suite: Suite, tmp_path: Path) -> None:
+    grid_of(suite, "FedNTD", {"plan.lr": (0.2, 0.3)}, tmp_path, tiny_ranking.do)
+    texts = [path.read_text() for path in tmp_path.rglob("config.toml")]
+    assert sum("lr = 0.2" in text for text in texts) == len(texts) / 2
+    assert sum("lr = 0.3" in text for text in texts) == len(texts) / 2
+
+
+@pytest.mark.parametrize(
     ("name", "row", "method"),
     [
         ("fedntd", "FedNTD", "fedntd"),

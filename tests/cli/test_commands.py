@@ -222,3 +222,15 @@ def test_windows_is_told_where_to_run_it(
     (line,) = capsys.readouterr().err.splitlines()
     assert "Windows" in line
     assert "WSL" in line
+
+
+@pytest.mark.parametrize("command", ["run", "explain"])
+def test_an_option_and_an_override_of_one_key_are_refused(
+    command: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call([command, config.name, "--engine", "serial", "-s", "engine=pooled"]) == 2
+    assert "engine is set twice" in capsys.readouterr().err
+    words = ["--federation", "fed", "-s", "flower.federation=fed"]
+    assert call([command, config.name, *words]) == 2
+    assert "flower.federation is set twice" in capsys.readouterr().err
+    assert not (config.parent / "runs").exists()

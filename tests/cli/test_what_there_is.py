@@ -214,7 +214,8 @@ def test_explain_says_who_asks_for_what_and_why(
 def test_explain_says_with_how_much_data_clients_ask_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tokens = [*SPLIT, "-s", "query.draw=all", "-s", "query.again=mixed", "-s", "rounds=4"]
+    several = ["rounds=4" if word == "rounds=1" else word for word in SPLIT]
+    tokens = [*several, "-s", "query.draw=all", "-s", "query.again=mixed"]
     assert "round 1 with 25 %" in joined(said(tokens, capsys))
 
 

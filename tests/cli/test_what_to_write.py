@@ -258,5 +258,14 @@ def test_the_maps_of_digits_say_nothing_of_tables(
         lambda maps, method, here: [f"here {here}"],
     )
     for data, said in (("t.csv", "here None"), ("digits", "here Setting(")):
-        assert call(["explain", "small.toml", "-s", f"data={data}", "-s", "partition=iid"]) == 0
+        settings = ["-s", f"data={data}", "-s", "data.train_size=0", "-s", "partition=iid"]
+        assert call(["explain", "small.toml", *settings]) == 0
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["resume", "run"], ["demo"], ["rank", "run", "digits"]])
+def test_a_command_without_settings_says_what_to_do(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call([*words, "-s", "rounds=3"]) == 2
+    assert "fedstill " in capsys.readouterr().err.removeprefix("fedstill: ")

@@ -340,10 +340,10 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
         (["--by", "need", "--need", "seven"], "seven"),
         (
             ["--by", "need", "--need", "7", "-s", "query.needs={1=[7]}"],
-            "no class is named that it will need",
+            "query.needs.1",
         ),
         (
-            ["--by", "lack", "-s", "query.by=lack", "--student", "none.safetensors"],
+            ["--by", "lack", "--student", "none.safetensors"],
             "there is no model file none",
         ),
         (["--by", "lack", "--new-data", "nowhere"], "nowhere"),
@@ -356,6 +356,11 @@ def test_a_raised_query_that_cannot_be_is_one_line(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_client_for_which_no_need_is_named_has_no_query(local: Path) -> None:
+    with pytest.raises(ConfigError, match="client 0"):
+        ask(local, 0, {"by": ("need",), "needs": {"1": (7,)}})
 
 
 def test_what_cannot_be_a_later_query_is_refused(
@@ -406,3 +411,14 @@ def test_a_run_whose_clients_ask_again_says_what_each_query_gained(
     assert len(gains) == 2
     (line,) = [line for line in said.splitlines() if line.startswith("gain, query after query")]
     assert line.endswith(" → ".join(gains))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["seed=5", "rounds=1", "query.classes.0=[1]", "method.name=fedavg", "method=qkt_var_e"],
+)
+def test_a_setting_of_the_run_cannot_be_changed_by_a_query(
+    override: str, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["query", str(local), "--client", "0", "--classes", "1", "-s", override]) == 2
+    assert override.partition("=")[0] in capsys.readouterr().err

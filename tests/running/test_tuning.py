@@ -13,7 +13,7 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.config.experiment import Experiment
+from fedstill.config.experiment import Experiment, load
 from fedstill.core.errors import ConfigError
 from fedstill.report.tuning import advice, trial_lines
 from fedstill.running.compare import Outcome
@@ -157,3 +157,29 @@ def test_the_command(
     page = (tmp_path / "out/tuning.html").read_text()
     assert page.count('class="chart"') == 2
     assert "Do not report" in page
+
+
+@pytest.mark.parametrize(
+    ("overrides", "space", "key"),
+    [
+        (("method.beta=2.0",), "method.beta=0.1..10", "method.beta"),
+        (("plan={epochs=2}",), "plan.epochs=1..5", "plan.epochs"),
+        ((), "seed=1,2", "seed"),
+        (("seed=3",), "plan.epochs=1..5", "seed"),
+    ],
+)
+def test_a_value_that_the_search_sets_too_is_refused(
+    overrides: tuple[str, ...], space: str, key: str, tmp_path: Path
+) -> None:
+    tuning = Tuning(load(None, overrides), parse_space([space]), (100,), tmp_path, pretend)
+    with pytest.raises(ConfigError, match=f"{key} is set twice"):
+        next(tuning.run(1))
+
+
+def test_a_field_of_the_command_line_holds_in_every_trial(tmp_path: Path) -> None:
+    space = parse_space(["method=fedntd,fedntd_mse"])
+    tuning = Tuning(load(None, ("method.beta=2.0",)), space, (100,), tmp_path, pretend)
+    for number, method in enumerate(("fedntd", "fedntd_mse")):
+        (run,) = tuning.runs(number, {"method": method})
+        assert run.settings.named.method.name == method
+        assert beta_of(run) == 2.0

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -22,6 +22,7 @@ from fedstill.benchmark.recipes import RANKING, Recipe
 from fedstill.benchmark.scoring import NUMBERS, Do, Ended, Score, ended
 from fedstill.benchmark.suites import Suite
 from fedstill.config.named_tables import resolved_name
+from fedstill.config.overrides import NAME_KEYS
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.core.files import make_folder, write_whole
@@ -212,9 +213,10 @@ def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path
     named = {_name(cell): cell for cell in each}
     if row == suite.floor:
         raise ConfigError(f"a map shows the gain over {suite.floor}; name another method")
+    _refuse_axes_of_rows(suite, row, axes)
     columns = {name: _column(suite, cell) for name, cell in named.items()}
     recipe = replace(suite.recipe, columns=columns, only={})
-    runs = {who: _runs(suite, recipe, who, list(columns), out) for who in (suite.floor, row)}
+    runs = {who: _runs(suite, recipe, who, axes, out) for who in (suite.floor, row)}
     prepare(runs[row][0].settings)  # refuses now what does not fit
     standing = _standing(runs[suite.floor])
     done = ended([run for own in runs.values() for run in own], do)
@@ -228,12 +230,29 @@ def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path
     )
 
 
+def _refuse_axes_of_rows(suite: Suite, row: str, axes: Iterable[str]) -> None:
+    """Raise ConfigError for a key that the map or a row sets itself, so that cells would not differ
+    in it.
+    """
+    if "seed" in axes:
+        raise ConfigError("--grid seed: each cell of a map has the same seeds; leave it out")
+    for name in (suite.floor, row):
+        tables = set(suite.recipe.rows[name]) - {"method"}
+        fields = {f"method.{field}" for field in suite.method(name)}
+        for key in axes:
+            if key == "method" or key in fields or key.partition(".")[0] in tables:
+                raise ConfigError(
+                    f"--grid {key}: row {name} of {suite.name} sets it itself; choose another axis"
+                )
+
+
 def _runs(
-    suite: Suite, recipe: Recipe, row: str, columns: Sequence[str], out: Path
+    suite: Suite, recipe: Recipe, row: str, axes: Collection[str], out: Path
 ) -> list[Variant]:
     chosen = {k: v for k, v in suite.settings_chosen(row).items() if k != "plan.lr"}
     rate = {k: v for k, v in suite.settings_chosen(suite.floor).items() if k == "plan.lr"}
-    return recipe.variants([(row, column) for column in columns], SEEDS, {**chosen, **rate}, out)
+    changes = {key: value for key, value in {**chosen, **rate}.items() if key not in axes}
+    return recipe.variants([(row, column) for column in recipe.columns], SEEDS, changes, out)
 
 
 def _standing(runs: Iterable[Variant]) -> dict[str, dict[int, Setting]]:
@@ -268,8 +287,17 @@ def _column(suite: Suite, cell: Mapping[str, Any]) -> dict[str, Any]:
         elif not key:
             own[table] = value
         else:
-            own[table] = {**own.get(table, column.get(table, {})), key: value}
+            own[table] = {**_as_table(table, own.get(table, column.get(table, {}))), key: value}
     return own
+
+
+def _as_table(table: str, value: Any) -> Mapping[str, Any]:
+    """A table of a column, which may be written as the name in it."""
+    if isinstance(value, str) and table in NAME_KEYS:
+        return {NAME_KEYS[table]: value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"--grid {table}: it is a value, not a table; leave out what follows it")
+    return value
 
 
 # The cell of a map that is nearest to a setting, and what maps say there.

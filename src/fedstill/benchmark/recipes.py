@@ -15,7 +15,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.experiment import COMMAND_LINE, from_tree
+from fedstill.config.experiment import from_tree
+from fedstill.config.overrides import COMMAND_LINE
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.variants import Variant, seeded
 

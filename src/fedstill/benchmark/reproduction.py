@@ -18,6 +18,7 @@ from rich.text import Text
 from fedstill.benchmark.recipes import Published, Recipe, load_recipe, recipe_names
 from fedstill.cli.app import Flag, Jobs, Names, Overwrite, Quiet, Rounds, Settings
 from fedstill.cli.comparisons import carry_out
+from fedstill.config.overrides import leaf_keys, parse_overrides
 from fedstill.core.errors import ConfigError
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
@@ -583,7 +584,6 @@ def reproduce(
             files or data.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.config.overrides import parse_overrides
     from fedstill.report import terminal
     from fedstill.running.archive import readable
 
@@ -591,8 +591,7 @@ def reproduce(
         return _list_recipes()
     screen = terminal.console()
     paper_table = load_recipe(recipe)
-    changes = parse_overrides(set_) | ({"rounds": rounds} if rounds is not None else {})
-    changes |= {"data.name": data} if data else {}
+    changes = changes_of(paper_table, set_, rounds, data)
     folder = out or paper_table.folder(changes)
     folder = readable(folder) if table else folder
     chosen = paper_table.cells(cells)
@@ -612,6 +611,36 @@ def reproduce(
     for line in (*paper_tables(paper_table, chosen, runs, changes), *apart):
         screen.print(line)
     return code
+
+
+def changes_of(
+    recipe: Recipe, overrides: Sequence[str], rounds: int | None, data: str
+) -> dict[str, Any]:
+    """What a command sets over a recipe, by dotted key.
+
+    Raises ConfigError for what two options set, and for what the recipe's cells decide themselves.
+    """
+    changes = parse_overrides(tuple(overrides))
+    keys = leaf_keys(changes)
+    if "method.name" in keys:
+        raise ConfigError(
+            "-s method.name: the rows of a recipe are its methods; choose rows with --cells, or "
+            "compare another method with fedstill compare"
+        )
+    if recipe.starts and "start_from" in keys:
+        raise ConfigError(
+            f"-s start_from: cells of {recipe.name} start from runs of their own; leave it out"
+        )
+    options: dict[str, tuple[str, Any]] = {}
+    if rounds is not None:
+        options["rounds"] = ("--rounds", rounds)
+    if data:
+        options["data.name"] = ("--data", data)
+    for key, (option, value) in options.items():
+        if key in keys:
+            raise ConfigError(f"{key} is set twice, by -s and by {option}; leave one of them out")
+        changes[key] = value
+    return changes
 
 
 def _list_recipes() -> int:

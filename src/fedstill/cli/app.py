@@ -86,14 +86,15 @@ def experiment_of(
     config: Path | None, set_: Sequence[str], engine: str | None, federation: Path | None
 ) -> Experiment:
     """The experiment that a command line names: a config, values over it, and where it is run."""
-    from fedstill.config.experiment import COMMAND_LINE, load
+    from fedstill.config.experiment import load
 
-    values = {}
+    experiment = load(config, tuple(set_))
     if engine is not None:
-        values["engine"] = engine
+        experiment = experiment.with_values({"engine": engine}, "--engine")
     if federation is not None:
-        values["flower.federation"] = str(federation.resolve())
-    return load(config, tuple(set_)).with_values(values, COMMAND_LINE)
+        place = {"flower.federation": str(federation.resolve())}
+        experiment = experiment.with_values(place, "--federation")
+    return experiment
 
 
 @contextmanager

@@ -81,6 +81,15 @@ WITH_SETTINGS: dict[str, tuple[str, ...]] = {
 theirs.
 """
 
+WITHOUT_SETTINGS = {
+    "demo": "demo has settings of its own; to choose them, use fedstill compare with a config",
+    "rank": "the settings of the ranking are fixed; fedstill rank map --grid varies them, and "
+    "fedstill compare takes -s",
+    "resume": "a run goes on with the settings in its config.toml; for others, start a new run "
+    "with fedstill run",
+}
+"""What to do where a command takes no keys of a config, by the command's first word."""
+
 _A_RUN = ("a run's directory", "runs/fedavg-digits-seed0-1")
 
 NEEDS = {
@@ -121,7 +130,11 @@ def as_key(tokens: Sequence[str], option: str) -> str:
     >>> as_key(["run", "my.toml", "--seed", "3"], "--seed")
     '--seed is a key of the config, not an option; write -s seed=3'
     """
-    if not tokens or tokens[0] not in WITH_SETTINGS or option in WITH_SETTINGS[tokens[0]]:
+    if not tokens:
+        return ""
+    if option in ("-s", "--set"):
+        return WITHOUT_SETTINGS.get(tokens[0], "")
+    if tokens[0] not in WITH_SETTINGS or option in WITH_SETTINGS[tokens[0]]:
         return ""
     from fedstill.config.unknown_keys import home_of
     from fedstill.core.files import in_shell

@@ -19,7 +19,15 @@ from torch import nn
 
 from fedstill import manifest
 from fedstill.config.named_tables import NAMED
-from fedstill.config.overrides import from_here, parse_overrides
+from fedstill.config.overrides import (
+    COMMAND_LINE,
+    from_here,
+    is_name,
+    leaf_keys,
+    parse_overrides,
+    refuse_set_twice,
+    renamed,
+)
 from fedstill.config.tables import TopKeys
 from fedstill.config.unknown_keys import meant, what_to_do
 from fedstill.core import registry
@@ -218,15 +226,30 @@ class Experiment(TopKeys):
         return {k: getattr(self, k) for k in KEYS}
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
-        """The experiment with some dotted keys set, e.g. ``{"method.beta": 0.5}``."""
+        """The experiment with some dotted keys set, e.g. ``{"method.beta": 0.5}``.
+
+        A name, as in ``{"method": "fedntd"}``, comes before fields. It leaves out fields of the
+        config that belong to another thing, and keeps those that override the config. ``origin``:
+        what sets the values. Raises ConfigError for a key that something else has overridden.
+        """
+        leaves = leaf_keys(values)
+        refuse_set_twice(values, self.origins, origin)
         tree = self.tree
-        for key, value in values.items():
-            _set(tree, key, value)
-        return from_tree(tree, {**self.origins, **dict.fromkeys(values, origin)}, self.base)
+        for key in sorted(values, key=lambda key: not is_name(key)):
+            if is_name(key) and isinstance(values[key], str):
+                table = key.partition(".")[0]
+                tree[table] = self._renamed(table, values[key])
+            else:
+                _set(tree, key, values[key])
+        return from_tree(tree, {**self.origins, **dict.fromkeys(leaves, origin)}, self.base)
 
+    def _renamed(self, table: str, name: str) -> Any:
+        """A table in which another thing is named, or the same one again."""
+        current = self.tree[table]
+        if not isinstance(current, (str, Mapping)):
+            return name
+        return renamed(table, self.table(table), name, self.origins)
 
-COMMAND_LINE = "command line"
-"""The origin of values that an override gives."""
 
 LIVING = ("method", "model", "partition")
 """Tables that also take what they name: a class, a function, or an object that can be called."""

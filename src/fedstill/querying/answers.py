@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.config.experiment import COMMAND_LINE, Experiment, from_tree
+from fedstill.config.experiment import Experiment, from_tree
+from fedstill.config.overrides import COMMAND_LINE, leaf_keys
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
@@ -356,6 +357,7 @@ def _experiment(
     asked: dict[str, Any] = {"classes": {str(client): tuple(query)}}
     if isinstance(query, Mapping):
         asked = {"draw": "all", **query}
+    _check_changes(changes, asked)
     tree = {
         **run.tree,
         "rounds": 1,
@@ -365,6 +367,22 @@ def _experiment(
         "plan": {FIT: as_table(run.plans[FIT])},
     }
     return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, COMMAND_LINE)
+
+
+def _check_changes(changes: Mapping[str, Any], asked: Iterable[str]) -> None:
+    """Raise ConfigError for a change of anything but QKT, its plans and the rules of queries, and
+    for keys of ``[query]`` that the query itself sets.
+    """
+    for key in leaf_keys(changes):
+        table, _, field = key.partition(".")
+        is_own = table in ("method", "plan", "query") and key != "method.name"
+        if not is_own:
+            raise ConfigError(
+                f"-s {key}: a query sets fields of QKT and its plans (method.query_weight, "
+                "plan.transfer.epochs); all else is as in the run"
+            )
+        if table == "query" and field.partition(".")[0] in asked:
+            raise ConfigError(f"-s {key}: the other options set it; leave it out")
 
 
 def _guest(path: Path, prepared: Prepared) -> Guest:

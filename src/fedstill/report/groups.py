@@ -5,7 +5,7 @@ other groups.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,21 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     keys = dict.fromkeys(k for s in settings for k in s)
     return [k for k in keys if any(s.get(k, UNSET) != settings[0].get(k, UNSET) for s in settings)]
+
+
+SCHEDULE = {"topology.kind": "topology", "rounds": "rounds"}
+"""Settings in which methods of one comparison may differ of themselves, and their titles."""
+
+
+def differing_schedule(compared: Sequence[Group]) -> dict[str, str]:
+    """The settings of ``SCHEDULE`` in which groups differ, with their titles."""
+    keys = differing([group.settings for group in compared])
+    return {key: title for key, title in SCHEDULE.items() if key in keys}
+
+
+def schedule_cells(group: Group, schedule: Iterable[str]) -> list[str]:
+    """A group's values of some settings, as they stand in a table."""
+    return [said(group.settings.get(key, UNSET)) for key in schedule]
 
 
 def said(value: Any) -> str:

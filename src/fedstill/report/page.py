@@ -19,7 +19,17 @@ from fedstill.report.costs import megabytes, seconds_by_measure, seconds_by_phas
 from fedstill.report.data_split import data_section, heterogeneity, sensitivity, split_section
 from fedstill.report.features import boundaries, joint, sphere, tsne, units
 from fedstill.report.figures import PERCENT, Style, lines, over_seconds
-from fedstill.report.groups import UNSET, Group, differing, groups, method_of, said, split_of
+from fedstill.report.groups import (
+    UNSET,
+    Group,
+    differing,
+    differing_schedule,
+    groups,
+    method_of,
+    said,
+    schedule_cells,
+    split_of,
+)
 from fedstill.report.knowledge import chain, epochs, knowledge, measured
 from fedstill.report.leaks import leaks
 from fedstill.report.markup import (
@@ -102,13 +112,20 @@ def results_section(groups: Sequence[Group], style: Style, base: Group) -> Html:
     ordered, by = best_first(groups)
     lines = rows(ordered)
     shown = columns(lines)
+    schedule = differing_schedule(groups)
     head: list[Cell] = [
         "",
+        *schedule.values(),
         "seeds",
         *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown),
     ]
     body = [
-        [labelled(g, style, r.note), r.seeds, *(_cell(r, m) for m in shown)]
+        [
+            labelled(g, style, r.note),
+            *schedule_cells(g, schedule),
+            r.seeds,
+            *(_cell(r, m) for m in shown),
+        ]
         for g, r in zip(ordered, lines, strict=True)
     ]
     says = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import OF_TABLES, as_named, make_folder, refuse_other_kind, write_whole
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.report.groups import Group, group
+from fedstill.report.groups import Group, differing_schedule, group, schedule_cells
 from fedstill.report.numbers import Column, reported
 from fedstill.report.runs import JOURNAL, Run, find
 from fedstill.report.summary import NONE, best_first, columns, rows
@@ -80,10 +80,17 @@ def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]
     """Head and lines of the table: mean ± sample standard deviation over seeds; in the order of
     ``best_first``.
     """
-    lines = rows(best_first(compared)[0])
+    ordered = best_first(compared)[0]
+    schedule = differing_schedule(compared)
+    lines = rows(ordered)
     shown = columns(lines)
-    head = ["", "seeds", *(f"{m.title} [{m.unit}]" for m in shown)]
-    return head, [[_named(r.label, r.note), r.seeds, *(r.text(m) for m in shown)] for r in lines]
+    head = ["", *schedule.values(), "seeds", *(f"{m.title} [{m.unit}]" for m in shown)]
+    out = []
+    for one, row in zip(ordered, lines, strict=True):
+        label = _named(row.label, row.note)
+        cells = [row.text(m) for m in shown]
+        out.append([label, *schedule_cells(one, schedule), row.seeds, *cells])
+    return head, out
 
 
 def differences(compared: Sequence[Group], base: Group) -> Iterator[list[str]]:
@@ -139,16 +146,19 @@ def _wide(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
 
     A single seed has no standard deviation: its cell is empty.
     """
-    lines = rows(best_first(compared)[0])
+    ordered = best_first(compared)[0]
+    schedule = differing_schedule(compared)
+    lines = rows(ordered)
     shown = columns(lines)
     head = [
         "label",
         "note",
+        *schedule.values(),
         *(f"{m.title} [{m.unit}] {what}" for m in shown for what in ("mean", "sd", "seeds")),
     ]
     out = []
-    for row in lines:
-        cells = [row.label, row.note]
+    for one, row in zip(ordered, lines, strict=True):
+        cells = [row.label, row.note, *schedule_cells(one, schedule)]
         for m in shown:
             value = row.values[m.key]
             sd = repr(m.scale * value.std) if value and value.runs > 1 else ""

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from fedstill.report.groups import Group
+from fedstill.report.groups import Group, differing_schedule, schedule_cells
 from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.numbers import COLUMNS, PERSONAL, Column
 from fedstill.report.summary import best_first
@@ -233,16 +233,18 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
     shown += among("epsilon")
     shown += [column for column in COLUMNS if column.key == "seconds"]
 
+    schedule = differing_schedule(compared)
     rows = []
     for group in best_first(compared)[0]:
-        cells = []
+        cells = schedule_cells(group, schedule)
         for column in shown:
             spread = group.mean_spread(column.key)
             digits = 1 if column.unit == "%" else column.digits
             cells.append(spread.text(column.scale, digits) if spread else "–")
         label = group.label if group.finished else f"{group.label}, unfinished"
         rows.append([label, *cells, group.counted])
-    return table(["", *(f"{column.title} [{column.unit}]" for column in shown), "seeds"], rows)
+    titles = [f"{column.title} [{column.unit}]" for column in shown]
+    return table(["", *schedule.values(), *titles, "seeds"], rows)
 
 
 def leak_table(compared: Sequence[Group]) -> PlainTable | None:

@@ -169,7 +169,7 @@ class Tuning:
     def runs(self, number: int, values: Mapping[str, Any]) -> list[Variant]:
         """The runs of a trial, one a seed; raises ConfigError for values that cannot be run."""
         label = ", ".join(f"{k}={v}" for k, v in values.items())
-        chosen = self.experiment.with_values(values, "tune")
+        chosen = self.experiment.with_values(values, "--space")
         return [seeded(label, chosen, seed, self.out / f"trial{number:03d}") for seed in self.seeds]
 
     def _score(self, folder: Path) -> float:

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.experiment import COMMAND_LINE, Experiment, refuse_no_experiment
-from fedstill.config.resolve import settle
+from fedstill.config.experiment import Experiment, refuse_no_experiment
+from fedstill.config.named_tables import fields_of
+from fedstill.config.overrides import overridden_fields
+from fedstill.config.resolve import PEERS, read_method, read_stream, settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import digest
+from fedstill.methods.fit import FIT
+from fedstill.methods.ridge import RIDGE
 
 LONGEST_NAME = 255
 """The most bytes that a file system takes as a name."""
@@ -58,17 +62,15 @@ def variants(
     if bare := [key for key, values in (grid or {}).items() if not len(values)]:
         raise ConfigError(f"the grid names no values of {bare[0]}, e.g. --grid {bare[0]}=0.1,1")
     runs = []
-    for method in methods or ("",):
-        of_method = experiment
-        if method:
-            of_method = _with_method(experiment, method)
+    of_methods = [experiment]
+    if methods:
+        of_methods = with_methods(experiment, methods)
+    for of_method in of_methods:
         for values in itertools.product(*(grid or {}).values()):
             setting = dict(zip(grid or {}, values, strict=True))
-            chosen = of_method.with_values(setting, "compare")
-            runs += [
-                _variant(replace(chosen, seed=seed), setting, out)
-                for seed in seeds or (chosen.seed,)
-            ]
+            chosen = of_method.with_values(setting, "--grid")
+            with_seeds = [chosen.with_values({"seed": seed}, "--seeds") for seed in seeds]
+            runs += [_variant(one, setting, out) for one in with_seeds or [chosen]]
     runs = _apart(runs, out)
     if len({v.folder for v in runs}) != len(runs):
         raise ConfigError(
@@ -77,28 +79,68 @@ def variants(
     return runs
 
 
-def _with_method(experiment: Experiment, method: str) -> Experiment:
-    """The experiment with another method.
+# The experiment with each method of a comparison. Methods may differ in topology, stages and number
+# of rounds.
 
-    Fields from the command line hold for every method; one that a method does not have is an error
-    when the run is settled. Other fields belong to the method that the experiment names, or to
-    every method if it names none. Raises ConfigError if the command line names a method, which
-    would have no effect.
+
+@dataclass(frozen=True)
+class Shape:
+    """What an experiment's method decides: the fields of the topology, the stages that have plans,
+    and the number of rounds if it is not free.
     """
-    origins = experiment.origins
-    if COMMAND_LINE in (origins.get("method"), origins.get("method.name")):
-        raise ConfigError(
-            "--methods names the methods of a comparison; leave out -s method, or add that method "
-            "to --methods"
+
+    topology: frozenset[str]
+    stages: frozenset[str]
+    rounds: int | None
+
+    @staticmethod
+    def of(experiment: Experiment) -> Shape:
+        """The shape of an experiment; raises ConfigError for a method or topology that cannot be
+        read.
+        """
+        _, method = read_method(experiment)
+        table = experiment.table("topology")
+        kind = table.get("kind", method.topology)
+        _, fields = fields_of("topology", kind, experiment.base)
+        optional_stages = {FIT, RIDGE} & {table.get("first"), table.get("last")}
+        rounds = None
+        if kind == PEERS and not experiment.table("query").get("again"):
+            rounds = read_stream(experiment, experiment.rounds)[1].tasks
+        return Shape(
+            topology=frozenset({*fields, "kind", "clients"}),
+            stages=frozenset({*method.plans, *optional_stages}),
+            rounds=rounds,
         )
-    table = experiment.table("method")
-    is_same_method = table.get("name", method) == method
-    fields = {
-        key: value
-        for key, value in table.items()
-        if key != "name" and (is_same_method or origins.get(f"method.{key}") == COMMAND_LINE)
-    }
-    return experiment.with_values({"method": {"name": method, **fields}}, "compare")
+
+
+def with_methods(experiment: Experiment, methods: Sequence[str]) -> list[Experiment]:
+    """The experiment with each of some methods.
+
+    Values of the config, not of the command line, are left out where they are for another method of
+    these: fields of its topology, and plans of its stages. A method with one exchange has one round
+    (with tasks, one for each) beside methods that have ``rounds`` of them.
+    """
+    experiments = [experiment.with_values({"method": method}, "--methods") for method in methods]
+    shapes = [Shape.of(one) for one in experiments]
+    fields = {field for shape in shapes for field in shape.topology}
+    stages = {stage for shape in shapes for stage in shape.stages}
+    fields -= overridden_fields("topology", experiment.origins)
+    stages -= overridden_fields("plan", experiment.origins)
+
+    has_free_rounds = any(shape.rounds is None for shape in shapes)
+    fitted = []
+    for one, shape in zip(experiments, shapes, strict=True):
+        topology = _without(one.table("topology"), fields - shape.topology)
+        plan = _without(one.table("plan"), stages - shape.stages)
+        rounds = experiment.rounds
+        if shape.rounds is not None and has_free_rounds:
+            rounds = shape.rounds
+        fitted.append(replace(one, topology=topology, plan=plan, rounds=rounds))
+    return fitted
+
+
+def _without(table: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in keys}
 
 
 def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> Variant:
@@ -141,7 +183,7 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
     Whether this machine has what it needs is seen to when it is begun: another one may have
     finished it.
     """
-    with_seed = replace(experiment, seed=seed)
+    with_seed = experiment.with_values({"seed": seed}, "--seeds")
     settings = settle(with_seed, here=False)
     return Variant(label, with_seed, settings, _of_seed(folder, settings))
 
