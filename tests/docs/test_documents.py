@@ -225,8 +225,12 @@ def test_a_data_set_is_added_as_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for kind, title, text in blocks("add_a_data_set.md"):
+        if kind == "csv":
+            (tmp_path / title).write_text(text)
         if kind == "python" and not title:
             exec(compile(text, "add_a_data_set.md", "exec"), {})
+    in_memory = read_journal(tmp_path / "eighth" / "journal.jsonl")[0]
+    assert in_memory["client_names"] == ["harbour", "hill", "north"]
     follow("add_a_data_set.md", tmp_path, capsys)
     starts = [
         read_journal(tmp_path / run / "journal.jsonl")[0]
