@@ -1,0 +1,397 @@
+"""Seconds and peak memory of reading files: ``python -m benchmarks.reading [--quick]``.
+
+Tables, series, texts and images of three sizes are written into a temporary folder, and each is
+read in a process of its own, for the first time: fedstill's cache is empty. Beside it another
+library reads the same file. Seconds count from the end of the imports, whose own seconds and memory
+are printed below the table; the peak is the most memory of the process. The files were written just
+before, so they come from the system's memory, not from the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from benchmarks.peers.common import cores
+from fedstill.report import terminal
+
+IMAGE_SIDE = 64
+CLASSES = 10
+
+
+# Programs: what is imported, and how a file is read. Each runs in a process of its own.
+
+
+@dataclass(frozen=True)
+class Program:
+    """Code that reads the file ``path`` and sets ``examples``, the number of examples in it."""
+
+    name: str
+    imports: str
+    read: str
+
+
+FEDSTILL = Program(
+    name="fedstill",
+    imports=(
+        "import fedstill, torch, pyarrow.csv, pyarrow.parquet, PIL.Image\n"
+        "load = fedstill.load_dataset\n"
+    ),
+    read="data = load(path)\nexamples = len(data.train) + len(data.test)\n",
+)
+PANDAS_CSV = Program(
+    name="pandas",
+    imports="import pandas\n",
+    read="examples = len(pandas.read_csv(path))\n",
+)
+PANDAS_PARQUET = Program(
+    name="pandas",
+    imports="import pandas, pyarrow.parquet\n",
+    read="examples = len(pandas.read_parquet(path))\n",
+)
+ARROW = Program(
+    name="pyarrow",
+    imports="import pyarrow.parquet\n",
+    read="examples = len(pyarrow.parquet.read_table(path))\n",
+)
+PILLOW_FILES = Program(
+    name="Pillow",
+    imports="import pathlib, numpy, PIL.Image\n",
+    read=(
+        "files = sorted(pathlib.Path(path).glob('*/*.jpg'))\n"
+        "examples = len([numpy.asarray(PIL.Image.open(file)) for file in files])\n"
+    ),
+)
+PILLOW_PARQUET = Program(
+    name="pyarrow, Pillow",
+    imports="import io, numpy, PIL.Image, pyarrow.parquet\n",
+    read=(
+        "cells = pyarrow.parquet.read_table(path)['image'].to_pylist()\n"
+        "files = [io.BytesIO(cell['bytes']) for cell in cells]\n"
+        "examples = len([numpy.asarray(PIL.Image.open(file)) for file in files])\n"
+    ),
+)
+
+CLOCK = """
+import json, resource, sys, time
+
+def peak():
+    if sys.platform == "linux":
+        # getrusage counts the process that started this one, too
+        return 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+began = time.perf_counter()
+"""
+
+STARTED = """
+start_seconds = time.perf_counter() - began
+start_peak = peak()
+began = time.perf_counter()
+"""
+
+REPORT = """
+seconds = time.perf_counter() - began
+cost = {
+    "examples": examples,
+    "seconds": seconds,
+    "peak": peak(),
+    "start_seconds": start_seconds,
+    "start_peak": start_peak,
+}
+print(json.dumps(cost))
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a program took: seconds to read beyond its imports, and the most bytes of memory.
+
+    start_seconds, start_peak: of the imports alone.
+    """
+
+    examples: int
+    seconds: float
+    peak: int
+    start_seconds: float
+    start_peak: int
+
+
+def cost(program: Program, path: Path) -> Cost:
+    """The cost of reading in a new process with an empty cache.
+
+    Raises CalledProcessError if the process fails.
+    """
+    code = f"path = {str(path)!r}\n{CLOCK}{program.imports}{STARTED}{program.read}{REPORT}"
+    with tempfile.TemporaryDirectory() as cache:
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "FEDSTILL_CACHE": cache},
+        )
+    return Cost(**json.loads(ran.stdout.splitlines()[-1]))
+
+
+# Files.
+
+
+def labels(count: int) -> np.ndarray[Any, Any]:
+    """Class ids, as many of each class."""
+    return np.arange(count) % CLASSES
+
+
+def table(count: int) -> pd.DataFrame:
+    """18 columns of numbers, twelve of them whole, and a label."""
+    draw = np.random.default_rng(0)
+    columns: dict[str, Any] = {}
+    for index in range(12):
+        columns[f"count{index}"] = draw.integers(0, 100, count)
+    for index in range(6):
+        columns[f"measured{index}"] = draw.normal(120, 15, count).round(1)
+    columns["label"] = labels(count)
+    return pd.DataFrame(columns)
+
+
+def write_csv(path: Path, count: int) -> None:
+    """A table as CSV."""
+    table(count).to_csv(path, index=False)
+
+
+def write_parquet(path: Path, count: int) -> None:
+    """A table as parquet."""
+    table(count).to_parquet(path, index=False)
+
+
+def write_series(path: Path, count: int) -> None:
+    """Series of 3 channels and 128 steps, as lists of lists."""
+    draw = np.random.default_rng(0)
+    values = pa.array(draw.normal(size=count * 3 * 128).astype("float32"))
+    channels = pa.ListArray.from_arrays(np.arange(0, 3 * 128 * count + 1, 128, "int32"), values)
+    series = pa.ListArray.from_arrays(np.arange(0, 3 * count + 1, 3, "int32"), channels)
+    pq.write_table(pa.table({"signal": series, "label": labels(count)}), path)
+
+
+def write_texts(path: Path, count: int) -> None:
+    """Texts of 20 to 60 words out of 20,000, as parquet."""
+    draw = np.random.default_rng(0)
+    words = np.array([f"word{number}" for number in range(20_000)])
+    lengths = draw.integers(20, 60, count)
+    texts = [" ".join(words[draw.integers(0, len(words), length)]) for length in lengths]
+    pq.write_table(pa.table({"text": texts, "label": labels(count)}), path)
+
+
+def jpegs(folder: Path, count: int) -> list[Path]:
+    """JPEG files of smooth colours, in folders by class."""
+    draw = np.random.default_rng(0)
+    paths = []
+    for number in range(count):
+        class_folder = folder / f"class{number % CLASSES}"
+        class_folder.mkdir(parents=True, exist_ok=True)
+        path = class_folder / f"{number:06}.jpg"
+        small = Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype="uint8"))
+        small.resize((IMAGE_SIDE, IMAGE_SIDE)).save(path)
+        paths.append(path)
+    return paths
+
+
+def write_image_folder(path: Path, count: int) -> None:
+    """Images as JPEG files."""
+    jpegs(path, count)
+
+
+def write_image_parquet(path: Path, count: int) -> None:
+    """The same JPEG files in a column of parquet."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = jpegs(Path(folder), count)
+        cells = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+    pq.write_table(pa.table({"image": cells, "label": labels(count)}), path)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Files of one kind.
+
+    file: the name of the file; write: makes it, of so many examples; sizes: the numbers of
+    examples, in order.
+    """
+
+    name: str
+    group: str
+    file: str
+    write: Callable[[Path, int], None]
+    sizes: tuple[int, ...]
+    yardstick: Program
+
+
+TABLE_SIZES = (10_000, 100_000, 1_000_000)
+IMAGE_SIZES = (200, 2_000, 20_000)
+
+CASES = (
+    Case("table, parquet", "tables", "rows.parquet", write_parquet, TABLE_SIZES, PANDAS_PARQUET),
+    Case("table, CSV", "tables", "rows.csv", write_csv, TABLE_SIZES, PANDAS_CSV),
+    Case(
+        "series of 3 × 128",
+        "series",
+        "waves.parquet",
+        write_series,
+        (1_000, 10_000, 100_000),
+        ARROW,
+    ),
+    Case("texts", "texts", "news.parquet", write_texts, (2_000, 20_000, 200_000), PANDAS_PARQUET),
+    Case("JPEGs in folders", "images", "photos", write_image_folder, IMAGE_SIZES, PILLOW_FILES),
+    Case(
+        "JPEGs in parquet",
+        "images",
+        "photos.parquet",
+        write_image_parquet,
+        IMAGE_SIZES,
+        PILLOW_PARQUET,
+    ),
+)
+
+
+# Measuring and printing.
+
+
+@dataclass(frozen=True)
+class Row:
+    """What reading the files of a case took."""
+
+    case: str
+    file_bytes: int
+    fedstill: Cost
+    yardstick: str
+    yardstick_cost: Cost
+
+
+def file_bytes(path: Path) -> int:
+    """The size of a file, or of all files in a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def measure(case: Case, count: int) -> Row:
+    """Write the files of a case, and read them with fedstill and with its yardstick.
+
+    Raises RuntimeError if a program reads another number of examples.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / case.file
+        case.write(path, count)
+        row = Row(
+            case=case.name,
+            file_bytes=file_bytes(path),
+            fedstill=cost(FEDSTILL, path),
+            yardstick=case.yardstick.name,
+            yardstick_cost=cost(case.yardstick, path),
+        )
+    for name, taken in ((FEDSTILL.name, row.fedstill), (row.yardstick, row.yardstick_cost)):
+        if taken.examples != count:
+            raise RuntimeError(f"{name} read {taken.examples} of {count} examples")
+    return row
+
+
+HEAD = [
+    "",
+    "examples",
+    "file, MB",
+    "fedstill, s",
+    "peak, MB",
+    "beside it",
+    "seconds",
+    "peak, MB",
+    "times as long",
+]
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the printed table."""
+    return [
+        row.case,
+        f"{row.fedstill.examples:,}",
+        f"{row.file_bytes / 1e6:.1f}",
+        f"{row.fedstill.seconds:.2f}",
+        f"{row.fedstill.peak / 1e6:,.0f}",
+        row.yardstick,
+        f"{row.yardstick_cost.seconds:.2f}",
+        f"{row.yardstick_cost.peak / 1e6:,.0f}",
+        f"{row.fedstill.seconds / row.yardstick_cost.seconds:.1f}",
+    ]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table, and the median start-up of each program."""
+    screen = terminal.console()
+    screen.width = max(screen.width, 120)  # also where the output goes to a file
+    screen.print(terminal.table(HEAD, [cells(row) for row in rows]))
+    costs: dict[str, list[Cost]] = {"fedstill": [row.fedstill for row in rows]}
+    for row in rows:
+        costs.setdefault(row.yardstick, []).append(row.yardstick_cost)
+    for name, starts in costs.items():
+        seconds = statistics.median(start.start_seconds for start in starts)
+        peak = statistics.median(start.start_peak for start in starts)
+        screen.print(f"start-up of {name} (imports): {seconds:.2f} s, {peak / 1e6:,.0f} MB")
+
+
+def recorded(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """The contents of the JSON file."""
+    return {
+        "cores": cores(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def main() -> None:
+    """Measure the cases, and print and write what they cost."""
+    groups = list(dict.fromkeys(case.group for case in CASES))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.reading",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="only the smallest size of each case")
+    parser.add_argument("--largest", action="store_true", help="only the largest size")
+    parser.add_argument("--only", nargs="+", choices=groups, default=groups, metavar="GROUP")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
+    options = parser.parse_args()
+
+    sizes = slice(None)
+    if options.quick:
+        sizes = slice(1)
+    elif options.largest:
+        sizes = slice(-1, None)
+    rows = []
+    for case in CASES:
+        if case.group not in options.only:
+            continue
+        for count in case.sizes[sizes]:
+            rows.append(measure(case, count))
+            print(" ".join(cells(rows[-1])), file=sys.stderr, flush=True)
+    show(rows)
+    if options.json:
+        options.json.write_text(json.dumps(recorded(rows), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
