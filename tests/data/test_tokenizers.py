@@ -43,6 +43,14 @@ def test_marks_belong_to_their_word_and_one_spelling_is_one_word() -> None:
     )
 
 
+def test_words_of_ascii_are_the_same_words_in_other_texts() -> None:
+    text = "".join(map(chr, range(128))) + " Don't stop_at 3.5e2 x-ray\tNEW\x1fline "
+    ids = encoded([text, f"{text}\u0301\u00e9", f"{text} \u4e2d"], "words", 100, 24).ids
+    count = np.count_nonzero(ids[0])
+    assert count == 13
+    assert (ids[1:, :count] == ids[0, :count]).all()
+
+
 def test_bytes_are_bytes() -> None:
     got = encoded(TEXTS, "bytes", 5, 40)
     for text, row in zip(TEXTS, got.ids, strict=True):

