@@ -133,6 +133,12 @@ class Cost:
     start_peak: int
 
 
+def median_cost(program: Program, path: Path, times: int) -> Cost:
+    """The cost of reading in the process that takes the median time, of so many."""
+    costs = sorted((cost(program, path) for _ in range(times)), key=lambda cost: cost.seconds)
+    return costs[len(costs) // 2]
+
+
 def cost(program: Program, path: Path) -> Cost:
     """The cost of reading in a new process with an empty cache.
 
@@ -289,7 +295,7 @@ def file_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def measure(case: Case, count: int) -> Row:
+def measure(case: Case, count: int, times: int = 1) -> Row:
     """Write the files of a case, and read them with fedstill and with its yardstick.
 
     Raises RuntimeError if a program reads another number of examples.
@@ -300,9 +306,9 @@ def measure(case: Case, count: int) -> Row:
         row = Row(
             case=case.name,
             file_bytes=file_bytes(path),
-            fedstill=cost(FEDSTILL, path),
+            fedstill=median_cost(FEDSTILL, path, times),
             yardstick=case.yardstick.name,
-            yardstick_cost=cost(case.yardstick, path),
+            yardstick_cost=median_cost(case.yardstick, path, times),
         )
     for name, taken in ((FEDSTILL.name, row.fedstill), (row.yardstick, row.yardstick_cost)):
         if taken.examples != count:
@@ -373,6 +379,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the smallest size of each case")
     parser.add_argument("--largest", action="store_true", help="only the largest size")
     parser.add_argument("--only", nargs="+", choices=groups, default=groups, metavar="GROUP")
+    parser.add_argument(
+        "--times", type=int, default=3, help="processes of each, of which the median counts"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     options = parser.parse_args()
 
@@ -386,7 +395,7 @@ def main() -> None:
         if case.group not in options.only:
             continue
         for count in case.sizes[sizes]:
-            rows.append(measure(case, count))
+            rows.append(measure(case, count, options.times))
             print(" ".join(cells(rows[-1])), file=sys.stderr, flush=True)
     show(rows)
     if options.json:
