@@ -123,6 +123,25 @@ def test_an_index_is_left_out_as_that_of_a_file_is(tmp_path: Path) -> None:
     assert same(data, load_dataset(tmp_path / "mine.parquet"))
 
 
+def test_the_numbers_of_rows_of_some_clients_are_no_column() -> None:
+    frame = patients().drop(columns=["ward", "hospital"])
+    mixed = {"north": frame[:30].reset_index(drop=True), "south": frame[30:]}
+    named = {"north": frame[:30], "south": frame[30:].rename_axis("patient")}
+    for frames in (mixed, named):
+        for clients in (frames, dict(reversed(frames.items()))):
+            data = from_python("mine", clients, test=frame)
+            assert data.about.columns == ("age", "pressure")
+    assert from_python("mine", mixed, test=frame).about.cautions == ()
+
+
+def test_a_column_names_the_splits_of_each_client() -> None:
+    frame = patients().assign(split=["train", "train", "test"] * 20)
+    clients = {"south": frame[30:], "north": frame[:30]}
+    data = from_python("mine", clients, split_column="split", **FIELDS)
+    assert by_client(data) == {"south": 20, "north": 20}
+    assert by_client(data, "test") == {"south": 10, "north": 10}
+
+
 def test_splits_may_be_a_pair_a_mapping_or_keywords() -> None:
     train, test, validation = patients(40, 1), patients(20, 2), patients(10, 3)
     want = from_python("mine", train, test, **FIELDS)
@@ -262,6 +281,8 @@ def test_the_classes_of_a_data_set_are_those_of_its_subsets() -> None:
     other.classes = ["c", "b", "a"]  # type: ignore[attr-defined]
     with pytest.raises(DataError, match=r"mine, test .*classes="):
         from_python("mine", source, other)
+    named = from_python("mine", source, other, classes=["x", "y", "z"])
+    assert named.classes == ("x", "y", "z")
 
 
 def test_a_data_loader_is_its_data_set() -> None:
@@ -331,6 +352,14 @@ def test_items_that_cannot_be_examples_are_named(values: Any, labels: Any, match
     with pytest.raises(DataError, match=match) as caught:
         from_python("mine", Pairs(values, labels))
     assert "\n" not in str(caught.value)
+
+
+def test_tensors_of_a_computation_are_read_without_their_gradients() -> None:
+    values = torch.rand(N, 5, requires_grad=True)
+    data = from_python("mine", Pairs(values, LABELS))
+    assert not data.train.values.requires_grad
+    half = from_python("mine", Pairs(values.detach().bfloat16(), LABELS))
+    assert half.train.values.dtype == torch.float32
 
 
 def test_an_item_that_is_no_pair_or_raises_is_named() -> None:
@@ -512,6 +541,8 @@ def test_hugging_face_images_of_clients(tmp_path: Path) -> None:
 def test_owners_and_clients_cannot_both_be_named() -> None:
     with pytest.raises(ConfigError, match="owner"):
         from_python("mine", {"a": patients(), "b": patients()}, owner="hospital", **FIELDS)
+    with pytest.raises(ConfigError, match="column"):
+        from_python("mine", patients(), owner="<file>", **FIELDS)
 
 
 def test_nothing_is_imported_that_the_user_has_not_imported() -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import io
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +32,12 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
 from fedstill.data.cache import Decoded
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import Form, nfc
+from fedstill.data.form import FILE, Form, nfc
 from fedstill.data.sources.encode import owners_of, read_frames, schema_of
 from fedstill.data.sources.image_columns import decoded_splits
 from fedstill.data.sources.images import Pictures
 from fedstill.data.sources.records import Columns
-from fedstill.data.sources.schema import no_owner
+from fedstill.data.sources.schema import class_names, index_columns, no_owner
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
 from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.tensors import (
@@ -97,9 +98,10 @@ def from_python(
         _check_fields(name, fields, PAIR_FIELDS)
         return _dataset_of_pairs(request)
     if len(with_columns) < len(sources):
-        other = next(source for source in sources if source.table is None)
+        without_columns = next(source for source in sources if source.table is None)
         raise DataError(
-            f"{with_columns[0].what} has columns, and {other.what} has none; give data of one kind"
+            f"{with_columns[0].part} has columns, and {without_columns.part} has none; give "
+            "data of one kind"
         )
     _check_fields(name, fields, COLUMN_FIELDS)
     return _dataset_of_columns(request)
@@ -143,7 +145,7 @@ class _Source:
     their columns, if they have columns.
     """
 
-    what: str
+    part: str
     split: str
     client: int | None
     data: Any
@@ -181,9 +183,9 @@ def _sources(
     sources = []
     if is_by_client(data):
         for number, (client, client_data) in enumerate(data.items()):
-            what = f"{name}, client {client}"
-            for split, source in _splits_of(what, client_data, cautions).items():
-                sources.append(_Source(f"{what}, {split}", split, number, source))
+            part = f"{name}, client {client}"
+            for split, source in _splits_of(part, client_data, cautions).items():
+                sources.append(_Source(f"{part}, {split}", split, number, source))
     else:
         for split, source in _splits_of(name, data, cautions).items():
             sources.append(_Source(f"{name}, {split}", split, None, source))
@@ -198,10 +200,10 @@ def _sources(
     return sources
 
 
-def _splits_of(what: str, data: Any, cautions: list[str]) -> dict[str, Any]:
+def _splits_of(part: str, data: Any, cautions: list[str]) -> dict[str, Any]:
     """The data of each split of one client, or of all."""
     if isinstance(data, Mapping):
-        return _named_splits(what, data, cautions)
+        return _named_splits(part, data, cautions)
     if isinstance(data, (tuple, list)) and len(data) == 2 and not _is_pair(data):
         train, test = data
         splits = {"train": train, "test": test}
@@ -211,32 +213,32 @@ def _splits_of(what: str, data: Any, cautions: list[str]) -> dict[str, Any]:
 
 def _is_pair(data: Sequence[Any]) -> bool:
     """Whether two objects are values and labels, and not training and test data."""
-    return any(isinstance(part, (Tensor, np.ndarray)) for part in data)
+    return any(isinstance(value, (Tensor, np.ndarray)) for value in data)
 
 
-def _named_splits(what: str, data: Mapping[Any, Any], cautions: list[str]) -> dict[str, Any]:
+def _named_splits(part: str, data: Mapping[Any, Any], cautions: list[str]) -> dict[str, Any]:
     splits: dict[str, Any] = {}
-    others = []
+    unknown = []
     for key, source in data.items():
         split = split_named(str(key))
         if split in splits:
-            raise DataError(f"{what} has two splits that are {split}; join them, or leave one out")
+            raise DataError(f"{part} has two splits that are {split}; join them, or leave one out")
         if split:
             splits[split] = source
         else:
-            others.append(str(key))
+            unknown.append(str(key))
     if "train" not in splits:
         raise DataError(
-            f"{what} has no split train among {', '.join(map(repr, map(str, data))) or 'none'}; "
+            f"{part} has no split train among {', '.join(map(repr, map(str, data))) or 'none'}; "
             "name the training data train"
         )
-    if others and not _is_of(data, "datasets", "DatasetDict"):
+    if unknown and not _is_of(data, "datasets", "DatasetDict"):
         raise DataError(
-            f"{what}: {others[0]!r} is no split; the keys are either splits (train, validation, "
+            f"{part}: {unknown[0]!r} is no split; the keys are either splits (train, validation, "
             "test) or clients"
         )
-    if others:
-        cautions.append(f"left out: the splits {', '.join(others)}")
+    if unknown:
+        cautions.append(f"left out: the splits {', '.join(unknown)}")
     return splits
 
 
@@ -245,6 +247,9 @@ def _named_splits(what: str, data: Mapping[Any, Any], cautions: list[str]) -> di
 
 CLIENT_COLUMN = "<client>"
 """The column that says to which client of a mapping a row belongs."""
+
+UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
+"""The name that pyarrow gives to an index of pandas that has none."""
 
 ROWS_AT_ONCE = 1000
 
@@ -287,21 +292,27 @@ def _with_table(source: _Source, cautions: list[str]) -> _Source:
     """The source with its table if it has columns; of a DataLoader, its data set."""
     data = source.data
     if isinstance(data, torch_data.DataLoader):
-        data = _dataset_of_loader(source.what, data, cautions)
+        data = _dataset_of_loader(source.part, data, cautions)
     table: pa.Table | None = None
     if _is_of(data, "datasets", "Dataset"):
         table = _hugging_face_table(data, cautions)
     elif hasattr(data, "__arrow_c_stream__"):
         try:
-            table = pa.table(data)
+            table = _without_unnamed_index(pa.table(data))
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise DataError(
-                f"{source.what}: pyarrow cannot convert the {type(data).__name__} to columns "
+                f"{source.part}: pyarrow cannot convert the {type(data).__name__} to columns "
                 f"({on_one_line(error)}); give each column one type and a name of its own"
             ) from error
     if table is not None:
-        table = _with_plain_columns(source.what, table)
+        table = _with_plain_columns(source.part, table)
     return replace(source, data=data, table=table)
+
+
+def _without_unnamed_index(table: pa.Table) -> pa.Table:
+    """A table of a DataFrame without the numbers of its rows, which pyarrow makes a column."""
+    unnamed = [name for name in index_columns(table.schema) if UNNAMED_INDEX.fullmatch(name)]
+    return table.drop_columns(unnamed)
 
 
 def _hugging_face_table(data: Any, cautions: list[str]) -> pa.Table:
@@ -313,9 +324,9 @@ def _hugging_face_table(data: Any, cautions: list[str]) -> pa.Table:
     return table.replace_schema_metadata(data.features.arrow_schema.metadata)
 
 
-def _with_plain_columns(what: str, table: pa.Table) -> pa.Table:
+def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
     """A table with the names of its columns in one Unicode form, and with Arrow's own types."""
-    schema = normalised(Path(what), table.schema)
+    schema = normalised(Path(part), table.schema)
     for index, field in enumerate(schema):
         if isinstance(field.type, pa.BaseExtensionType):
             schema = schema.set(index, field.with_type(field.type.storage_type))
@@ -338,7 +349,7 @@ def _dataset_of_columns(request: _Request) -> Dataset:
         decoded = _with_image_owners(name, decoded, frames, columns.form)
     if request.clients:
         decoded = _with_clients(request, decoded)
-    decoded = replace(decoded, about=decoded.about.warned(*request.cautions))
+    decoded = replace(decoded, about=decoded.about.warned(*dict.fromkeys(request.cautions)))
     decoded = verified(name, hold_out(decoded, columns.form))
     return as_dataset(name, decoded, request.fields.get("mean"), request.fields.get("std"))
 
@@ -352,6 +363,11 @@ def _columns(request: _Request) -> Columns:
                 f"dataset {request.name!r}: the keys of data are the clients; leave owner out"
             )
         form["owner"] = CLIENT_COLUMN
+    if form.get("owner") == FILE:
+        raise ConfigError(
+            f"dataset {request.name!r}: data from Python have no files; name a column of clients, "
+            "or pass a mapping from clients to their data"
+        )
     categorical = fields.get("categorical", ())
     if isinstance(categorical, Mapping):
         form["categorical"] = _as_tuple(list(categorical.items()))
@@ -387,12 +403,12 @@ def _tables_by_split(request: _Request) -> dict[str, pa.Table]:
             if request.clients:
                 # Rows that are common to all need some client, and lose it after they are read.
                 client = request.clients[source.client or 0]
-                column = pa.array([client], pa.string()).take(pa.array([0] * len(table)))
+                column = pa.array([client] * len(table), pa.string())
                 table = table.append_column(CLIENT_COLUMN, column)
             tables.append(table)
         try:
             if tables:
-                by_split[split] = pa.concat_tables(tables, promote_options="permissive")
+                by_split[split] = _below_each_other(tables)
         except pa.ArrowException as error:
             raise DataError(
                 f"{request.name}, {split}: clients have columns of different types "
@@ -401,29 +417,28 @@ def _tables_by_split(request: _Request) -> dict[str, pa.Table]:
     return by_split
 
 
+def _below_each_other(tables: Sequence[pa.Table]) -> pa.Table:
+    """One table of the rows of all, whose metadata name the index of any of them."""
+    table = pa.concat_tables(tables, promote_options="permissive")
+    index = sorted(set().union(*(index_columns(table.schema) for table in tables)))
+    metadata = {**(table.schema.metadata or {}), b"pandas": json.dumps({"index_columns": index})}
+    return table.replace_schema_metadata(metadata)
+
+
 def _check_class_names(sources: Sequence[_Source]) -> None:
     """Raise DataError if the same class id has different names in two sources."""
     first: dict[str, tuple[str, Any]] = {}
     for source in sources:
         assert source.table is not None
-        for column, names in _declared_classes(source.table.schema).items():
-            what, first_names = first.setdefault(column, (source.what, names))
+        schema = source.table.schema
+        for column in schema.names:
+            names = class_names(schema, column)
+            part, first_names = first.setdefault(column, (source.part, names))
             if names != first_names:
                 raise DataError(
-                    f"{source.what}: the class names of column {column!r} are not those of {what}; "
+                    f"{source.part}: the class names of column {column!r} are not those of {part}; "
                     "cast both to the same features"
                 )
-
-
-def _declared_classes(schema: pa.Schema) -> dict[str, Any]:
-    """The names of the columns of class ids, as a Hugging Face data set declares them."""
-    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = metadata.get("info", {}).get("features", {})
-    return {
-        column: feature["names"]
-        for column, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-    }
 
 
 def _with_image_owners(
@@ -443,8 +458,8 @@ def _with_clients(request: _Request, data: Decoded) -> Decoded:
     """The data with clients in the order of the mapping, and common splits without clients."""
     number = {client: index for index, client in enumerate(request.clients)}
     numbers = np.array([number[owner] for owner in data.about.owners], dtype=np.int64)
-    owned = {source.split for source in request.sources if source.client is not None}
-    owners = {split: numbers[codes] for split, codes in data.owners.items() if split in owned}
+    common = {source.split for source in request.sources if source.client is None}
+    owners = {split: numbers[codes] for split, codes in data.owners.items() if split not in common}
     return replace(data, owners=owners, about=replace(data.about, owners=request.clients))
 
 
@@ -453,9 +468,8 @@ def _with_clients(request: _Request, data: Decoded) -> Decoded:
 
 def _dataset_of_pairs(request: _Request) -> Dataset:
     fields = {key: value for key, value in request.fields.items() if key != "size"}
-    classes = _classes_of(request.sources)
-    if classes is not None:
-        fields.setdefault("classes", classes)
+    if "classes" not in fields:
+        fields["classes"] = _classes_of(request.sources)
     common: dict[str, Pair] = {}
     by_split: dict[str, dict[int, Pair]] = {split: {} for split in SPLITS}
     for source in request.sources:
@@ -471,27 +485,28 @@ def _dataset_of_pairs(request: _Request) -> Dataset:
 
 def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
     """The class names that torch data sets declare; DataError if two of them differ."""
-    first: tuple[str, tuple[str, ...]] | None = None
+    declared: dict[str, tuple[str, ...]] = {}
     for source in sources:
         data = source.data
         while isinstance(data, torch_data.Subset):
             data = data.dataset
         classes = getattr(data, "classes", None)
-        if not isinstance(classes, (list, tuple)) or not classes:
-            continue
-        names = tuple(map(str, classes))
-        if first is None:
-            first = (source.what, names)
-        elif names != first[1]:
+        if isinstance(classes, (list, tuple)) and classes:
+            declared[source.part] = tuple(map(str, classes))
+    if not declared:
+        return None
+    first_part = next(iter(declared))
+    for part, names in declared.items():
+        if names != declared[first_part]:
             raise DataError(
-                f"{source.what} has other classes than {first[0]}; give classes= if their ids mean "
-                "the same"
+                f"{part} has other classes than {first_part}; give classes= if their ids mean the "
+                "same"
             )
-    return None if first is None else first[1]
+    return declared[first_part]
 
 
 def _dataset_of_loader(
-    what: str, loader: torch_data.DataLoader[Any], cautions: list[str]
+    part: str, loader: torch_data.DataLoader[Any], cautions: list[str]
 ) -> torch_data.Dataset[Any]:
     """The data set of a DataLoader, with warnings about what is not used.
 
@@ -505,14 +520,13 @@ def _dataset_of_loader(
     is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
     if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
         raise DataError(
-            f"{what}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
+            f"{part}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
             "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
         )
     caution = "the batches of a DataLoader are not used: plan.batch sets their size"
     if loader.collate_fn is not torch_data.default_collate:
         caution += "; nor is its collate_fn"
-    if caution not in cautions:
-        cautions.append(caution)
+    cautions.append(caution)
     return loader.dataset
 
 
@@ -531,11 +545,11 @@ def _pair_of(source: _Source, request: _Request) -> Pair:
     if isinstance(data, no_items) or is_stream or not has_items:
         hint = ", which is read in one order only" if is_stream else ""
         raise ConfigError(
-            f"{source.what} is {of_kind(data)}{hint}, not a data set: give (values, labels), a "
+            f"{source.part} is {of_kind(data)}{hint}, not a data set: give (values, labels), a "
             "torch Dataset of (value, label) pairs with a length, a DataFrame, a Hugging Face "
             "Dataset, or what fedstill.from_tensors(NAME, train=(values, labels)) makes"
         )
-    return _Items(source.what, data, request.fields.get("size")).read(request.cautions)
+    return _Items(source.part, data, request.fields.get("size")).read(request.cautions)
 
 
 READ_TWICE = 8
@@ -546,7 +560,7 @@ READ_TWICE = 8
 class _Items:
     """A data set of (value, label) pairs that is read item by item."""
 
-    what: str
+    part: str
     data: Any
     side: int | None
 
@@ -557,7 +571,7 @@ class _Items:
         """
         count = len(self.data)
         if not count:
-            raise DataError(f"{self.what} holds no examples; leave it out")
+            raise DataError(f"{self.part} holds no examples; leave it out")
         with _seeded():
             positions = np.linspace(0, count - 1, READ_TWICE).round().astype(int)
             if any(self._changes(index) for index in np.unique(positions).tolist()):
@@ -573,25 +587,31 @@ class _Items:
         try:
             item = self.data[index]
         except Exception as error:
-            error.add_note(f"{self.what}: example {index} could not be read")
+            error.add_note(f"{self.part}: example {index} could not be read")
             raise
         if isinstance(item, (tuple, list)) and len(item) == 2:
             return item[0], item[1]
         raise DataError(
-            f"{self.what}: example {index} is {of_kind(item)}; a torch data set must give pairs "
+            f"{self.part}: example {index} is {of_kind(item)}; a torch data set must give pairs "
             "(value, label)"
         )
 
     def _changes(self, index: int) -> bool:
         """Whether a value differs when it is read a second time."""
-        first = np.asarray(self._item(index)[0])
-        second = np.asarray(self._item(index)[0])
+        first = self._value_array(index)
+        second = self._value_array(index)
         return not np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
+
+    def _value_array(self, index: int) -> NDArray[Any]:
+        value = self._item(index)[0]
+        if isinstance(value, Tensor):
+            return as_array(self.part, value)
+        return np.asarray(value)
 
     def _arrays(
         self, items: Iterator[tuple[Any, Any]], count: int
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        pictures = Pictures(self.what, Columns(size=self.side), count)
+        pictures = Pictures(self.part, Columns(size=self.side), count)
         values: NDArray[Any] | None = None
         labels = []
         for index, (value, label) in enumerate(items):
@@ -606,7 +626,7 @@ class _Items:
                 if isinstance(value, Image.Image) and array.shape[0] == values.shape[1]:
                     remedy = f"set size={values.shape[2]} to resize all"
                 raise DataError(
-                    f"{self.what}: example {index} is {array.dtype} of shape {array.shape}, the "
+                    f"{self.part}: example {index} is {array.dtype} of shape {array.shape}, the "
                     f"first {values.dtype} of shape {values.shape[1:]}; {remedy}"
                 )
             values[index] = array
@@ -614,22 +634,22 @@ class _Items:
         assert values is not None
         ids = np.array(labels)
         if ids.dtype.kind == "f":
-            check_whole(self.what, ids)
+            check_whole(self.part, ids)
             ids = ids.astype(np.int64)
         return values, ids
 
     def _array(self, index: int, value: object) -> NDArray[Any]:
         if self.side is not None:
             raise ConfigError(
-                f"{self.what}: size is for PIL images, and example {index} is {of_kind(value)}; "
+                f"{self.part}: size is for PIL images, and example {index} is {of_kind(value)}; "
                 "resize in the data set, or leave size out"
             )
         if not isinstance(value, (Tensor, np.ndarray)):
             raise DataError(
-                f"{self.what}: the value of example {index} is {of_kind(value)}; give a tensor, a "
+                f"{self.part}: the value of example {index} is {of_kind(value)}; give a tensor, a "
                 "NumPy array or a PIL image"
             )
-        return as_array(f"{self.what}: the values of example {index}", value)
+        return as_array(f"{self.part}: the values of example {index}", value)
 
     def _encoded(self, index: int, picture: Image.Image) -> dict[str, Any]:
         """An image as the bytes of a file, which are then decoded as those of any other file."""
@@ -638,7 +658,7 @@ class _Items:
             ImageOps.exif_transpose(picture).save(file, "TIFF")  # it has all kinds of pixels
         except OSError as error:
             raise DataError(
-                f"{self.what}: example {index} is an image of kind {picture.mode} "
+                f"{self.part}: example {index} is an image of kind {picture.mode} "
                 f"({on_one_line(error)}); convert it to RGB"
             ) from error
         return {"bytes": file.getvalue(), "path": None}
@@ -647,14 +667,14 @@ class _Items:
         """A label as a number, from a tensor or array of one number, too."""
         if label is None:
             raise DataError(
-                f"{self.what}: example {index} has no label; give it one, or leave it out"
+                f"{self.part}: example {index} has no label; give it one, or leave it out"
             )
         if not isinstance(label, (Tensor, np.ndarray)):
             return label
-        array = as_array(f"{self.what}: the label of example {index}", label)
+        array = as_array(f"{self.part}: the label of example {index}", label)
         if array.size != 1:
             raise DataError(
-                f"{self.what}: the label of example {index} has shape {array.shape}; give one "
+                f"{self.part}: the label of example {index} has shape {array.shape}; give one "
                 "class id (if it marks one class: label.argmax())"
             )
         return array.item()

@@ -77,8 +77,11 @@ def from_tensors(
     types, for labels or ids out of range, and for images whose channels are last.
     """
     pairs = {"train": train, "validation": validation, "test": test}
-    given = {split: pair for split, pair in pairs.items() if pair is not None}
-    checked = {split: checked_pair(f"{name}, {split}", pair) for split, pair in given.items()}
+    checked = {
+        split: checked_pair(f"{name}, {split}", pair)
+        for split, pair in pairs.items()
+        if pair is not None
+    }
     fields = TensorFields(classes, mean, std, vocabulary=vocabulary, kind=kind)
     return dataset_of_pairs(name, ClientPairs(checked), fields)
 
@@ -124,14 +127,14 @@ def _pairs_by_split(
     train = {}
     test = {}
     for index, client in enumerate(clients):
-        what = f"{name}, client {index}"
-        first, second = checked_pair(what, client)
+        part = f"{name}, client {index}"
+        first, second = checked_pair(part, client)
         if not isinstance(first, (tuple, list)):
             train[index] = (first, second)
             continue
-        train[index] = checked_pair(what, first)
+        train[index] = checked_pair(part, first)
         if second is not None:
-            test[index] = checked_pair(f"{what}, test", second)
+            test[index] = checked_pair(f"{part}, test", second)
     return {"train": train, "test": test}
 
 
@@ -177,13 +180,13 @@ def join_clients(
     return ClientPairs(pairs, tuple(clients), owners=owners, cautions=tuple(cautions))
 
 
-def _client_arrays(what: str, split: str, pair: Pair) -> tuple[NDArray[Any], NDArray[Any]]:
-    values = as_array(f"{what}: values", pair[0])
-    labels = as_array(f"{what}: labels", pair[1])
+def _client_arrays(part: str, split: str, pair: Pair) -> tuple[NDArray[Any], NDArray[Any]]:
+    values = as_array(f"{part}: values", pair[0])
+    labels = as_array(f"{part}: labels", pair[1])
     if not len(labels):
         remedy = "leave it out" if split == "train" else f"leave its {split} set out"
-        raise DataError(f"{what} has no {split} examples; {remedy}")
-    check_labels(f"{what}, {split}", labels, len(values))
+        raise DataError(f"{part} has no {split} examples; {remedy}")
+    check_labels(f"{part}, {split}", labels, len(values))
     return values, labels
 
 
@@ -226,48 +229,48 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
 # Checks of pairs.
 
 
-def checked_pair(what: str, pair: Any) -> Any:
+def checked_pair(part: str, pair: Any) -> Any:
     """``pair`` if it has two parts; raises DataError for anything else."""
     if not isinstance(pair, (tuple, list)):
-        raise DataError(f"{what}: give a pair (values, labels), not a {type(pair).__name__}")
+        raise DataError(f"{part}: give a pair (values, labels), not a {type(pair).__name__}")
     if len(pair) != 2:
         raise DataError(
-            f"{what}: give a pair (values, labels), not a {type(pair).__name__} of {len(pair)}"
+            f"{part}: give a pair (values, labels), not a {type(pair).__name__} of {len(pair)}"
         )
     return pair
 
 
-def as_array(what: str, values: object) -> NDArray[Any]:
+def as_array(part: str, values: object) -> NDArray[Any]:
     """A tensor or an array as an array that torch may read; raises DataError for anything else."""
     if isinstance(values, np.ndarray):
         return np.require(values, requirements=["C", "W"])
     if not isinstance(values, Tensor):
-        raise DataError(f"{what} are a {type(values).__name__}, not a tensor or a NumPy array")
+        raise DataError(f"{part} are a {type(values).__name__}, not a tensor or a NumPy array")
     tensor = values.detach().cpu()
     if tensor.dtype == torch.bfloat16:  # NumPy has no such type
         tensor = tensor.float()
     return tensor.numpy()
 
 
-def _checked_arrays(what: str, pair: Pair, vocabulary: int) -> Arrays:
-    values = as_array(f"{what}: values", pair[0])
-    labels = as_array(f"{what}: labels", pair[1])
+def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Arrays:
+    values = as_array(f"{part}: values", pair[0])
+    labels = as_array(f"{part}: labels", pair[1])
     if values.ndim < 2 or not len(values):
         raise DataError(
-            f"{what}: values have shape {values.shape}; give (N, …) with N above 0, one row an "
+            f"{part}: values have shape {values.shape}; give (N, …) with N above 0, one row an "
             "example"
         )
-    check_labels(what, labels, len(values))
-    checked = _ids(what, values, vocabulary) if vocabulary else _numbers(what, values)
+    check_labels(part, labels, len(values))
+    checked = _ids(part, values, vocabulary) if vocabulary else _numbers(part, values)
     return checked, labels.astype(np.int64)
 
 
-def check_labels(what: str, labels: NDArray[Any], count: int) -> None:
+def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
     """Raise DataError for labels that are not ``count`` whole numbers, with how to make them so."""
     if labels.shape == (count,) and labels.dtype.kind in "iub":
         return
     problem = (
-        f"{what}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape "
+        f"{part}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape "
         f"({count},)"
     )
     if labels.shape != (count,):
@@ -278,7 +281,7 @@ def check_labels(what: str, labels: NDArray[Any], count: int) -> None:
             "classes=names"
         )
     if labels.dtype.kind == "f":
-        check_whole(what, labels)
+        check_whole(part, labels)
         raise DataError(f"{problem}: labels.astype('int64') of an array, labels.long() of a tensor")
     raise DataError(f"{problem}; give class ids, whole numbers from 0")
 
@@ -291,55 +294,55 @@ def _shape_remedy(labels: NDArray[Any], count: int) -> str:
     return "; give one label an example"
 
 
-def check_whole(what: str, labels: NDArray[Any]) -> None:
+def check_whole(part: str, labels: NDArray[Any]) -> None:
     """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
     is_finite = np.isfinite(labels)
     fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
     if len(fractions):
         raise DataError(
-            f"{what}: labels are numbers with fractions (example {fractions[0]} has "
+            f"{part}: labels are numbers with fractions (example {fractions[0]} has "
             f"{labels[fractions[0]]:.6g}): fedstill classifies and has no regression; for classes "
             "of ranges, np.digitize(labels, limits)"
         )
     unknown = np.flatnonzero(~is_finite)
     if len(unknown):
         raise DataError(
-            f"{what}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
+            f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
             f"{len(labels):,} are not finite); give it a class id, or leave such examples out"
         )
 
 
-def _numbers(what: str, values: NDArray[Any]) -> NDArray[Any]:
+def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
     """Pixels as they are, or numbers as float32."""
     is_pixels = values.dtype == np.uint8 and values.ndim == 4
     if not is_pixels and values.dtype.kind != "f":
         raise DataError(
-            f"{what}: values are {values.dtype} of shape {values.shape}; give pixels as uint8 (N, "
+            f"{part}: values are {values.dtype} of shape {values.shape}; give pixels as uint8 (N, "
             "C, H, W), other numbers as floats, or token ids with vocabulary="
         )
     if values.ndim == 4:
-        _check_channels(what, values)
+        _check_channels(part, values)
     if is_pixels:
         return values
     wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
     if len(wrong):
         raise DataError(
-            f"{what}: example {wrong[0]} has a value that is missing or infinite; correct or leave "
+            f"{part}: example {wrong[0]} has a value that is missing or infinite; correct or leave "
             "it out"
         )
     return np.ascontiguousarray(values, dtype=np.float32)
 
 
-def _ids(what: str, values: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
+def _ids(part: str, values: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
     if values.dtype.kind not in "iu" or values.ndim != 2:
         raise DataError(
-            f"{what}: token ids are {values.dtype} of shape {values.shape}, not whole numbers (N, "
+            f"{part}: token ids are {values.dtype} of shape {values.shape}, not whole numbers (N, "
             "L)"
         )
     wrong = np.flatnonzero(((values < 0) | (values >= vocabulary)).any(1))
     if len(wrong):
         raise DataError(
-            f"{what}: example {wrong[0]} has a token id outside 0 to {vocabulary - 1}; correct it"
+            f"{part}: example {wrong[0]} has a token id outside 0 to {vocabulary - 1}; correct it"
         )
     return np.ascontiguousarray(values, dtype=np.int64)
 
@@ -370,11 +373,11 @@ MOST_PICTURE_CHANNELS = max(PICTURE_CHANNELS)
 TRANSPOSITION = "values.transpose(0, 3, 1, 2) of an array, values.permute(0, 3, 1, 2) of a tensor"
 
 
-def _check_channels(what: str, values: NDArray[Any]) -> None:
+def _check_channels(part: str, values: NDArray[Any]) -> None:
     """Raise DataError for images (N, H, W, C), which would be read as images of H channels."""
     if _channels_are_last(values.shape) is True:
         raise DataError(
-            f"{what}: values of shape {values.shape} have their channels last; give (N, C, H, W): "
+            f"{part}: values of shape {values.shape} have their channels last; give (N, C, H, W): "
             f"{TRANSPOSITION}"
         )
 
