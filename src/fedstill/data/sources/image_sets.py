@@ -473,7 +473,14 @@ def read_unlabelled(place: Path, size: int | None = None) -> Tensor:
     if not paths:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         raise DataError(f"{place} holds no images ({kinds}); put some in, or name another folder")
-    pictures = Pictures(str(place), Columns(size=size), len(paths), place, are_public=True)
+    pictures = Pictures(
+        what=str(place),
+        columns=Columns(size=size),
+        rows=len(paths),
+        within=place,
+        size_remedy="set data.public_resize = true to resize all",
+        mode_remedy="save all in one kind (grey or RGB)",
+    )
     with in_one_line(place):
         rows = read_rows(pictures, ((path, 0) for path in paths))
     check_broken(str(place), rows.broken, can_skip=False)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,7 +112,10 @@ class BrokenImage(DataError):
 
 
 class PixelBudget:
-    """Bounds the pixels that threads decode at the same time; a larger image is decoded alone."""
+    """Bounds the pixels that threads decode at the same time; a larger image is decoded alone.
+
+    Small images do not count: all threads together do not come to the limit with them.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -122,6 +125,9 @@ class PixelBudget:
     @contextlib.contextmanager
     def reserved(self, count: int) -> Iterator[None]:
         """A context in which ``count`` pixels are in use; waits until there is room for them."""
+        if count <= self._limit // SMALL_SHARE:
+            yield
+            return
         with self._released:
             self._released.wait_for(lambda: self._used == 0 or self._used + count <= self._limit)
             self._used += count
@@ -133,6 +139,10 @@ class PixelBudget:
                 self._released.notify_all()
 
 
+SMALL_SHARE = 64
+"""An image of this share of the limit is small."""
+
+
 @dataclass(frozen=True)
 class Pictures:
     """Decodes the images of one split; several threads may do so at the same time.
@@ -140,14 +150,15 @@ class Pictures:
     what: the split, for messages. columns: size and mode of the images, and what is done about
     broken ones. rows: how many there are, 0 if that is unknown. within: the folder (a path), or
     the data set on the hub (a name), outside of which no file is opened because a table names it.
-    are_public: whether they are public images, which ``data.public_resize`` makes alike.
+    size_remedy, mode_remedy: what to do about images of several sizes, or both grey and RGB.
     """
 
     what: str
     columns: Columns = field(default_factory=Columns)
     rows: int = 0
     within: Path | str = ""
-    are_public: bool = False
+    size_remedy: str = "set data.size = SIDE to resize all"
+    mode_remedy: str = "set data.mode = 'rgb' (or 'grey') to convert all"
     _budget: PixelBudget = field(default_factory=lambda: PixelBudget(PIXELS), repr=False)
 
     def decoded(self, cell: Any, index: int) -> Picture:
@@ -161,8 +172,10 @@ class Pictures:
         with (
             in_one_line(name),
             self._file(name, cell) as file,
-            _opened(name, file) as picture,
+            _decoding(name),
+            contextlib.closing(Image.open(file, formats=_formats())) as picture,
         ):
+            _check_header(name, picture)
             width, height = picture.size
             if index == 0 or index >= self.rows:
                 # Turning keeps the number of pixels, so the header suffices.
@@ -178,14 +191,9 @@ class Pictures:
         """The error for an image of another shape than the first one's."""
         remedies = []
         if shape[1:] != first[1:]:
-            size = "data.public_resize = true" if self.are_public else f"data.size = {first[1]}"
-            remedies.append(f"set {size} to resize all")
+            remedies.append(self.size_remedy.replace("SIDE", str(first[1])))
         if shape[0] != first[0]:
-            remedies.append(
-                "save all in one kind (grey or RGB)"
-                if self.are_public
-                else "set data.mode = 'rgb' (or 'grey') to convert all"
-            )
+            remedies.append(self.mode_remedy)
         return DataError(
             f"{name} is {_shape_text(shape)}, the first {_shape_text(first)}; "
             f"{', and '.join(remedies)}"
@@ -208,27 +216,29 @@ class Pictures:
 
     def _read(self, name: str, picture: Image.Image) -> Picture:
         """The pixels of an image whose header has been checked."""
-        side = self.columns.size
-        with _decoding(name):
-            picture.load()
-            turn = TURNS.get(_orientation(picture))
-            mode = self._mode(picture)
-            largest = None
-            if picture.mode in SIXTEEN_BITS:
-                values = np.asarray(picture)
-                largest = _checked_largest(name, values)
-                plain = Image.fromarray((values >> 8).astype(np.uint8))
-            else:
-                # Transparency is dropped first, so that the mode does not change what it hides.
-                plain = picture.convert(MODES[picture.mode])
+        # Decoding may change the mode, so the header's decides.
+        stored_mode = picture.mode
+        mode = self._mode(picture)
+        picture.load()
+        largest = None
+        if stored_mode in SIXTEEN_BITS:
+            values = np.asarray(picture)
+            largest = _checked_largest(name, values)
+            plain = Image.fromarray((values >> 8).astype(np.uint8))
+        else:
+            # Transparency is dropped first, so that the mode does not change what it hides.
+            plain = picture.convert(MODES[stored_mode])
 
-            if plain.mode != mode:
-                plain = plain.convert(mode)
-            if turn is not None:
-                plain = plain.transpose(turn)
-            if side is not None and plain.size != (side, side):
-                plain = plain.resize((side, side), Image.Resampling.BICUBIC)
-            array = np.asarray(plain)
+        if plain.mode != mode:
+            plain = plain.convert(mode)
+        turn = TURNS.get(_orientation(picture))
+        if turn is not None:
+            plain = plain.transpose(turn)
+        side = self.columns.size
+        if side is not None and plain.size != (side, side):
+            plain = plain.resize((side, side), Image.Resampling.BICUBIC)
+
+        array = np.asarray(plain)
         channels_first = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
         return Picture(name, np.ascontiguousarray(channels_first), largest)
 
@@ -245,9 +255,7 @@ class Pictures:
         if not isinstance(path, str) or not path:
             raise BrokenImage(name, "has neither bytes nor a path")
         if isinstance(self.within, str) and _on_hub(path, self.within):
-            import fsspec  # type: ignore[import-untyped]
-
-            return cast("contextlib.AbstractContextManager[IO[bytes]]", fsspec.open(path, "rb"))
+            return _hub_file(name, path)
         return _plain_file(name, _inside(name, path, self.within))
 
 
@@ -268,6 +276,16 @@ def _on_hub(path: str, dataset: str) -> bool:
     """Whether a path is a file of a data set on the hub, or in a zip archive there."""
     pattern = rf"(zip://[^:]*::)?hf://datasets/{re.escape(dataset)}[@/][^:]*"
     return bool(dataset) and ".." not in path and re.fullmatch(pattern, path) is not None
+
+
+def _hub_file(name: str, path: str) -> IO[bytes]:
+    """A file of the hub, read as a whole: a network that fails later would seem a broken image."""
+    import fsspec  # type: ignore[import-untyped]
+
+    with fsspec.open(path, "rb") as file:
+        data: bytes = file.read(IMAGE_BYTES + 1)
+    _refuse_heavy(name, len(data))
+    return io.BytesIO(data)
 
 
 def _plain_file(name: str, path: Path) -> IO[bytes]:
@@ -293,38 +311,29 @@ def _formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-@contextlib.contextmanager
-def _opened(name: str, file: IO[bytes]) -> Iterator[Image.Image]:
-    """An image whose header has been read; DataError for a kind or size that is not decoded."""
-    with _decoding(name):
-        picture = Image.open(file, formats=_formats())
-    with contextlib.closing(picture):
-        if picture.mode not in MODES:
-            raise DataError(
-                f"{name} is an image of kind {picture.mode}; save it as 8-bit grey or RGB"
-            )
-        width, height = picture.size
-        if width * height > PIXELS:
-            raise DataError(
-                f"{name} is an image of {width} × {height} pixels, and at most {PIXELS:,} are "
-                "read; make it smaller"
-            )
-        with _decoding(name):
-            has_pages = _has_pages(picture)
-        if has_pages:
-            raise DataError(
-                f"{name} has several pages or frames, and an example is one image; save each page "
-                "as a file, or only the one that you need"
-            )
-        yield picture
+def _check_header(name: str, picture: Image.Image) -> None:
+    """Raise DataError for an image of a kind or size that is not decoded."""
+    if picture.mode not in MODES:
+        raise DataError(f"{name} is an image of kind {picture.mode}; save it as 8-bit grey or RGB")
+    width, height = picture.size
+    if width * height > PIXELS:
+        raise DataError(
+            f"{name} is an image of {width} × {height} pixels, and at most {PIXELS:,} are read; "
+            "make it smaller"
+        )
+    check_single_page(name, picture)
 
 
-def _has_pages(picture: Image.Image) -> bool:
-    """Whether an image has several pages or frames.
+def check_single_page(name: str, picture: Image.Image) -> None:
+    """Raise DataError for an image with several pages or frames.
 
     Phones write JPEG files of the format MPO, whose further images are previews and depths.
     """
-    return picture.format != "MPO" and bool(getattr(picture, "is_animated", False))
+    if picture.format != "MPO" and getattr(picture, "is_animated", False):
+        raise DataError(
+            f"{name} has several pages or frames, and an example is one image; save each page as "
+            "a file, or only the one that you need"
+        )
 
 
 def _orientation(picture: Image.Image) -> int:
