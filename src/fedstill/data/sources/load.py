@@ -10,7 +10,7 @@ from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from fedstill.core.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
 from fedstill.core.fields import plain_value
@@ -19,7 +19,7 @@ from fedstill.core.registry import Entry, lookup, names, short_name
 from fedstill.core.user_code import of_kind, reason
 from fedstill.data.cache import Decoded, kept
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import Broken, Form, Kind, Mode
+from fedstill.data.form import Form, Kind
 from fedstill.data.sources.array_files import is_idx, read_idx, read_npz
 from fedstill.data.sources.catalog import FOLDERS, Known
 from fedstill.data.sources.encode import frames_of, read_frames, schema_of
@@ -263,22 +263,21 @@ def _from_hub(request: _Request) -> Decoded:
     columns = request.columns
     remedy = f"check the name and the network, or make a folder {request.path} of parquet files"
     origin = {"hub": name, "columns": vars(columns)}
-    return kept(name, origin, lambda: verified(name, hold_out(read_hub(name, columns, remedy))))
+
+    def decode() -> Decoded:
+        return verified(name, hold_out(read_hub(name, columns, remedy), in_place=True))
+
+    return kept(name, origin, decode)
 
 
 def _columns(name: str, fields: Mapping[str, Any]) -> Columns:
     """What the fields of ``load_dataset`` say about columns and images, checked."""
     size = fields.get("size")
-    mode: Mode | None = fields.get("mode")
-    broken: Broken = fields.get("broken", "refuse")
     if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
         raise ConfigError(
             f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out "
             "or give one"
         )
-    _check_choice(name, "mode", mode, (None, *get_args(Mode)))
-    _check_choice(name, "broken", broken, get_args(Broken))
-
     known = FOLDERS.get(name)
     form = Form() if known is None else known.form
     form = replace(form, **{key: value for key, value in fields.items() if key in FORM_FIELDS})
@@ -288,17 +287,9 @@ def _columns(name: str, fields: Mapping[str, Any]) -> Columns:
         size=size,
         form=form.normalised,
         known=known is not None and bool(known.sums),
-        mode=mode,
-        broken=broken,
+        mode=fields.get("mode"),
+        broken=fields.get("broken", "refuse"),
     )
-
-
-def _check_choice(name: str, field: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"dataset {name!r}: {field} = {value!r} must be one of "
-            f"{', '.join(repr(choice) for choice in choices)}"
-        )
 
 
 # Local places.
@@ -393,7 +384,7 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
 
 def _verified(name: str, data: Decoded, columns: Columns, known: Known | None = None) -> Decoded:
     if "train" in data.splits:
-        data = hold_out(data, columns.form)
+        data = hold_out(data, columns.form, in_place=True)
     return verified(name, data, known)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.cache import Decoded
 from fedstill.data.form import FOUND, Broken, Form, Mode, nfc
 
@@ -21,7 +21,8 @@ class Columns:
     image, label: names of columns; None looks for them. size: the side to which images are
     resized; None keeps them. form: what examples are made of, unless they are images. known:
     whether there are checksums to compare with. mode: what all images are converted to; None keeps
-    grey and RGB. broken: what is done about images that cannot be decoded.
+    grey and RGB. broken: what is done about images that cannot be decoded. Raises ConfigError for
+    an unknown mode or broken.
     """
 
     image: str | None = None
@@ -31,6 +32,16 @@ class Columns:
     known: bool = False
     mode: Mode | None = None
     broken: Broken = "refuse"
+
+    def __post_init__(self) -> None:
+        _check_choice("mode", self.mode, (None, *get_args(Mode)))
+        _check_choice("broken", self.broken, get_args(Broken))
+
+
+def _check_choice(field: str, value: object, choices: Sequence[str | None]) -> None:
+    if value not in choices:
+        names = " or ".join(repr(choice) for choice in choices if choice is not None)
+        raise ConfigError(f"data.{field} = {value!r} is unknown; set {names}, or leave it out")
 
 
 # Labels as class ids. Nothing is rounded, cut off or wrapped around.
