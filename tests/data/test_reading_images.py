@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import tracemalloc
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 
 import fedstill
@@ -24,7 +26,7 @@ from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.data.form import FILE
 from fedstill.data.sources import image_sets, load_dataset
 from fedstill.data.sources.hub import read_hub
-from fedstill.data.sources.image_sets import read_image_folder, read_rows
+from fedstill.data.sources.image_sets import read_image_folder, read_rows, read_unlabelled
 from fedstill.data.sources.images import Pictures
 from fedstill.data.sources.records import Columns
 
@@ -167,6 +169,18 @@ def test_the_pages_of_a_long_tiff_are_not_counted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "n_frames", property(fail))
     with pytest.raises(DataError, match="several pages"):
         one(pages("TIFF", 3))
+
+
+def test_an_image_of_several_frames_from_python_is_refused() -> None:
+    class Frames(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, _: int) -> tuple[Image.Image, int]:
+            return Image.open(io.BytesIO(pages("GIF", 2))), 0
+
+    with pytest.raises(DataError, match="example 0 has several pages"):
+        fedstill.from_python("mine", Frames())
 
 
 def test_of_an_mpo_file_as_phones_write_it_the_photo_is_read(place: Path) -> None:
@@ -421,6 +435,21 @@ def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatc
     assert "1 of 32 images" in data.about.cautions[0]
 
 
+def test_a_file_of_the_hub_that_cannot_be_fetched_breaks_no_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import fsspec
+
+    monkeypatch.setattr("fedstill.data.sources.images._on_hub", lambda *_: True)
+    rows = [({"bytes": None, "path": "memory://mine/a.png"}, 0)]
+    hub = Pictures("x", Columns(broken="skip"), within="owner/name")
+    with pytest.raises(DataError, match="example 0 cannot be read"):
+        read_rows(hub, rows)
+    with fsspec.open("memory://mine/a.png", "wb") as file:
+        file.write(GOOD)
+    assert read_rows(hub, rows).images.shape == (1, 1, 8, 8)
+
+
 def test_an_image_without_any_good_one_beside_it_is_refused(place: Path) -> None:
     folder(place / "mine", [BAD])
     assert "2 images are broken" in message("mine", broken="skip")
@@ -538,6 +567,26 @@ def test_words_of_splits_in_the_names_of_images_mean_nothing(place: Path) -> Non
     data = load_dataset("mine")
     assert (len(data.train), len(data.test), data.validation) == (32, 8, None)
     assert data.about.cautions == ()
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_images_have_the_same_order_in_both_unicode_forms(form: str, place: Path) -> None:
+    # In composed form the second name comes last, in decomposed form first.
+    names = [unicodedata.normalize(form, name) for name in ("f", "é")]
+    for label in ("cat", "dog"):
+        (place / "mine" / label).mkdir(parents=True)
+        for number, name in enumerate(names):
+            (place / "mine" / label / f"{name}.png").write_bytes(numbered(2)[number])
+    files = sorted((place / "mine").rglob("*.png"))
+    values, _ = read_image_folder(place / "mine", files, Columns()).splits["train"]
+    assert values[:, 0, 0, 0].tolist() == [0, 1, 0, 1]
+
+
+def test_broken_public_images_are_listed_and_never_skipped(place: Path) -> None:
+    folder(place / "mine", [BAD, GOOD, BAD])
+    with pytest.raises(DataError, match=r"2 images are broken: 00\.png, 02\.png") as caught:
+        read_unlabelled(place / "mine/cat")
+    assert "data.broken" not in str(caught.value)
 
 
 # Threads.

@@ -33,9 +33,9 @@ from fedstill.core.user_code import of_kind
 from fedstill.data.cache import Decoded
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import FILE, Form, nfc
-from fedstill.data.sources.encode import owners_of, read_frames, schema_of
+from fedstill.data.sources.encode import read_frames, schema_of
 from fedstill.data.sources.image_columns import decoded_splits
-from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.images import Pictures, check_single_page
 from fedstill.data.sources.records import Columns
 from fedstill.data.sources.schema import class_names, index_columns, no_owner
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
@@ -52,7 +52,8 @@ from fedstill.data.sources.tensors import (
 from fedstill.data.sources.verify import verified
 
 FORM_FIELDS = tuple(field.name for field in dataclasses.fields(Form))
-COLUMN_FIELDS = ("image_column", "label_column", "mean", "size", "std", *FORM_FIELDS)
+IMAGE_FIELDS = ("broken", "image_column", "mode", "size")
+COLUMN_FIELDS = (*IMAGE_FIELDS, "label_column", "mean", "std", *FORM_FIELDS)
 PAIR_FIELDS = ("size", *(field.name for field in dataclasses.fields(TensorFields)))
 
 
@@ -345,8 +346,9 @@ def _dataset_of_columns(request: _Request) -> Dataset:
         decoded = read_frames(name, frames, schema)
     else:
         # The paths of images that Python has in memory are as trustworthy as the program.
-        decoded = decoded_splits(name, frames, columns, within=Path(Path.cwd().anchor))
-        decoded = _with_image_owners(name, decoded, frames, columns.form)
+        within = Path(Path.cwd().anchor)
+        owners = _owner_tables(name, frames, columns.form)
+        decoded = decoded_splits(name, frames, columns, within, owners)
     if request.clients:
         decoded = _with_clients(request, decoded)
     decoded = replace(decoded, about=decoded.about.warned(*dict.fromkeys(request.cautions)))
@@ -378,6 +380,8 @@ def _columns(request: _Request) -> Columns:
         label=fields.get("label_column"),
         size=fields.get("size"),
         form=Form(**form).normalised,
+        mode=fields.get("mode"),
+        broken=fields.get("broken", "refuse"),
     )
 
 
@@ -441,17 +445,16 @@ def _check_class_names(sources: Sequence[_Source]) -> None:
                 )
 
 
-def _with_image_owners(
-    name: str, data: Decoded, frames: Mapping[str, ArrowFrame], form: Form
-) -> Decoded:
+def _owner_tables(
+    name: str, frames: Mapping[str, ArrowFrame], form: Form
+) -> dict[str, pa.Table] | None:
+    """The column of owners of each split, if the form has one."""
     if not form.owner:
-        return data
+        return None
     for frame in frames.values():
         if form.owner not in frame.schema.names:
             raise DataError(no_owner(name, form, frame.schema.names))
-    tables = {split: frame.read([form.owner]) for split, frame in frames.items()}
-    owners = owners_of(name, tables, form.owner)
-    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
+    return {split: frame.read([form.owner]) for split, frame in frames.items()}
 
 
 def _with_clients(request: _Request, data: Decoded) -> Decoded:
@@ -611,23 +614,29 @@ class _Items:
     def _arrays(
         self, items: Iterator[tuple[Any, Any]], count: int
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        pictures = Pictures(self.part, Columns(size=self.side), count)
+        pictures = Pictures(
+            what=self.part,
+            columns=Columns(size=self.side),
+            rows=count,
+            size_remedy="set size=SIDE to resize all",
+            mode_remedy="convert all to one kind in the data set",
+        )
         values: NDArray[Any] | None = None
         labels = []
         for index, (value, label) in enumerate(items):
             if isinstance(value, Image.Image):
-                array: NDArray[Any] = pictures.decoded(self._encoded(index, value), index).pixels
+                picture = pictures.decoded(self._encoded(index, value), index)
+                array: NDArray[Any] = picture.pixels
+                if values is not None and array.shape != values.shape[1:]:
+                    raise pictures.mismatch(picture.name, array.shape, values.shape[1:])
             else:
                 array = self._array(index, value)
             if values is None:
                 values = np.empty((count, *array.shape), array.dtype)
             if array.shape != values.shape[1:] or array.dtype != values.dtype:
-                remedy = "make them alike"
-                if isinstance(value, Image.Image) and array.shape[0] == values.shape[1]:
-                    remedy = f"set size={values.shape[2]} to resize all"
                 raise DataError(
                     f"{self.part}: example {index} is {array.dtype} of shape {array.shape}, the "
-                    f"first {values.dtype} of shape {values.shape[1:]}; {remedy}"
+                    f"first {values.dtype} of shape {values.shape[1:]}; make them alike"
                 )
             values[index] = array
             labels.append(self._label(index, label))
@@ -653,6 +662,7 @@ class _Items:
 
     def _encoded(self, index: int, picture: Image.Image) -> dict[str, Any]:
         """An image as the bytes of a file, which are then decoded as those of any other file."""
+        check_single_page(f"{self.part}: example {index}", picture)
         file = io.BytesIO()
         try:
             ImageOps.exif_transpose(picture).save(file, "TIFF")  # it has all kinds of pixels
