@@ -393,6 +393,25 @@ def test_class_names_make_labels_the_same_at_all_sites() -> None:
     assert labels_of(own, own.train, facts).tolist() == [2, 0, 2, 0]
 
 
+def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from PIL import Image
+
+    from fedstill.flower.site_data import read_alike
+
+    for name in ("cat", "dog"):
+        (tmp_path / "own" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (9, 9), 9).save(tmp_path / "own" / name / f"{number}.png")
+        (tmp_path / "own" / name / "5.png").write_bytes(b"no image")
+    settings = settings_of(data={"name": "digits", "size": 4, "mode": "grey", "broken": "skip"})
+    facts = Facts(("cat", "dog"), (1, 4, 4))
+    own = read_alike(settings, facts, str(tmp_path / "own"), {})
+    assert own.input_shape == (1, 4, 4)
+    assert "2 of 12 images" in caplog.text
+
+
 def test_class_names_are_the_same_in_every_unicode_form(tmp_path: Path) -> None:
     from fedstill.data.sources import load_dataset
     from fedstill.flower.site_data import labels_of

@@ -24,6 +24,7 @@ from fedstill.data.sources import load_dataset
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
+from fedstill.running.cautions import log_once
 from fedstill.running.client_data import ClientData
 from fedstill.running.compatibility import check_at_site
 from fedstill.running.data_sums import column_moments
@@ -86,6 +87,8 @@ def read_alike(
     )
     images = settings.data.images
     own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **images, **more}))
+    for caution in own.about.cautions:
+        log_once(f"data: {caution}")
     _refuse_unlike(own, facts)
     train, test = (replace(e, labels=labels_of(own, e, facts)) for e in (own.train, own.test))
     return replace(own, train=train, test=test)
