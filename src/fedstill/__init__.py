@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fedstill.core.registry import register as register
     from fedstill.core.work import ClientWork as ClientWork
     from fedstill.data.dataset import Dataset as Dataset
-    from fedstill.data.sources.from_python import from_python as from_python
+    from fedstill.data.sources.in_memory import from_python as from_python
     from fedstill.data.sources.load import load_dataset as load_dataset
     from fedstill.data.sources.tensors import from_clients as from_clients
     from fedstill.data.sources.tensors import from_tensors as from_tensors
@@ -67,7 +67,7 @@ _HOMES = {
     "TrainedModel": "fedstill.export.trained_model",
     "compare": "fedstill.report.comparison",
     "from_clients": "fedstill.data.sources.tensors",
-    "from_python": "fedstill.data.sources.from_python",
+    "from_python": "fedstill.data.sources.in_memory",
     "from_tensors": "fedstill.data.sources.tensors",
     "load": "fedstill.config.experiment",
     "load_dataset": "fedstill.data.sources.load",

@@ -268,8 +268,27 @@ def test_pictures_are_read_as_a_folder_of_them_is(tmp_path: Path, mode: str) -> 
     source.classes = ["a", "b", "c"]  # type: ignore[attr-defined]
     assert same(from_python("mine", source), load_dataset(tmp_path / "mine"))
     assert from_python("mine", source, size=4).input_shape[1:] == (4, 4)
-    with pytest.raises(DataError, match=r"mine, train: example 1 .*size=8"):
+    assert from_python("mine", source, mode="grey").input_shape == (1, 8, 8)
+    with pytest.raises(DataError, match=r"mine, train: example 1 .*data.size"):
         from_python("mine", Pairs([images[0], images[1].resize((8, 9)), *images[2:]], LABELS))
+
+
+def test_pictures_are_upright_and_their_sixteen_bits_are_a_warning(tmp_path: Path) -> None:
+    for i, picture in enumerate(pictures()[:12]):
+        folder = tmp_path / "mine" / "ab"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        picture.resize((8, 6)).save(folder / f"{i:02}.png", exif=exif)
+    files = sorted(tmp_path.glob("mine/*/*.png"))
+    turned = Pairs([Image.open(file) for file in files], [0] * 6 + [1] * 6)
+    turned.classes = ["a", "b"]  # type: ignore[attr-defined]
+    data = from_python("mine", turned)
+    assert data.input_shape == (3, 8, 6)
+    assert same(data, load_dataset(tmp_path / "mine"))
+    dark = [Image.fromarray(np.full((8, 8), i, dtype="uint16")) for i in range(N)]
+    (caution,) = from_python("mine", Pairs(dark, LABELS)).about.cautions
+    assert "16-bit" in caution
 
 
 def test_the_classes_of_a_data_set_are_those_of_its_subsets() -> None:
@@ -341,7 +360,7 @@ def test_a_transform_that_draws_is_a_warning_and_gives_the_same_each_time(draw: 
         ([[1.0, 2.0]] * N, LABELS, r"mine, train: .*example 0 is a list"),
         (["a text"] * N, LABELS, r"mine, train: .*example 0 is a str"),
         ([*torch.rand(9, 5), torch.rand(4)], LABELS, r"mine, train: example 9 .*\(4,\)"),
-        ([*pictures()[:4], torch.rand(3, 8, 8)], LABELS, r"mine, train: example 4 is float32"),
+        ([*pictures()[:4], torch.rand(3, 8, 8)], LABELS, r"mine, train: example 4 is a Tensor"),
         ([*pixels(3, 8, 8)[:4], torch.rand(3, 8, 8)], LABELS, r"mine, train: example 4 is"),
         ([], [], "mine, train holds no examples"),
         ([image.convert("HSV") for image in pictures()], LABELS, "mine, train: example 0 .*HSV"),
@@ -408,10 +427,17 @@ def test_fields_that_the_data_do_not_have_are_refused() -> None:
         from_python("mine", patients(), classes=["a", "b"])
     with pytest.raises(UnknownName, match=r"'label_colum'.*label_column"):
         from_python("mine", patients(), label_colum="label")
-    with pytest.raises(ConfigError, match="size"):
-        from_python("mine", Pairs(torch.rand(N, 5), LABELS), size=4)
+    for source in (
+        (torch.rand(N, 5), LABELS),
+        TensorDataset(torch.rand(N, 5), torch.from_numpy(LABELS)),
+        Pairs(torch.rand(N, 5), LABELS),
+    ):
+        with pytest.raises(ConfigError, match="mine, train: size"):
+            from_python("mine", source, size=4)
     with pytest.raises(ConfigError, match="size = 0"):
         from_python("mine", Pairs(pictures(), LABELS), size=0)
+    with pytest.raises(ConfigError, match="mode = 'blue'"):
+        from_python("mine", Pairs(pictures(), LABELS), mode="blue")
 
 
 def test_columns_and_pairs_in_one_data_set_are_refused() -> None:

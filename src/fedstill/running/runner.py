@@ -17,7 +17,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import SERVER
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_python
-from fedstill.data.sources.from_python import is_by_client
+from fedstill.data.sources.in_memory import is_by_client
 from fedstill.running.cautions import log_cautions
 from fedstill.running.directory import (
     HOLDER,

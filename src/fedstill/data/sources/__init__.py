@@ -2,7 +2,7 @@
 tensors.
 """
 
-from fedstill.data.sources.from_python import from_python
+from fedstill.data.sources.in_memory import from_python
 from fedstill.data.sources.load import load_dataset
 from fedstill.data.sources.tensors import from_clients, from_tensors
 

@@ -1,25 +1,42 @@
-"""Data sets of tensors and arrays in memory, and decoded arrays as a data set."""
+"""Data sets of tensors, arrays and torch data sets, and decoded arrays as a data set."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.data as torch_data
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 from torch import Tensor
 
-from fedstill.core.errors import ConfigError, DataError
+from fedstill.core.errors import ConfigError, DataError, on_one_line
+from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples
+from fedstill.core.user_code import of_kind
 from fedstill.data.cache import Arrays, Decoded
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import MANY, About, Kind
 from fedstill.data.sources.catalog import HALF
+from fedstill.data.sources.image_sets import check_broken, labelled_images, read_rows
+from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.records import Columns
 from fedstill.data.sources.splits import SPLITS, hold_out
-from fedstill.data.sources.verify import verified
+from fedstill.data.sources.verify import (
+    ambiguous_channels,
+    check_channels,
+    check_labels,
+    check_whole,
+    unusual_scale,
+    verified,
+)
 
 Array = Tensor | NDArray[Any]
 """A tensor of torch's, or an array of NumPy's."""
@@ -211,9 +228,9 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
     kind = _kind(name, train, fields)
     about = About(kind, fields.vocabulary, owners=data.clients).warned(*data.cautions)
     if kind == "image":
-        about = about.warned(_ambiguous_channels(train))
+        about = about.warned(ambiguous_channels(train))
     if kind == "image" and fields.mean is None:
-        about = about.warned(_unusual_scale(train))
+        about = about.warned(unusual_scale(train))
     classes = None
     if fields.classes is not None and len(fields.classes):
         classes = tuple(map(str, fields.classes))
@@ -265,53 +282,6 @@ def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Arrays:
     return checked, labels.astype(np.int64)
 
 
-def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
-    """Raise DataError for labels that are not ``count`` whole numbers, with how to make them so."""
-    if labels.shape == (count,) and labels.dtype.kind in "iub":
-        return
-    problem = (
-        f"{part}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape "
-        f"({count},)"
-    )
-    if labels.shape != (count,):
-        raise DataError(problem + _shape_remedy(labels, count))
-    if labels.dtype.kind in "OSU":
-        raise DataError(
-            f"{problem}: names, ids = np.unique(labels, return_inverse=True), then give ids, and "
-            "classes=names"
-        )
-    if labels.dtype.kind == "f":
-        check_whole(part, labels)
-        raise DataError(f"{problem}: labels.astype('int64') of an array, labels.long() of a tensor")
-    raise DataError(f"{problem}; give class ids, whole numbers from 0")
-
-
-def _shape_remedy(labels: NDArray[Any], count: int) -> str:
-    if labels.shape == (count, 1):
-        return ": labels.reshape(-1)"
-    if labels.ndim == 2 and len(labels) == count:
-        return ": labels.argmax(1), if they mark one class in each row"
-    return "; give one label an example"
-
-
-def check_whole(part: str, labels: NDArray[Any]) -> None:
-    """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
-    is_finite = np.isfinite(labels)
-    fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
-    if len(fractions):
-        raise DataError(
-            f"{part}: labels are numbers with fractions (example {fractions[0]} has "
-            f"{labels[fractions[0]]:.6g}): fedstill classifies and has no regression; for classes "
-            "of ranges, np.digitize(labels, limits)"
-        )
-    unknown = np.flatnonzero(~is_finite)
-    if len(unknown):
-        raise DataError(
-            f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
-            f"{len(labels):,} are not finite); give it a class id, or leave such examples out"
-        )
-
-
 def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
     """Pixels as they are, or numbers as float32."""
     is_pixels = values.dtype == np.uint8 and values.ndim == 4
@@ -321,7 +291,7 @@ def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
             "C, H, W), other numbers as floats, or token ids with vocabulary="
         )
     if values.ndim == 4:
-        _check_channels(part, values)
+        check_channels(part, values)
     if is_pixels:
         return values
     wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
@@ -362,73 +332,200 @@ def _kind(name: str, values: NDArray[Any], fields: TensorFields) -> Kind:
     )
 
 
-# Images: where their channels are, and the scale of their pixels.
+# Torch data sets: pairs of a value and a label.
 
 
-PICTURE_CHANNELS = (1, 3, 4)
-"""Channels of grey, RGB and RGBA pictures, which most image libraries give last."""
+def dataset_of_loader(
+    part: str, loader: torch_data.DataLoader[Any], cautions: list[str]
+) -> torch_data.Dataset[Any]:
+    """The data set of a DataLoader, with warnings about what is not used.
 
-MOST_PICTURE_CHANNELS = max(PICTURE_CHANNELS)
-
-TRANSPOSITION = "values.transpose(0, 3, 1, 2) of an array, values.permute(0, 3, 1, 2) of a tensor"
-
-
-def _check_channels(part: str, values: NDArray[Any]) -> None:
-    """Raise DataError for images (N, H, W, C), which would be read as images of H channels."""
-    if _channels_are_last(values.shape) is True:
+    Raises DataError for a sampler that selects or repeats examples.
+    """
+    if isinstance(loader.dataset, torch_data.IterableDataset):
+        return loader.dataset
+    sampler = loader.sampler
+    if isinstance(loader.batch_sampler, torch_data.BatchSampler):
+        sampler = loader.batch_sampler.sampler
+    is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
+    if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
         raise DataError(
-            f"{part}: values of shape {values.shape} have their channels last; give (N, C, H, W): "
-            f"{TRANSPOSITION}"
+            f"{part}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
+            "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
+        )
+    caution = "the batches of a DataLoader are not used: plan.batch sets their size"
+    if loader.collate_fn is not torch_data.default_collate:
+        caution += "; nor is its collate_fn"
+    cautions.append(caution)
+    return loader.dataset
+
+
+def check_no_image_fields(part: str, columns: Columns) -> None:
+    """Raise ConfigError for size or mode of PIL images where there are none."""
+    for key in ("size", "mode"):
+        if getattr(columns, key) is not None:
+            raise ConfigError(
+                f"{part}: {key} is for PIL images, and these are tensors or arrays; change them "
+                f"before, and leave {key} out"
+            )
+
+
+READ_TWICE = 8
+"""The items that are read a second time, to notice transforms that draw at random."""
+
+
+@dataclass(frozen=True)
+class TorchItems:
+    """A data set of (value, label) pairs that is read item by item."""
+
+    part: str
+    data: Any
+    columns: Columns
+
+    def read(self, cautions: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Values (N, …) and labels (N,); adds a warning if an item differs when read again.
+
+        Raises DataError for items that are no pairs, and for values of different types or shapes.
+        """
+        count = len(self.data)
+        if not count:
+            raise DataError(f"{self.part} holds no examples; leave it out")
+        with _seeded():
+            positions = np.linspace(0, count - 1, READ_TWICE).round().astype(int)
+            if any(self._changes(index) for index in np.unique(positions).tolist()):
+                cautions.append(
+                    "a torch data set gives other values when it is read again, as transforms that "
+                    "draw at random do; it is read once: leave such transforms out, and set "
+                    "data.augment"
+                )
+            labels: list[Any] = []
+            if isinstance(self._item(0)[0], Image.Image):
+                values = self._pictures(count, labels, cautions)
+            else:
+                values = self._arrays(count, labels)
+        ids = np.array(labels)
+        if ids.dtype.kind == "f":
+            check_whole(self.part, ids)
+            ids = ids.astype(np.int64)
+        return values, ids
+
+    def _item(self, index: int) -> tuple[Any, Any]:
+        try:
+            item = self.data[index]
+        except Exception as error:
+            error.add_note(f"{self.part}: example {index} could not be read")
+            raise
+        if isinstance(item, (tuple, list)) and len(item) == 2:
+            return item[0], item[1]
+        raise DataError(
+            f"{self.part}: example {index} is {of_kind(item)}; a torch data set must give pairs "
+            "(value, label)"
         )
 
+    def _changes(self, index: int) -> bool:
+        """Whether a value differs when it is read a second time."""
+        first = self._value_array(index)
+        second = self._value_array(index)
+        return not np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
 
-def _ambiguous_channels(values: NDArray[Any]) -> str:
-    """A warning about images that could be read either way, or ""."""
-    if _channels_are_last(values.shape) is not None:
-        return ""
-    _, channels, height, width = values.shape
-    return (
-        f"values of shape {values.shape} are read as images of {channels} channels and {height} × "
-        f"{width} pixels; if their channels are last, give {TRANSPOSITION}"
-    )
+    def _value_array(self, index: int) -> NDArray[Any]:
+        value = self._item(index)[0]
+        if isinstance(value, Tensor):
+            return as_array(self.part, value)
+        return np.asarray(value)
+
+    def _pictures(self, count: int, labels: list[Any], cautions: list[str]) -> NDArray[Any]:
+        """PIL images (N, C, H, W), decoded as those of files are; their labels go into a list."""
+
+        def cells() -> Iterator[tuple[dict[str, Any], int]]:
+            for index in range(count):
+                picture, label = self._item(index)
+                labels.append(self._label(index, label))
+                yield self._encoded(index, picture), 0
+
+        rows = read_rows(Pictures(self.part, self.columns, count), cells())
+        check_broken(self.part, rows.broken, can_skip=False)
+        images = labelled_images(self.part, {"train": rows}, self.columns, None)
+        cautions.extend(images.about.cautions)
+        return rows.images
+
+    def _encoded(self, index: int, picture: object) -> dict[str, Any]:
+        """An image as the bytes of a file, upright."""
+        if not isinstance(picture, Image.Image):
+            raise DataError(
+                f"{self.part}: example {index} is {of_kind(picture)}, and the first is a PIL "
+                "image; make them alike"
+            )
+        upright = picture
+        with contextlib.suppress(Exception):  # damaged tags; viewers show such images as they are
+            upright = ImageOps.exif_transpose(picture)
+        file = io.BytesIO()
+        try:
+            upright.save(file, "TIFF")  # it has all kinds of pixels
+        except OSError as error:
+            raise DataError(
+                f"{self.part}: example {index} is an image of kind {picture.mode} "
+                f"({on_one_line(error)}); convert it to RGB"
+            ) from error
+        return {"bytes": file.getvalue(), "path": None}
+
+    def _arrays(self, count: int, labels: list[Any]) -> NDArray[Any]:
+        """Tensors or arrays (N, …) of one shape and type; their labels go into a list."""
+        check_no_image_fields(self.part, self.columns)
+        values: NDArray[Any] | None = None
+        for index in range(count):
+            value, label = self._item(index)
+            if not isinstance(value, (Tensor, np.ndarray)):
+                raise DataError(
+                    f"{self.part}: the value of example {index} is {of_kind(value)}; give a "
+                    "tensor, a NumPy array or a PIL image, of one kind"
+                )
+            array = as_array(f"{self.part}: the values of example {index}", value)
+            if values is None:
+                values = np.empty((count, *array.shape), array.dtype)
+            if array.shape != values.shape[1:] or array.dtype != values.dtype:
+                raise DataError(
+                    f"{self.part}: example {index} is {array.dtype} of shape {array.shape}, the "
+                    f"first {values.dtype} of shape {values.shape[1:]}; make them alike"
+                )
+            values[index] = array
+            labels.append(self._label(index, label))
+        assert values is not None
+        return values
+
+    def _label(self, index: int, label: Any) -> Any:
+        """A label as a number, from a tensor or array of one number, too."""
+        if label is None:
+            raise DataError(
+                f"{self.part}: example {index} has no label; give it one, or leave it out"
+            )
+        if not isinstance(label, (Tensor, np.ndarray)):
+            return label
+        array = as_array(f"{self.part}: the label of example {index}", label)
+        if array.size != 1:
+            raise DataError(
+                f"{self.part}: the label of example {index} has shape {array.shape}; give one "
+                "class id (if it marks one class: label.argmax())"
+            )
+        return array.item()
 
 
-def _channels_are_last(shape: tuple[int, ...]) -> bool | None:
-    """Whether images of a shape (N, …, …, …) have their channels last; None if that is unclear.
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed the global generators that transforms draw from, and restore them afterwards.
 
-    Squares that few channels wide are maps of features, such as (N, 512, 4, 4). Otherwise, images
-    are about as wide as high: the two of the three axes that are more alike are height and width.
-
-    >>> _channels_are_last((90, 64, 48, 3)), _channels_are_last((90, 512, 4, 4))
-    (True, False)
-    >>> _channels_are_last((90, 4, 64, 4)) is None
-    True
+    A resumed run reads the same examples then.
     """
-    _, first, second, last = shape
-    if last not in PICTURE_CHANNELS or second == last:
-        return False
-    sides_alike = max(first, second) * min(second, last) < max(second, last) * min(first, second)
-    if first > MOST_PICTURE_CHANNELS and sides_alike:
-        return True
-    return None
-
-
-FAR = 3.0
-"""Pixels in [0, 1], and such as are standardised already, are not further from 0."""
-
-
-def _unusual_scale(values: NDArray[Any]) -> str:
-    """A warning about images of floats that (x - 0.5) / 0.5 does not bring near [-1, 1], or ""."""
-    if values.dtype.kind != "f" or not len(values):
-        return ""
-    low = float(values.min())
-    high = float(values.max())
-    if max(-low, high) <= FAR:
-        return ""
-    return (
-        f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 makes "
-        f"{2 * low - 1:.4g} to {2 * high - 1:.4g}; divide pixels by 255, or give mean= and std="
-    )
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with drawing_from(0):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 # Decoded arrays as a data set.

@@ -1,4 +1,6 @@
-"""Checks of decoded data: splits, shapes, labels, and the checksums of data sets known by name."""
+"""Checks of decoded data and arrays: splits, shapes, labels, channels, and the checksums of data
+sets known by name.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
 from fedstill.data.cache import Arrays, Decoded
@@ -149,3 +153,122 @@ def _check_images(known: Known, data: Decoded) -> None:
                     f"{known.name}, {split}: the {part} have SHA-256 {digest}, not "
                     f"{expected_digest}; {remedy}"
                 )
+
+
+# Labels in arrays.
+
+
+def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
+    """Raise DataError for labels that are not ``count`` whole numbers, with how to make them so."""
+    if labels.shape == (count,) and labels.dtype.kind in "iub":
+        return
+    problem = (
+        f"{part}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape "
+        f"({count},)"
+    )
+    if labels.shape != (count,):
+        raise DataError(problem + _shape_remedy(labels, count))
+    if labels.dtype.kind in "OSU":
+        raise DataError(
+            f"{problem}: names, ids = np.unique(labels, return_inverse=True), then give ids, and "
+            "classes=names"
+        )
+    if labels.dtype.kind == "f":
+        check_whole(part, labels)
+        raise DataError(f"{problem}: labels.astype('int64') of an array, labels.long() of a tensor")
+    raise DataError(f"{problem}; give class ids, whole numbers from 0")
+
+
+def _shape_remedy(labels: NDArray[Any], count: int) -> str:
+    if labels.shape == (count, 1):
+        return ": labels.reshape(-1)"
+    if labels.ndim == 2 and len(labels) == count:
+        return ": labels.argmax(1), if they mark one class in each row"
+    return "; give one label an example"
+
+
+def check_whole(part: str, labels: NDArray[Any]) -> None:
+    """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
+    is_finite = np.isfinite(labels)
+    fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
+    if len(fractions):
+        raise DataError(
+            f"{part}: labels are numbers with fractions (example {fractions[0]} has "
+            f"{labels[fractions[0]]:.6g}): fedstill classifies and has no regression; for classes "
+            "of ranges, np.digitize(labels, limits)"
+        )
+    unknown = np.flatnonzero(~is_finite)
+    if len(unknown):
+        raise DataError(
+            f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
+            f"{len(labels):,} are not finite); give it a class id, or leave such examples out"
+        )
+
+
+# Images in arrays: where their channels are, and the scale of their pixels.
+
+
+PICTURE_CHANNELS = (1, 3, 4)
+"""Channels of grey, RGB and RGBA pictures, which most image libraries give last."""
+
+MOST_PICTURE_CHANNELS = max(PICTURE_CHANNELS)
+
+TRANSPOSITION = "values.transpose(0, 3, 1, 2) of an array, values.permute(0, 3, 1, 2) of a tensor"
+
+
+def check_channels(part: str, values: NDArray[Any]) -> None:
+    """Raise DataError for images (N, H, W, C), which would be read as images of H channels."""
+    if _channels_are_last(values.shape) is True:
+        raise DataError(
+            f"{part}: values of shape {values.shape} have their channels last; give (N, C, H, W): "
+            f"{TRANSPOSITION}"
+        )
+
+
+def ambiguous_channels(values: NDArray[Any]) -> str:
+    """A warning about images that could be read either way, or ""."""
+    if _channels_are_last(values.shape) is not None:
+        return ""
+    _, channels, height, width = values.shape
+    return (
+        f"values of shape {values.shape} are read as images of {channels} channels and {height} × "
+        f"{width} pixels; if their channels are last, give {TRANSPOSITION}"
+    )
+
+
+def _channels_are_last(shape: tuple[int, ...]) -> bool | None:
+    """Whether images of a shape (N, …, …, …) have their channels last; None if that is unclear.
+
+    Squares that few channels wide are maps of features, such as (N, 512, 4, 4). Otherwise, images
+    are about as wide as high: the two of the three axes that are more alike are height and width.
+
+    >>> _channels_are_last((90, 64, 48, 3)), _channels_are_last((90, 512, 4, 4))
+    (True, False)
+    >>> _channels_are_last((90, 4, 64, 4)) is None
+    True
+    """
+    _, first, second, last = shape
+    if last not in PICTURE_CHANNELS or second == last:
+        return False
+    sides_alike = max(first, second) * min(second, last) < max(second, last) * min(first, second)
+    if first > MOST_PICTURE_CHANNELS and sides_alike:
+        return True
+    return None
+
+
+FAR = 3.0
+"""Pixels in [0, 1], and such as are standardised already, are not further from 0."""
+
+
+def unusual_scale(values: NDArray[Any]) -> str:
+    """A warning about images of floats that (x - 0.5) / 0.5 does not bring near [-1, 1], or ""."""
+    if values.dtype.kind != "f" or not len(values):
+        return ""
+    low = float(values.min())
+    high = float(values.max())
+    if max(-low, high) <= FAR:
+        return ""
+    return (
+        f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 makes "
+        f"{2 * low - 1:.4g} to {2 * high - 1:.4g}; divide pixels by 255, or give mean= and std="
+    )

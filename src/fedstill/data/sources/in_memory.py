@@ -6,11 +6,8 @@ interface, or by a class of a module that is imported already.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
-import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,21 +18,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch.utils.data as torch_data
-from numpy.typing import NDArray
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
 from fedstill.core.fields import Count, plain_value, problem
-from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
 from fedstill.data.cache import Decoded
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import FILE, Form, nfc
+from fedstill.data.form import FILE, Broken, Form, Mode, nfc
 from fedstill.data.sources.encode import read_frames, schema_of
 from fedstill.data.sources.image_columns import decoded_splits
-from fedstill.data.sources.images import Pictures, check_single_page
+from fedstill.data.sources.image_sets import check_not_encoded
+from fedstill.data.sources.load import FIELDS, FORM_FIELDS
 from fedstill.data.sources.records import Columns
 from fedstill.data.sources.schema import class_names, index_columns, no_owner
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
@@ -43,18 +38,20 @@ from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.tensors import (
     Pair,
     TensorFields,
-    as_array,
+    TorchItems,
     as_dataset,
-    check_whole,
+    check_no_image_fields,
+    dataset_of_loader,
     dataset_of_pairs,
     join_clients,
 )
 from fedstill.data.sources.verify import verified
 
-FORM_FIELDS = tuple(field.name for field in dataclasses.fields(Form))
-IMAGE_FIELDS = ("broken", "image_column", "mode", "size")
-COLUMN_FIELDS = (*IMAGE_FIELDS, "label_column", "mean", "std", *FORM_FIELDS)
-PAIR_FIELDS = ("size", *(field.name for field in dataclasses.fields(TensorFields)))
+PAIR_FIELDS = ("mode", "size", *(field.name for field in dataclasses.fields(TensorFields)))
+"""Options for data without columns; mode and size are for PIL images."""
+
+IMAGE_FIELDS: Mapping[str, Any] = {"size": Count | None, "mode": Mode | None, "broken": Broken}
+"""Options for images, and the values that they may have."""
 
 
 @process_settings()
@@ -79,13 +76,14 @@ def from_python(
 
     test, validation: such data for these splits, common to all clients. fields: of columns, those
     of ``load_dataset``, such as ``label_column``, ``columns``, ``categorical`` and ``missing``; of
-    other data, those of ``from_tensors``, and ``size`` of PIL images. Raises ConfigError for other
-    objects and for fields that the data do not have, and DataError as ``load_dataset`` and
-    ``from_tensors`` do.
+    other data, those of ``from_tensors``, and ``size`` and ``mode`` of PIL images. Raises
+    ConfigError for other objects and for fields that the data do not have, and DataError as
+    ``load_dataset`` and ``from_tensors`` do.
     """
     fields = plain_value(fields)
-    if reason := problem(Count | None, fields.get("size")):
-        raise ConfigError(f"dataset {name!r}: size = {reason}")
+    for key, hint in IMAGE_FIELDS.items():
+        if key in fields and (reason := problem(hint, fields[key])):
+            raise ConfigError(f"dataset {name!r}: {key} = {reason}")
     cautions: list[str] = []
     clients = _client_names(name, data) if is_by_client(data) else ()
     sources = _sources(name, data, {"test": test, "validation": validation}, cautions)
@@ -104,7 +102,7 @@ def from_python(
             f"{with_columns[0].part} has columns, and {without_columns.part} has none; give "
             "data of one kind"
         )
-    _check_fields(name, fields, COLUMN_FIELDS)
+    _check_fields(name, fields, FIELDS)
     return _dataset_of_columns(request)
 
 
@@ -126,7 +124,7 @@ def _check_fields(name: str, fields: Mapping[str, Any], legal: Sequence[str]) ->
     for key in fields:
         if key in legal:
             continue
-        if key not in (*COLUMN_FIELDS, *PAIR_FIELDS):
+        if key not in (*FIELDS, *PAIR_FIELDS):
             raise UnknownName("field", key, legal, where=f"dataset {name!r}")
         kind = "columns" if legal is PAIR_FIELDS else "tensors"
         raise ConfigError(
@@ -293,7 +291,7 @@ def _with_table(source: _Source, cautions: list[str]) -> _Source:
     """The source with its table if it has columns; of a DataLoader, its data set."""
     data = source.data
     if isinstance(data, torch_data.DataLoader):
-        data = _dataset_of_loader(source.part, data, cautions)
+        data = dataset_of_loader(source.part, data, cautions)
     table: pa.Table | None = None
     if _is_of(data, "datasets", "Dataset"):
         table = _hugging_face_table(data, cautions)
@@ -343,12 +341,13 @@ def _dataset_of_columns(request: _Request) -> Dataset:
     frames = {split: ArrowFrame(table, columns.form) for split, table in tables.items()}
     schema = schema_of(name, frames, columns)
     if schema is not None:
+        check_not_encoded(name, columns)
         decoded = read_frames(name, frames, schema)
     else:
         # The paths of images that Python has in memory are as trustworthy as the program.
-        within = Path(Path.cwd().anchor)
+        root = Path(Path.cwd().anchor)
         owners = _owner_tables(name, frames, columns.form)
-        decoded = decoded_splits(name, frames, columns, within, owners)
+        decoded = decoded_splits(name, frames, columns, root, owners)
     if request.clients:
         decoded = _with_clients(request, decoded)
     decoded = replace(decoded, about=decoded.about.warned(*dict.fromkeys(request.cautions)))
@@ -470,7 +469,7 @@ def _with_clients(request: _Request, data: Decoded) -> Decoded:
 
 
 def _dataset_of_pairs(request: _Request) -> Dataset:
-    fields = {key: value for key, value in request.fields.items() if key != "size"}
+    fields = {key: value for key, value in request.fields.items() if key not in IMAGE_FIELDS}
     if "classes" not in fields:
         fields["classes"] = _classes_of(request.sources)
     common: dict[str, Pair] = {}
@@ -508,201 +507,33 @@ def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
     return declared[first_part]
 
 
-def _dataset_of_loader(
-    part: str, loader: torch_data.DataLoader[Any], cautions: list[str]
-) -> torch_data.Dataset[Any]:
-    """The data set of a DataLoader, with warnings about what is not used.
-
-    Raises DataError for a sampler that selects or repeats examples.
-    """
-    if isinstance(loader.dataset, torch_data.IterableDataset):
-        return loader.dataset
-    sampler = loader.sampler
-    if isinstance(loader.batch_sampler, torch_data.BatchSampler):
-        sampler = loader.batch_sampler.sampler
-    is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
-    if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
-        raise DataError(
-            f"{part}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
-            "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
-        )
-    caution = "the batches of a DataLoader are not used: plan.batch sets their size"
-    if loader.collate_fn is not torch_data.default_collate:
-        caution += "; nor is its collate_fn"
-    cautions.append(caution)
-    return loader.dataset
-
-
 def _pair_of(source: _Source, request: _Request) -> Pair:
     """The values and labels of a source; raises ConfigError for objects that have none."""
     data = source.data
-    if isinstance(data, (tuple, list)) and len(data) == 2 and _is_pair(data):
-        return data[0], data[1]
-    if type(data) is torch_data.TensorDataset and len(data.tensors) == 2:
-        return data.tensors[0], data.tensors[1]
-    no_items = (str, bytes, tuple, list, Mapping, Tensor, np.ndarray, Dataset)
+    columns = Columns(size=request.fields.get("size"), mode=request.fields.get("mode"))
+    pair: Any = data
+    if type(data) is torch_data.TensorDataset:
+        pair = data.tensors
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and _is_pair(pair):
+        check_no_image_fields(source.part, columns)
+        return pair[0], pair[1]
+    _check_items(source)
+    return TorchItems(source.part, data, columns).read(request.cautions)
+
+
+def _check_items(source: _Source) -> None:
+    """Raise ConfigError for an object that does not give examples by number."""
+    data = source.data
+    sequences = (str, bytes, tuple, list, Mapping, Tensor, np.ndarray, Dataset)
     is_stream = isinstance(data, torch_data.IterableDataset) or _is_of(
         data, "datasets", "IterableDataset"
     )
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if isinstance(data, no_items) or is_stream or not has_items:
-        hint = ", which is read in one order only" if is_stream else ""
-        raise ConfigError(
-            f"{source.part} is {of_kind(data)}{hint}, not a data set: give (values, labels), a "
-            "torch Dataset of (value, label) pairs with a length, a DataFrame, a Hugging Face "
-            "Dataset, or what fedstill.from_tensors(NAME, train=(values, labels)) makes"
-        )
-    return _Items(source.part, data, request.fields.get("size")).read(request.cautions)
-
-
-READ_TWICE = 8
-"""The items that are read a second time, to notice transforms that draw at random."""
-
-
-@dataclass(frozen=True)
-class _Items:
-    """A data set of (value, label) pairs that is read item by item."""
-
-    part: str
-    data: Any
-    side: int | None
-
-    def read(self, cautions: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Values (N, …) and labels (N,); adds a warning if an item differs when read again.
-
-        Raises DataError for items that are no pairs, and for values of different types or shapes.
-        """
-        count = len(self.data)
-        if not count:
-            raise DataError(f"{self.part} holds no examples; leave it out")
-        with _seeded():
-            positions = np.linspace(0, count - 1, READ_TWICE).round().astype(int)
-            if any(self._changes(index) for index in np.unique(positions).tolist()):
-                cautions.append(
-                    "a torch data set gives other values when it is read again, as transforms that "
-                    "draw at random do; it is read once: leave such transforms out, and set "
-                    "data.augment"
-                )
-            items = (self._item(index) for index in range(count))
-            return self._arrays(items, count)
-
-    def _item(self, index: int) -> tuple[Any, Any]:
-        try:
-            item = self.data[index]
-        except Exception as error:
-            error.add_note(f"{self.part}: example {index} could not be read")
-            raise
-        if isinstance(item, (tuple, list)) and len(item) == 2:
-            return item[0], item[1]
-        raise DataError(
-            f"{self.part}: example {index} is {of_kind(item)}; a torch data set must give pairs "
-            "(value, label)"
-        )
-
-    def _changes(self, index: int) -> bool:
-        """Whether a value differs when it is read a second time."""
-        first = self._value_array(index)
-        second = self._value_array(index)
-        return not np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
-
-    def _value_array(self, index: int) -> NDArray[Any]:
-        value = self._item(index)[0]
-        if isinstance(value, Tensor):
-            return as_array(self.part, value)
-        return np.asarray(value)
-
-    def _arrays(
-        self, items: Iterator[tuple[Any, Any]], count: int
-    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        pictures = Pictures(
-            what=self.part,
-            columns=Columns(size=self.side),
-            rows=count,
-            size_remedy="set size=SIDE to resize all",
-            mode_remedy="convert all to one kind in the data set",
-        )
-        values: NDArray[Any] | None = None
-        labels = []
-        for index, (value, label) in enumerate(items):
-            if isinstance(value, Image.Image):
-                picture = pictures.decoded(self._encoded(index, value), index)
-                array: NDArray[Any] = picture.pixels
-                if values is not None and array.shape != values.shape[1:]:
-                    raise pictures.mismatch(picture.name, array.shape, values.shape[1:])
-            else:
-                array = self._array(index, value)
-            if values is None:
-                values = np.empty((count, *array.shape), array.dtype)
-            if array.shape != values.shape[1:] or array.dtype != values.dtype:
-                raise DataError(
-                    f"{self.part}: example {index} is {array.dtype} of shape {array.shape}, the "
-                    f"first {values.dtype} of shape {values.shape[1:]}; make them alike"
-                )
-            values[index] = array
-            labels.append(self._label(index, label))
-        assert values is not None
-        ids = np.array(labels)
-        if ids.dtype.kind == "f":
-            check_whole(self.part, ids)
-            ids = ids.astype(np.int64)
-        return values, ids
-
-    def _array(self, index: int, value: object) -> NDArray[Any]:
-        if self.side is not None:
-            raise ConfigError(
-                f"{self.part}: size is for PIL images, and example {index} is {of_kind(value)}; "
-                "resize in the data set, or leave size out"
-            )
-        if not isinstance(value, (Tensor, np.ndarray)):
-            raise DataError(
-                f"{self.part}: the value of example {index} is {of_kind(value)}; give a tensor, a "
-                "NumPy array or a PIL image"
-            )
-        return as_array(f"{self.part}: the values of example {index}", value)
-
-    def _encoded(self, index: int, picture: Image.Image) -> dict[str, Any]:
-        """An image as the bytes of a file, which are then decoded as those of any other file."""
-        check_single_page(f"{self.part}: example {index}", picture)
-        file = io.BytesIO()
-        try:
-            ImageOps.exif_transpose(picture).save(file, "TIFF")  # it has all kinds of pixels
-        except OSError as error:
-            raise DataError(
-                f"{self.part}: example {index} is an image of kind {picture.mode} "
-                f"({on_one_line(error)}); convert it to RGB"
-            ) from error
-        return {"bytes": file.getvalue(), "path": None}
-
-    def _label(self, index: int, label: Any) -> Any:
-        """A label as a number, from a tensor or array of one number, too."""
-        if label is None:
-            raise DataError(
-                f"{self.part}: example {index} has no label; give it one, or leave it out"
-            )
-        if not isinstance(label, (Tensor, np.ndarray)):
-            return label
-        array = as_array(f"{self.part}: the label of example {index}", label)
-        if array.size != 1:
-            raise DataError(
-                f"{self.part}: the label of example {index} has shape {array.shape}; give one "
-                "class id (if it marks one class: label.argmax())"
-            )
-        return array.item()
-
-
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    """Seed the global generators that transforms draw from, and restore them afterwards.
-
-    A resumed run reads the same examples then.
-    """
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    random.seed(0)
-    np.random.seed(0)
-    try:
-        with drawing_from(0):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+    if has_items and not is_stream and not isinstance(data, sequences):
+        return
+    hint = ", which is read in one order only" if is_stream else ""
+    raise ConfigError(
+        f"{source.part} is {of_kind(data)}{hint}, not a data set: give (values, labels), a torch "
+        "Dataset of (value, label) pairs with a length, a DataFrame, a Hugging Face Dataset, or "
+        "what fedstill.from_tensors(NAME, train=(values, labels)) makes"
+    )
