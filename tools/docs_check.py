@@ -79,6 +79,7 @@ ENTRIES: tuple[Entry, ...] = (
     References("figures", "docs/papers.md", "tools.references:wrong_figures"),
     References("gallery", "docs/gallery.md", "tools.references:wrong_pictures"),
     References("menu", "mkdocs.yml", "tools.references:wrong_menu"),
+    References("commands", "all pages", "tools.commands:wrong_commands"),
 )
 """Everything that is checked, the longest first. Neighbours of one module are checked in one
 process and share work.

@@ -50,8 +50,8 @@ def compare_command(
 
     Args:
         config: What all runs have in common, a TOML file. Unset, the defaults.
-        methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's. Their topologies
-            may differ; a method with one exchange has one round.
+        methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's. Topologies may
+            differ; a method with one exchange has one round.
         seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
         grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be
             repeated.

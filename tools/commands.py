@@ -1,0 +1,289 @@
+"""The ``fedstill`` commands on all pages and in all tutorials.
+
+Each is read as ``fedstill`` reads it, and what it names is resolved (config, overrides, methods,
+grid, recipe, cells, suite) as far as nothing is trained.
+
+Tests and ``tools.results_page`` execute many of them, too. This check finds what is wrong with the
+others: an option that is gone, a key that is misspelt, an override without effect.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cyclopts import CycloptsError, MissingArgumentError
+
+from fedstill.benchmark.commands import suites_of
+from fedstill.benchmark.recipes import load_recipe
+from fedstill.benchmark.reproduction import changes_of
+from fedstill.cli import app
+from fedstill.cli.app import experiment_of
+from fedstill.config.experiment import load
+from fedstill.config.overrides import from_here, parse_grid
+from fedstill.config.resolve import settle
+from fedstill.core import registry
+from fedstill.core.errors import FedstillError
+from fedstill.running.tuning import Dimension, parse_space
+from fedstill.running.variants import variants
+from tools.references import ROOT, pages
+
+BLOCK = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?\n(.*?)^ *```', re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`(fedstill [^`]+)`")
+NAMED_IN_COMMENT = re.compile(r"# (\S+\.toml)\n")
+ASSIGNMENT = re.compile(r"""([A-Z]+)=(["'])(.*)\2$""")
+LOOP = re.compile(r"for (\w+) in (\S+)")
+PLACEHOLDER = re.compile(r"[A-Z]+|\.\.\.")
+"""What stands for a name of the reader's own."""
+
+FRONT_PAGE = "docs/index.md"
+"""The page that shows ``my.toml``, which other pages take."""
+
+FRONT_CONFIG = "my.toml"
+README = "README.md"
+"""The page that shows the same config without a title, as GitHub has none."""
+
+WITH_PACKAGES = ("docs/add_a_client_hook.md", "docs/add_an_observer.md")
+"""Pages that add a package to fedstill. Their configs resolve with it alone, and a test follows
+them.
+"""
+
+FEWEST = 200
+"""With fewer commands, the form of the pages has changed."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page: its words after ``fedstill``, and whether it stands in a sentence, where
+    it may be a part of one.
+    """
+
+    page: str
+    words: tuple[str, ...]
+    in_sentence: bool
+
+    @property
+    def text(self) -> str:
+        """As it is typed."""
+        return shlex.join(["fedstill", *self.words])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page: its language and its title, both empty if it has none."""
+
+    language: str
+    title: str
+    text: str
+
+    @property
+    def file(self) -> str:
+        """The name of the file that it shows; empty if it shows none."""
+        comment = NAMED_IN_COMMENT.match(self.text)
+        if comment and not self.title:
+            return comment[1]
+        return self.title
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page's text in Markdown, by its path in the repository."""
+
+    path: str
+    text: str
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of code."""
+        return [
+            Block(language, title, text) for _, language, title, text in BLOCK.findall(self.text)
+        ]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that the page shows, by name."""
+        files = {block.file: block.text for block in self.blocks if block.file}
+        if self.path == README:
+            files[FRONT_CONFIG] = next(b.text for b in self.blocks if b.language == "toml")
+        return files
+
+    def commands(self) -> Iterator[Command]:
+        """The commands of the page."""
+        for block in self.blocks:
+            if block.title:
+                continue
+            for line in _expanded(block.text).splitlines():
+                command = line.strip().removeprefix("$ ")
+                if command.startswith("fedstill "):
+                    words = shlex.split(command, comments=True)
+                    yield Command(self.path, tuple(words[1:]), in_sentence=False)
+        for text in INLINE.findall(BLOCK.sub("", self.text)):
+            yield Command(self.path, tuple(shlex.split(text)[1:]), in_sentence=True)
+
+
+def _expanded(block: str) -> str:
+    """A block of commands with each on one line, and with the first value of each variable."""
+    text = block.replace("\\\n", " ")
+    for line in text.splitlines():
+        assignment = ASSIGNMENT.match(line)
+        loop = LOOP.match(line)
+        if assignment:
+            value = assignment[3].replace('"', '\\"')  # it stands in double quotes, if it has some
+            text = text.replace(f"${assignment[1]}", value)
+        if loop:
+            text = text.replace(f"${loop[1]}", loop[2])
+    return text
+
+
+def all_pages() -> list[Page]:
+    """The pages in Markdown, and the sentences of the tutorials."""
+    found = [(path, path.read_text(encoding="utf-8")) for path in pages()]
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        sentences = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        found.append((path, "\n\n".join(sentences)))
+    return [Page(path.relative_to(ROOT).as_posix(), text) for path, text in found]
+
+
+def wrong_commands() -> Iterator[str]:
+    """Commands that fedstill would not take, and those that name what does not exist."""
+    found = all_pages()
+    front = next(page for page in found if page.path == FRONT_PAGE)
+    count = 0
+    for page in found:
+        commands = list(page.commands())
+        count += len(commands)
+        yield from problems(page, {**front.files, **page.files}, commands)
+    if count < FEWEST:
+        yield f"only {count} commands were found: has the form of the pages changed?"
+
+
+def problems(page: Page, files: Mapping[str, str], commands: Iterable[Command]) -> Iterator[str]:
+    """What is wrong with commands of a page, which are read in a folder with the page's files."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        Path("results").symlink_to(ROOT / "results")
+        for name, text in files.items():
+            if not name.startswith(("src/", "tests/")):
+                Path(name).write_text(text, encoding="utf-8")
+        for command in dict.fromkeys(commands):
+            problem = problem_of(command)
+            # A page may show an error that its command ends with.
+            if problem and problem.replace(f"{Path.cwd()}/", "") not in page.text:
+                yield f"{page.path}: {command.text}: {problem}"
+
+
+def problem_of(command: Command) -> str:
+    """Why a command cannot be carried out; empty if it can be, or if the data alone would tell."""
+    try:
+        function, bound, _ = app.parse_args(
+            list(command.words), exit_on_error=False, print_error=False
+        )
+    except MissingArgumentError as error:
+        return unknown_option(command.words) if command.in_sentence else str(error)
+    except CycloptsError as error:
+        return str(error)
+    check = CHECKS.get(function.__name__)
+    is_part = command.in_sentence and len(command.words) == 1
+    if check is None or is_part or has_placeholder(command.words):
+        return ""
+    if command.page in WITH_PACKAGES:
+        return ""
+    try:
+        check(**bound.arguments)
+    except FedstillError as error:
+        return error.in_shell
+    return ""
+
+
+def has_placeholder(words: Sequence[str]) -> bool:
+    """Whether some words stand for names of the reader's own.
+
+    >>> has_placeholder(["run", "OLD/config.toml"]), has_placeholder(["run", "my.toml"])
+    (True, False)
+    """
+    parts = [part for word in words for part in word.split("/")]
+    return any(PLACEHOLDER.fullmatch(part) for part in parts)
+
+
+def unknown_option(words: Sequence[str]) -> str:
+    """The first option that a command does not have; empty if it has all."""
+    names = {
+        name for argument in app[words[0]].assemble_argument_collection() for name in argument.names
+    }
+    unknown = [word for word in words if word.startswith("-") and word not in names]
+    return f"{words[0]} has no option {unknown[0]}" if unknown else ""
+
+
+# What the commands name, resolved without training.
+
+
+def check_run(config: Path | None = None, **options: Any) -> None:
+    """Resolve the settings of ``run`` and ``explain``."""
+    experiment = experiment_of(
+        config, options.get("set_", ()), options.get("engine"), options.get("federation")
+    )
+    settle(experiment, here=False)
+
+
+def check_compare(config: Path | None = None, **options: Any) -> None:
+    """Resolve all runs of a comparison."""
+    experiment = load(config, options.get("set_", ()))
+    methods = from_here(options.get("methods", ()), experiment.base)
+    grid = parse_grid(options.get("grid", ()))
+    variants(experiment, Path("out"), methods, options.get("seeds", ()), grid)
+
+
+def check_tune(config: Path | None = None, **options: Any) -> None:
+    """Resolve a run at one point of the search."""
+    experiment = load(config, options.get("set_", ()))
+    values = {d.key: _some_value(d) for d in parse_space(options.get("space", ()))}
+    settle(experiment.with_values(values, "--space"), here=False)
+
+
+def _some_value(dimension: Dimension) -> Any:
+    if dimension.choices:
+        return dimension.choices[0]
+    return int(dimension.low) if dimension.whole else dimension.low
+
+
+def check_reproduce(recipe: str = "", **options: Any) -> None:
+    """Resolve the first run of each cell of a paper's table."""
+    if not recipe:
+        return
+    table = load_recipe(recipe)
+    changes = changes_of(
+        table, options.get("set_", ()), options.get("rounds"), options.get("data", "")
+    )
+    table.variants(table.cells(options.get("cells", ())), (1,), changes, Path("out"))
+
+
+def check_suite(tier: str = "digits", track: str = "", **options: Any) -> None:
+    """Find the suites of a command of the ranking, and its rows."""
+    for suite in suites_of(tier, track):
+        suite.rows_named(options.get("methods", ()))
+
+
+def check_list(kind: str | None = None, name: str | None = None) -> None:
+    """Find the thing that ``list`` shows."""
+    if kind and name:
+        registry.lookup(kind, name)
+
+
+CHECKS: Mapping[str, Callable[..., None]] = {
+    "run_command": check_run,
+    "explain": check_run,
+    "compare_command": check_compare,
+    "tune_command": check_tune,
+    "reproduce": check_reproduce,
+    "rank_run": check_suite,
+    "rank_choose": check_suite,
+    "list_": check_list,
+}
+"""By the name of a command's function."""
