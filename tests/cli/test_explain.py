@@ -66,6 +66,14 @@ def test_explain_imports_no_package_that_it_does_not_use(folder: Path) -> None:
     assert modules.isdisjoint(NOT_NEEDED)
 
 
+def test_explain_of_a_table_imports_no_package_that_it_does_not_use(folder: Path) -> None:
+    write_table(folder / "hospitals.csv")
+    (folder / "my.toml").write_text('data = "hospitals.csv"\ntopology = {clients = 3}\n')
+    by_hospital = "partition={kind='column', column='hospital'}"
+    modules = imported(folder, "my.toml", "-s", by_hospital)
+    assert modules.isdisjoint(NOT_NEEDED)
+
+
 HEART = """
 [data]
 name = "none"

@@ -48,7 +48,7 @@ def refuse_strays(given: Sequence[str]) -> None:
 # The command that answers who made the model forget.
 
 
-Number = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
+DrawCount = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
 RoundNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
@@ -61,12 +61,12 @@ def why_command(
     worst: RoundCount = 1,
     exact: Flag = False,
     game: Literal["idle", "absent"] | None = None,
-    without: Number = None,
+    without: str | None = None,
     from_: Annotated[RoundNumber, Parameter(name="--from")] = None,
     rounds: RoundNumber = None,
     once: Flag = False,
-    draws: Number = None,
-    client: Number = None,
+    draws: DrawCount = None,
+    client: str | None = None,
     open_: Annotated[Flag, Parameter(name="--open")] = False,
     quiet: Quiet = False,
 ) -> int:
@@ -83,22 +83,23 @@ def why_command(
         directory: The run's directory.
         class_: The class, by number or name. Unset, the one with the deepest fall.
         round_: The round. Unset, the one with the deepest fall; with --client, round 1.
-        worst: How many of the deepest falls to report.
+        worst: How many of the deepest falls to report; five without a number.
         exact: Ask all coalitions of the round's clients; refused above ten clients.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
-        without: Go through rounds again without this client, and compare: what would have been.
+        without: Go through rounds again without this client, by number or name, and compare: what
+            would have been.
         from_: The first round without it. Unset, --round, or that of the deepest fall.
         rounds: How many rounds are gone through without it. Unset, 5.
         once: Leave it out in the first of these rounds alone.
         draws: Go through the round with so many other draws of its clients, e.g. 10: how far who
             was drawn explains it.
-        client: Where clients learn from peers: what this one learned in --round, by phase and by
-            teacher.
+        client: Where clients learn from peers: what this one, by number or name, learned in
+            --round, by phase and by teacher.
         open_: Write the run's page with the pictures, and open it.
         quiet: Say nothing of progress.
     """
     from fedstill.attribution.falls import the_moment
-    from fedstill.running.journal import class_numbers
+    from fedstill.running.journal import class_numbers, client_number
 
     given = {
         "--client": client,
@@ -113,11 +114,13 @@ def why_command(
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} holds no run: it has no journal.jsonl", 2)
     if client is not None:
-        return _lesson(directory, client, round_ or 1, quiet)
+        return _lesson(directory, client_number(directory, client), round_ or 1, quiet)
     of = class_numbers(directory, [class_])[0] if class_ is not None else None
     moment = the_moment(directory, of, round_)
     if without is not None:
-        return _without(directory, moment, without, from_ or moment.round, rounds or 5, once, quiet)
+        number = client_number(directory, without)
+        first = from_ or moment.round
+        return _without(directory, moment, number, first, rounds or 5, once, quiet)
     if draws:
         return _draws(directory, moment, draws, quiet)
     _say_if_none_fell(directory, moment, of, round_)

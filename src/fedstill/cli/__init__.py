@@ -26,6 +26,7 @@ from fedstill.cli.spelling import (
     print_what_is_near,
     spaced_list,
     unused_words,
+    with_values,
 )
 from fedstill.core.errors import FedstillError, Interrupted, cut_reason
 from fedstill.manifest import Part
@@ -170,6 +171,7 @@ def call(tokens: list[str]) -> int:
     try:
         if hint := no_value(tokens) or spaced_list(tokens):
             return say(hint, 2)
+        tokens = with_values(tokens)
         _import_command(tokens)
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         result = command(

@@ -81,6 +81,24 @@ WITH_SETTINGS: dict[str, tuple[str, ...]] = {
 theirs.
 """
 
+WITHOUT_VALUE = {("why", "--worst"): "5"}
+"""Options that may stand alone, by command, and the value that they have then."""
+
+
+def with_values(tokens: Sequence[str]) -> list[str]:
+    """A command line in which options that may stand alone have their value.
+
+    >>> with_values(["why", "--worst", "run"]), with_values(["why", "run", "--worst", "3"])
+    (['why', '--worst=5', 'run'], ['why', 'run', '--worst', '3'])
+    """
+    result = []
+    for position, token in enumerate(tokens):
+        value = WITHOUT_VALUE.get((tokens[0], token), "")
+        following = tokens[position + 1] if position + 1 < len(tokens) else ""
+        result.append(token if not value or following.isdecimal() else f"{token}={value}")
+    return result
+
+
 WITHOUT_SETTINGS = {
     "demo": "demo has settings of its own; to choose them, use fedstill compare with a config",
     "rank": "the settings of the ranking are fixed; fedstill rank map --grid varies them, and "

@@ -5,11 +5,6 @@ tables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter, validators
-
-Whose = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
 
 
 def export_command(
@@ -18,7 +13,7 @@ def export_command(
     onnx: Path | None = None,
     pt2: Path | None = None,
     folder: Path | None = None,
-    client: Whose = None,
+    client: str | None = None,
     parquet: Path | None = None,
     csv: Path | None = None,
 ) -> int:
@@ -33,7 +28,8 @@ def export_command(
         pt2: The file for the model as a program of torch.export, which torch.export.load reads.
         folder: A new folder to share: weights, a model card, and a script that needs torch and
             safetensors alone.
-        client: Whose model, for methods that answer with a model for each client.
+        client: Whose model, by number or name, for methods that answer with a model for each
+            client.
         parquet: A folder for rounds.parquet and clients.parquet: one row a round, and one for each
             client and stage.
         csv: A folder for the same tables as CSV.
@@ -61,13 +57,14 @@ def _write_tables(run: Path, kind: str, folder: Path) -> None:
 
 
 def _write_model(
-    run: Path, onnx: Path | None, pt2: Path | None, folder: Path | None, client: int | None
+    run: Path, onnx: Path | None, pt2: Path | None, folder: Path | None, client: str | None
 ) -> None:
     from fedstill.export import programs
     from fedstill.export.loading import load_model
     from fedstill.export.upload_folder import write_folder
 
-    model = load_model(run, client)
+    whose = int(client) if client is not None and client.isdecimal() else client
+    model = load_model(run, whose)
     if onnx:
         away = programs.write_onnx(model, onnx)
         print(f"{onnx}: ONNX, {_compared('onnxruntime', away)}")

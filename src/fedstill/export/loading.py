@@ -168,8 +168,9 @@ def load_model(
     mode.
 
     run: a result, or the run's directory; of a run that was stopped, the model of its last
-    checkpoint. client: of a method that answers with a model for each client, whose; of one that
-    groups clients, which, "cluster 1", as its predictors are named; else left out. data: the run's
+    checkpoint. client: of a method that answers with a model for each client, whose, by number or
+    by name; of one that groups clients, which, "cluster 1", as its predictors are named; else left
+    out. data: the run's
     data set, for a run that an earlier version began and did not write down what normalises the
     images. Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On
     the run's test set, in batches of 100, it has the accuracy that the run printed. Where each
@@ -189,6 +190,9 @@ def load_model(
             f"{folder} has no model yet: it stopped before it began; `fedstill resume "
             f"{in_shell(folder)}`"
         )
+    if isinstance(client, str):
+        number = journals.number_of_client(client, start[0])
+        client = client if number is None else number
     _warn_of_changes(settings, start[0])
     one_client = client if isinstance(client, int) else None
     inputs = inputs_of(folder, settings, start[0], data, one_client)

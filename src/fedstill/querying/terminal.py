@@ -189,14 +189,13 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %" if value == value else NONE
 
 
-Client = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Under = Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))]
 
 
 def query(
     run: Path,
     *,
-    client: Client,
+    client: str,
     classes: Names = (),
     by: Names = (),
     under: Under | None = None,
@@ -212,7 +211,7 @@ def query(
 
     Args:
         run: The run's directory; its clients must have trained alone (method local_only).
-        client: The client that asks.
+        client: The client that asks, by number or name.
         classes: The classes that it asks for, by number or name, e.g. 7,9.
         by: Instead of classes, what is reason to ask: lack (too few examples), accuracy (its model
             is too often wrong), need (it will need the class).
@@ -236,7 +235,7 @@ def query(
     from fedstill.querying import terminal as answer
     from fedstill.querying.answers import Later, ask
     from fedstill.report import terminal
-    from fedstill.running.journal import class_numbers
+    from fedstill.running.journal import class_numbers, client_number
 
     if bool(by) == bool(classes):
         raise ConfigError(
@@ -247,18 +246,19 @@ def query(
     if ("need" in by) != bool(need):
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
     refuse_other_kind(out, MODEL)
+    student_number = client_number(run, client)
     reason = {"by": by, **({"accuracy_under": under} if under else {})}
-    reason |= {"needs": {str(client): tuple(class_numbers(run, need))}} if need else {}
+    reason |= {"needs": {str(student_number): tuple(class_numbers(run, need))}} if need else {}
     asked = reason if by else class_numbers(run, classes)
     later = Later(student, load_dataset(new_data) if new_data else None)
     answered = ask(
-        run, client, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later
+        run, student_number, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later
     )
     screen = terminal.console()
     for line in answer.answer_tables(answered):
         screen.print(line)
     path = out or Path(
-        f"{run.name}-client{client}-asked-{'-'.join(map(str, answered.query))}.safetensors"
+        f"{run.name}-client{student_number}-asked-{'-'.join(map(str, answered.query))}.safetensors"
     )
     save_model(path, answered.model, answered.params)
     screen.print(f"\nthe student's model: {path}")

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,12 +173,44 @@ def class_numbers(folder: Path, names: Sequence[str]) -> list[int]:
     """Classes by number or by name, as numbers; raises UnknownName for one that the run does not
     have.
     """
-    events = read_journal(folder / "journal.jsonl") if folder.is_dir() else []
-    known = [str(c) for e in events[:1] for c in e.get("classes", [])]
-    for name in names:
-        if not name.isdecimal() and name not in known:
-            raise UnknownName("class", name, known)
-    return [int(name) if name.isdecimal() else known.index(name) for name in names]
+    known = _names_at_start(folder, "classes")
+    return [_number("class", name, known) for name in names]
+
+
+def client_number(folder: Path, name: str) -> int:
+    """A client by number or by its name in the data, as a number; raises UnknownName for a name
+    that the run does not have.
+    """
+    return _number("client", name, _names_at_start(folder, "client_names"))
+
+
+def number_of_client(name: str, start: Event) -> int | None:
+    """The number of a client by its name in the data, given a run's first event; None for any other
+    name.
+    """
+    known = [composed(str(other)) for other in start.get("client_names", ())]
+    return known.index(composed(name)) if composed(name) in known else None
+
+
+def composed(name: str) -> str:
+    """A name in Unicode's form C, in which data are read: keyboards and systems write others."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _names_at_start(folder: Path, key: str) -> list[str]:
+    """Names that a run's first event lists."""
+    events = read_journal(folder / "journal.jsonl", 1) if folder.is_dir() else []
+    return [composed(str(name)) for event in events[:1] for name in event.get(key, ())]
+
+
+def _number(kind: str, name: str, known: Sequence[str]) -> int:
+    """A thing by number or by name, as a number."""
+    if name.isdecimal():
+        return int(name)
+    if composed(name) not in known:
+        todo = "" if known else "the run has no names; give a number, from 0"
+        raise UnknownName(kind, name, known, todo=todo)
+    return known.index(composed(name))
 
 
 def _whole_number(text: str) -> int | None:
