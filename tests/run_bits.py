@@ -87,7 +87,10 @@ def before_round_1(folder: Path) -> Path:
 
 
 def resealed(folder: Path, config: str) -> Path:
-    """The directory as of a finished run that began with another text of config.toml."""
+    """The directory as of a finished run that began with another text of config.toml; without
+    checkpoints, which know the journal.
+    """
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "config.toml").write_text(config)
     journal, seal = folder / "journal.jsonl", digest(config.encode())
     journal.write_text(

@@ -26,5 +26,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def some_runs(finished: Path, tmp_path: Path) -> Path:
-    """The same in a folder of one's own."""
-    return Path(shutil.copytree(finished, tmp_path / "runs"))
+    """The same in a folder of one's own, without checkpoints, which would know what the journals
+    were.
+    """
+    kept = shutil.ignore_patterns("checkpoints")
+    return Path(shutil.copytree(finished, tmp_path / "runs", ignore=kept))

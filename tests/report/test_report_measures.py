@@ -65,6 +65,11 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def without_checkpoints(run: Path, folder: Path) -> Path:
+    """A copy of a run whose journal may be edited: its checkpoints would know what it was."""
+    return Path(shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints")))
+
+
 def sections(text: str) -> dict[str, list[dict[str, Any]]]:
     """The figures of each section, all variants."""
     out = {}
@@ -196,7 +201,7 @@ def test_smoothing_keeps_the_sum_and_goes_round_the_circle() -> None:
 def test_a_loss_too_large_for_a_number_is_drawn_as_the_largest(
     looked: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(looked / "all" / "a0.5", tmp_path / "run"))
+    folder = without_checkpoints(looked / "all" / "a0.5", tmp_path / "run")
     lines = events(folder)
     (event,) = [e for e in lines if e.get("measure") == "landscape"]
     around = event["models"]["aggregated"]
@@ -232,7 +237,7 @@ def test_a_loss_too_large_for_a_number_is_drawn_as_the_largest(
 def test_a_damaged_look_is_named_with_its_journal(
     measure: str, change: dict[str, Any], looked: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(looked / "all" / "a0.5", tmp_path / "run"))
+    folder = without_checkpoints(looked / "all" / "a0.5", tmp_path / "run")
     lines = [e | change if e.get("measure") == measure else e for e in events(folder)]
     (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
     with pytest.raises(CorruptFile, match=r"journal\.jsonl") as caught:
@@ -302,7 +307,7 @@ def test_what_leaks_before_and_after_privacy_stands_in_the_table(tmp_path: Path)
 def test_damaged_epochs_are_named_with_their_journal(
     damage: Any, looked: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(looked / "all" / "a0.5", tmp_path / "run"))
+    folder = without_checkpoints(looked / "all" / "a0.5", tmp_path / "run")
     lines = [e | {"by_epoch": damage} if e["event"] == "round" else e for e in events(folder)]
     (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
     with pytest.raises(CorruptFile, match=r"journal\.jsonl: round 1 has by_epoch"):

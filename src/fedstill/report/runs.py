@@ -18,7 +18,7 @@ from fedstill.data.client_split import LabelCounts
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
 from fedstill.running.journal import Event, with_later_looks
-from fedstill.running.same_run import check_config, check_journal_end
+from fedstill.running.same_run import check_config, check_journal
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
 # What a reader of journals relies on, checked once: an event that lacks it is named, with its file.
@@ -344,7 +344,7 @@ def read_run(folder: Path, named: Path | None = None) -> Run:
     check_events(path, start, initial, by_name["round"], by_name["client"])
     check_looks(path, by_name["measure"])
     check_resumed(path, by_name.get("resumed", []))
-    check_journal_end(folder, events)
+    check_journal(folder, events)
     split = read_split(folder, start)
     return Run(
         folder,

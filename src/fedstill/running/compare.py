@@ -38,7 +38,7 @@ from fedstill.running.preparation import read_data, reading_options, with_pixels
 from fedstill.running.public_data import NOISE, TRAIN
 from fedstill.running.same_run import (
     RunIdentity,
-    check_journal_end,
+    check_journal,
     is_finished,
     start_of_journal,
     why_not_same,
@@ -423,7 +423,7 @@ def _is_whole(folder: Path) -> bool:
     with it says why.
     """
     try:
-        check_journal_end(folder, read_journal(folder / "journal.jsonl"))
+        check_journal(folder, read_journal(folder / "journal.jsonl"))
     except CorruptFile:
         return False
     return is_finished(folder)

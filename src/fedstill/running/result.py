@@ -28,7 +28,7 @@ from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.metrics.queries import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
-from fedstill.running.same_run import check_journal_end
+from fedstill.running.same_run import check_journal
 from fedstill.running.split_file import read_label_counts
 from fedstill.running.tables import frame_of_clients, frame_of_events
 
@@ -260,7 +260,7 @@ class Result:
         folder = named_path(folder)
         path = folder / "summary.json"
         events = journals.read_journal(folder / "journal.jsonl")
-        check_journal_end(folder, events)
+        check_journal(folder, events)
         try:
             summary = json.loads(path.read_bytes())
             accuracy, forgetting = summary["accuracy"], summary["forgetting"]

@@ -502,11 +502,12 @@ def check_checkpoints(folder: Path) -> None:
         raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
 
 
-def check_journal_end(folder: Path, events: Sequence[Event]) -> None:
-    """Raise CorruptFile for the journal of a finished run that lacks its end.
+def check_journal(folder: Path, events: Sequence[Event]) -> None:
+    """Raise CorruptFile for the journal of a finished run that lacks events.
 
     events: the journal's. The journal of an unfinished run may end anywhere, even in half a line;
-    that of a finished run ends in its last round or task, and events of packages' observers.
+    that of a finished run ends in its last round or task, and events of packages' observers. In
+    between, each round counts its replies, and the last checkpoint knows the SHA-256.
     """
     if not is_finished(folder):
         return
@@ -518,11 +519,18 @@ def check_journal_end(folder: Path, events: Sequence[Event]) -> None:
             f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
         ) from error
     journal = folder / "journal.jsonl"
-    problem = _problem_of_end(events, summary)
-    if not problem and not journal.read_bytes().endswith(b"\n"):
+    data = journal.read_bytes()
+    problem = _gap(events) or _problem_of_end(events, summary)
+    if not problem and not data.endswith(b"\n"):
         problem = "it ends in half a line"
+    if not problem:
+        problem = _change_before_checkpoint(folder, data)
     if problem:
-        raise CorruptFile(f"{journal} is not what was written: {problem}; restore the file")
+        config = in_shell(folder / "config.toml")
+        raise CorruptFile(
+            f"{journal} is not what was written: {problem}; restore the file, or begin the run "
+            f"anew: fedstill run {config} --out {in_shell(folder)} --overwrite"
+        )
 
 
 def _noted_config(folder: Path) -> str:
@@ -535,6 +543,48 @@ def _noted_config(folder: Path) -> str:
     if newest is None:
         return ""
     return str(json.loads(newest.read_bytes())["manifest"]["config"])
+
+
+def _gap(events: Sequence[Event]) -> str:
+    """Which round or reply is missing among the events of a journal; empty if none is."""
+    number = 0
+    replies = 0
+    refused = 0
+    for event in events:
+        if event["event"] == "client":
+            refused += "refused" in event
+            replies += "refused" not in event and "idle" not in event
+        if event["event"] != "round":
+            continue
+        number += 1
+        if event.get("round") != number:
+            return f"round {number} is missing"
+        counts = {"replies": replies, "refused": refused}
+        for key, count in counts.items():
+            noted = event.get(key, count)
+            if noted != count:
+                events_of = "clients' replies" if key == "replies" else "refused clients"
+                return f"round {number} has events of {count} of its {noted} {events_of}"
+        replies = refused = 0
+    return ""
+
+
+def _change_before_checkpoint(folder: Path, data: bytes) -> str:
+    """In what a journal's bytes are not those that the newest checkpoint knows; empty if in
+    nothing, or without a checkpoint.
+    """
+    newest = max((folder / "checkpoints").glob("*.json"), default=None)
+    if newest is None:
+        return ""
+    try:
+        manifest = json.loads(newest.read_bytes())["manifest"]
+        length, sha = manifest["journal"]
+        number = manifest["round"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # whoever reads the checkpoint will say that it is damaged
+    if digest(data[:length]) == sha:
+        return ""
+    return f"an event up to round {number} is missing or has changed"
 
 
 def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.files import RUN_TABLE, as_named, refuse_other_kind, write_over
 from fedstill.running.archive import readable
 from fedstill.running.journal import Event, read_journal
-from fedstill.running.same_run import check_journal_end
+from fedstill.running.same_run import check_journal
 
 if TYPE_CHECKING:
     import pandas
@@ -119,7 +119,7 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
     """
     folder = readable(run)
     events = read_journal(folder / "journal.jsonl")
-    check_journal_end(folder, events)
+    check_journal(folder, events)
     classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
     rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
     return {

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedstill.config.experiment import Experiment, refuse_no_experiment
 from fedstill.config.named_tables import fields_of
-from fedstill.config.overrides import overridden_fields
+from fedstill.config.overrides import overridden_fields, refuse_set_twice
 from fedstill.config.resolve import PEERS, read_method, read_stream, settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
@@ -69,7 +69,7 @@ def variants(
         for values in itertools.product(*(grid or {}).values()):
             setting = dict(zip(grid or {}, values, strict=True))
             chosen = of_method.with_values(setting, "--grid")
-            with_seeds = [chosen.with_values({"seed": seed}, "--seeds") for seed in seeds]
+            with_seeds = [with_seed(chosen, seed) for seed in seeds]
             runs += [_variant(one, setting, out) for one in with_seeds or [chosen]]
     runs = _apart(runs, out)
     if len({v.folder for v in runs}) != len(runs):
@@ -183,9 +183,9 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
     Whether this machine has what it needs is seen to when it is begun: another one may have
     finished it.
     """
-    with_seed = experiment.with_values({"seed": seed}, "--seeds")
-    settings = settle(with_seed, here=False)
-    return Variant(label, with_seed, settings, _of_seed(folder, settings))
+    chosen = with_seed(experiment, seed)
+    settings = settle(chosen, here=False)
+    return Variant(label, chosen, settings, _of_seed(folder, settings))
 
 
 def with_starts(runs: Sequence[Variant]) -> list[Variant]:
@@ -201,6 +201,14 @@ def with_starts(runs: Sequence[Variant]) -> list[Variant]:
 def new_folder(name: str) -> Path:
     """A folder under ``runs/`` that does not exist yet."""
     return next(p for i in itertools.count(1) if not (p := Path("runs") / f"{name}-{i}").exists())
+
+
+def with_seed(experiment: Experiment, seed: int) -> Experiment:
+    """The experiment with one of the seeds of a command; raises ConfigError if an option has set
+    it.
+    """
+    refuse_set_twice({"seed": seed}, experiment.origins, "--seeds")
+    return replace(experiment, seed=seed)
 
 
 def _of_seed(folder: Path, settings: Settings) -> Path:
