@@ -8,6 +8,7 @@ import codecs
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 # What the standard streams do with characters that their encoding lacks, as Latin-1 lacks the en
@@ -91,11 +92,11 @@ def with_values(tokens: Sequence[str]) -> list[str]:
     >>> with_values(["why", "--worst", "run"]), with_values(["why", "run", "--worst", "3"])
     (['why', '--worst=5', 'run'], ['why', 'run', '--worst', '3'])
     """
-    result = []
-    for position, token in enumerate(tokens):
-        value = WITHOUT_VALUE.get((tokens[0], token), "")
-        following = tokens[position + 1] if position + 1 < len(tokens) else ""
-        result.append(token if not value or following.isdecimal() else f"{token}={value}")
+    result = list(tokens)
+    for position, (token, following) in enumerate(pairwise([*tokens, ""])):
+        value = WITHOUT_VALUE.get((tokens[0], token))
+        if value is not None and not following.isdecimal():
+            result[position] = f"{token}={value}"
     return result
 
 
