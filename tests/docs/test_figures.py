@@ -66,13 +66,14 @@ def test_a_figures_picture_is_where_its_row_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = (
-        "data.train_size=200",
-        "data.test_size=60",
-        "data.augment=[]",
-        "plan.epochs=1",
-        *changes,
-    )
+    small = {
+        "data.train_size": "200",
+        "data.test_size": "60",
+        "data.augment": "[]",
+        "plan.epochs": "1",
+    }
+    small |= dict(change.split("=", 1) for change in changes)
+    settings = [word for key, value in small.items() for word in ("-s", f"{key}={value}")]
     rounds = "1" if name.startswith("qkt/") else "2"
     words = [
         "reproduce",
@@ -87,6 +88,6 @@ def test_a_figures_picture_is_where_its_row_says(
         "--cells",
         cells,
     ]
-    assert call([*words, "--out", "r", *(word for change in small for word in ("-s", change))]) == 0
+    assert call([*words, "--out", "r", *settings]) == 0
     page = (tmp_path / "r" / "report.html").read_text().replace("&#x27;", "'").replace("&#39;", "'")
     assert [title for title in titles if title not in page] == []
