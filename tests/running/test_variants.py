@@ -208,6 +208,21 @@ def test_values_of_the_command_line_hold_for_every_topology(config: Path) -> Non
     assert (settings["fedavg"].rounds, settings["local_only"].rounds) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    "override", ["topology.kind=5", "topology.first=[1]", "rounds=many", "stream.kind=5", "query=5"]
+)
+def test_a_value_of_another_type_is_one_line(override: str, config: Path) -> None:
+    config.write_text(SHAPES)
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        by_method(load(config, (override,)), "fedavg", "local_only")
+
+
+def test_a_method_with_one_exchange_has_a_round_for_each_task(config: Path) -> None:
+    config.write_text(SHAPES + '[stream]\nkind = "classes"\ntasks = 2\n')
+    settings = by_method(load(config), "fedavg", "local_only")
+    assert (settings["fedavg"].rounds, settings["local_only"].rounds) == (4, 2)
+
+
 def test_a_comparison_shows_topologies_and_rounds(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.config.experiment import Experiment, refuse_no_experiment
-from fedstill.config.named_tables import fields_of
+from fedstill.config.named_tables import fields_of, read_named
 from fedstill.config.overrides import overridden_fields, refuse_set_twice
 from fedstill.config.resolve import PEERS, read_method, read_stream, settle
 from fedstill.config.settings import Settings
@@ -100,17 +100,26 @@ class Shape:
         """
         _, method = read_method(experiment)
         table = experiment.table("topology")
-        kind = table.get("kind", method.topology)
-        _, fields = fields_of("topology", kind, experiment.base)
-        optional_stages = {FIT, RIDGE} & {table.get("first"), table.get("last")}
-        rounds = None
-        if kind == PEERS and not experiment.table("query").get("again"):
-            rounds = read_stream(experiment, experiment.rounds)[1].tasks
+        only_kind = {key: value for key, value in table.items() if key == "kind"}
+        topology = read_named("topology", only_kind, experiment.base, method.topology)
+        _, fields = fields_of("topology", topology.name, experiment.base)
+        added_stages = [table.get("first"), table.get("last")]
         return Shape(
             topology=frozenset({*fields, "kind", "clients"}),
-            stages=frozenset({*method.plans, *optional_stages}),
-            rounds=rounds,
+            stages=frozenset({*method.plans, *(s for s in (FIT, RIDGE) if s in added_stages)}),
+            rounds=_fixed_rounds(experiment, topology.name),
         )
+
+
+def _fixed_rounds(experiment: Experiment, topology: str) -> int | None:
+    """The number of rounds of a topology with one exchange; None if it is free, or is not valid,
+    which whoever settles the run says.
+    """
+    asks_again = experiment.table("query").get("again")
+    if topology != PEERS or asks_again or not isinstance(experiment.rounds, int):
+        return None
+    _, stream = read_stream(experiment, experiment.rounds)
+    return stream.tasks
 
 
 def with_methods(experiment: Experiment, methods: Sequence[str]) -> list[Experiment]:
