@@ -1,7 +1,8 @@
-"""The ``fedstill`` commands on all pages and in all tutorials.
+"""The commands on all pages and in all tutorials.
 
-Each is read as ``fedstill`` reads it, and what it names is resolved (config, overrides, methods,
-grid, recipe, cells, suite) as far as nothing is trained.
+A command of ``fedstill`` is read as ``fedstill`` reads it, and what it names is resolved (config,
+overrides, methods, grid, recipe, cells, suite) as far as nothing is trained. Of the repository's
+programs and of ``make``, options and targets are looked for.
 
 Tests and ``tools.results_page`` execute many of them, too. This check finds what is wrong with the
 others: an option that is gone, a key that is misspelt, an override without effect.
@@ -40,6 +41,10 @@ INLINE = re.compile(r"`(fedstill [^`]+)`")
 NAMED_IN_COMMENT = re.compile(r"# (\S+\.toml)\n")
 ASSIGNMENT = re.compile(r"""([A-Z]+)=(["'])(.*)\2$""")
 LOOP = re.compile(r"for (\w+) in (\S+)")
+PROGRAM = re.compile(r"(?:\w+=\S+ )*python -m ((?:benchmarks|tools)\.[\w.]+)(.*)")
+OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
+RULE = re.compile(r"^[a-z][a-z -]*:", re.MULTILINE)
+TARGET = re.compile(r"make ([a-z][a-z-]*)")
 PLACEHOLDER = re.compile(r"[A-Z]+|\.\.\.")
 """What stands for a name of the reader's own."""
 
@@ -114,16 +119,18 @@ class Page:
             files[FRONT_CONFIG] = next(b.text for b in self.blocks if b.language == "toml")
         return files
 
+    @property
+    def lines(self) -> list[str]:
+        """The lines of all blocks that are no files."""
+        texts = [_expanded(block.text) for block in self.blocks if not block.title]
+        return [line.strip().removeprefix("$ ") for text in texts for line in text.splitlines()]
+
     def commands(self) -> Iterator[Command]:
         """The commands of the page."""
-        for block in self.blocks:
-            if block.title:
-                continue
-            for line in _expanded(block.text).splitlines():
-                command = line.strip().removeprefix("$ ")
-                if command.startswith("fedstill "):
-                    words = shlex.split(command, comments=True)
-                    yield Command(self.path, tuple(words[1:]), in_sentence=False)
+        for line in self.lines:
+            if line.startswith("fedstill "):
+                words = shlex.split(line, comments=True)
+                yield Command(self.path, tuple(words[1:]), in_sentence=False)
         for text in INLINE.findall(BLOCK.sub("", self.text)):
             yield Command(self.path, tuple(shlex.split(text)[1:]), in_sentence=True)
 
@@ -161,6 +168,7 @@ def wrong_commands() -> Iterator[str]:
         commands = list(page.commands())
         count += len(commands)
         yield from problems(page, {**front.files, **page.files}, commands)
+        yield from program_problems(page)
     if count < FEWEST:
         yield f"only {count} commands were found: has the form of the pages changed?"
 
@@ -200,6 +208,32 @@ def problem_of(command: Command) -> str:
     except FedstillError as error:
         return error.in_shell
     return ""
+
+
+def program_problems(page: Page) -> Iterator[str]:
+    """Options that the repository's programs do not have, and targets that the Makefile lacks."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"[a-z-]+", "".join(RULE.findall(makefile))))
+    for line in page.lines:
+        target = TARGET.match(line)
+        if target and target[1] not in targets:
+            yield f"{page.path}: the Makefile has no target {target[1]}"
+        program = PROGRAM.match(line)
+        if not program:
+            continue
+        source = source_of(program[1])
+        for option in OPTION.findall(program[2].partition("#")[0]):
+            # An option may be made of a parameter's name.
+            if not re.search(rf"\b{option[2:].replace('-', '[-_]')}\b", source):
+                yield f"{page.path}: python -m {program[1]} has no option {option}"
+
+
+def source_of(module: str) -> str:
+    """The source of a module of the repository, or of all modules of a package."""
+    path = ROOT / module.replace(".", "/")
+    file = path.with_suffix(".py")
+    paths = [file] if file.is_file() else sorted(path.glob("*.py"))
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
 def has_placeholder(words: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tools.commands import Page, all_pages, problems
+from tools.commands import Page, all_pages, problems, program_problems
 
 from fedstill.cli import call
 
@@ -68,6 +68,13 @@ def test_a_command_in_a_sentence_may_be_a_part() -> None:
     page = made("`fedstill query --by` and `fedstill tune`, but not `fedstill query --bye`.")
     (problem,) = problems(page, {}, page.commands())
     assert "--bye" in problem
+
+
+def test_options_of_programs_and_targets_are_known() -> None:
+    page = made("```\npython -m benchmarks.speed --nosuch 3\nmake nowhere\nmake test\n```\n")
+    first, second = program_problems(page)
+    assert "--nosuch" in first
+    assert "nowhere" in second
 
 
 def test_variables_and_continued_lines_are_read() -> None:
