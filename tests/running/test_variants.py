@@ -209,12 +209,20 @@ def test_values_of_the_command_line_hold_for_every_topology(config: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "override", ["topology.kind=5", "topology.first=[1]", "rounds=many", "stream.kind=5", "query=5"]
+    "override", ["topology.kind=5", "topology.first=[1]", "rounds=many", "stream.kind=5"]
 )
 def test_a_value_of_another_type_is_one_line(override: str, config: Path) -> None:
     config.write_text(SHAPES)
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         by_method(load(config, (override,)), "fedavg", "local_only")
+
+
+@pytest.mark.uses("querying")
+def test_clients_that_ask_again_have_all_rounds(config: Path) -> None:
+    config.write_text(SHAPES + '[query]\ndraw = "all"\nagain = "mixed"\n')
+    config.write_text(config.read_text().replace("sampled = 3\n[plan.train]\nepochs = 1\n", ""))
+    settings = by_method(load(config), "qkt", "naive_kd")
+    assert {own.rounds for own in settings.values()} == {4}
 
 
 def test_a_method_with_one_exchange_has_a_round_for_each_task(config: Path) -> None:

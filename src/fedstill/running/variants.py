@@ -14,7 +14,7 @@ from typing import Any
 from fedstill.config.experiment import Experiment, refuse_no_experiment
 from fedstill.config.named_tables import fields_of, read_named
 from fedstill.config.overrides import overridden_fields, refuse_set_twice
-from fedstill.config.resolve import PEERS, read_method, read_stream, settle
+from fedstill.config.resolve import PEERS, read_method, read_package_tables, read_stream, settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import digest
@@ -115,8 +115,10 @@ def _fixed_rounds(experiment: Experiment, topology: str) -> int | None:
     """The number of rounds of a topology with one exchange; None if it is free, or is not valid,
     which whoever settles the run says.
     """
-    asks_again = experiment.table("query").get("again")
-    if topology != PEERS or asks_again or not isinstance(experiment.rounds, int):
+    if topology != PEERS or not isinstance(experiment.rounds, int):
+        return None
+    tables = read_package_tables(experiment).values()
+    if any(table.exchange_each_round for table in tables):
         return None
     _, stream = read_stream(experiment, experiment.rounds)
     return stream.tasks
