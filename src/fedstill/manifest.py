@@ -47,8 +47,8 @@ class OuterPackage:
     """One outer package of fedstill, and everything that it adds.
 
     ``commands``: functions or cyclopts apps, for ``fedstill NAME``.
-    ``config_tables``: subclasses of ``core.fields.PackageTable``, each of them a table of a config;
-    ``follows`` is the table that it follows there.
+    ``config_tables``: subclasses of ``config.validation.PackageTable``, each of them a table of a
+    config; ``follows`` is the table that it follows there.
     ``config_checks``: ``(settings)``, which raise ConfigError or IncompatibleMethod for what cannot
     be meant together, before any data are read.
     ``compatibility_rules``: sequences of ``running.compatibility.Rule``, what the package asks of a

@@ -64,7 +64,7 @@ def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["run"], "config"),
         (["run", "absent.toml"], "absent.toml"),
         (["run", "small.toml", "-s", "methd=1"], "did you mean 'method'"),
-        (["run", "small.toml", "-s", "method.bta=1"], "did you mean 'beta'"),
+        (["run", "small.toml", "-s", "method.bta=1"], "did you mean 'method.beta'"),
         (["run", "small.toml", "-s", "method=fedntx"], "did you mean 'fedntd'"),
         (["run", "small.toml", "-s", "data.name=cifar11"], "did you mean 'cifar1"),
         (["run", "small.toml", "-s", "rounds=0"], "rounds = 0"),
@@ -81,7 +81,7 @@ def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["report"], "at least one"),
         (["compare", "--seeds", "a"], "a"),
         (["compare", "--methods", "fedavg,fedavg"], "are the same"),
-        (["compare", "small.toml", "--grid", "method.bta=1,2"], "did you mean 'beta'"),
+        (["compare", "small.toml", "--grid", "method.bta=1,2"], "did you mean 'method.beta'"),
         (
             ["compare", "small.toml", "--grid", "plan.lr"],
             "the grid names no values of plan.lr, e.g. --grid plan.lr=0.1,1",

@@ -56,7 +56,7 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(
 ) -> None:
     message = problem(text, tmp_path)
     assert f"{key}'" in message
-    assert f"did you mean {nearest!r}?" in message
+    assert re.search(rf"did you mean '([\w.]+\.)?{nearest}'", message)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(
         ("method = 3", "method = 3 must be a table"),
         ("method = []", r"method = \[\] must be a table"),
         ("[plan]\ntrain = 3", r"plan\.train = 3 must be a table"),
-        ("[plan]\nlr = nan", r"plan\.train\.lr = nan"),
-        ("[plan]\nlr = inf", r"plan\.train\.lr = inf"),
-        ("[plan]\nlr = 0.0", r"plan\.train\.lr = 0\.0"),
-        ("[plan]\nlr = -1", r"plan\.train\.lr = -1"),
-        ("[plan]\nbatch = 0", r"plan\.train\.batch = 0"),
-        ("[plan]\nmomentum = 1.0", r"plan\.train\.momentum = 1\.0"),
-        ("[plan]\noptimiser = 'sgdd'", r"plan\.train\.optimiser = 'sgdd'"),
-        ("[plan]\nshuffle = 1", r"plan\.train\.shuffle = 1"),
+        ("[plan]\nlr = nan", r"plan\.lr = nan"),
+        ("[plan]\nlr = inf", r"plan\.lr = inf"),
+        ("[plan]\nlr = 0.0", r"plan\.lr = 0\.0"),
+        ("[plan]\nlr = -1", r"plan\.lr = -1"),
+        ("[plan]\nbatch = 0", r"plan\.batch = 0"),
+        ("[plan]\nmomentum = 1.0", r"plan\.momentum = 1\.0"),
+        ("[plan]\noptimiser = 'sgdd'", r"plan\.optimiser = 'sgdd'"),
+        ("[plan]\nshuffle = 1", r"plan\.shuffle = 1"),
         ("[method]\nname = 'fedntd'\nbeta = -1.0", "beta = -1"),
         ("[method]\nname = 'fedntd'\nbeta = nan", "beta = nan"),
         ("[method]\nname = 'fedntd'\nbeta = 'x'", "beta = 'x'"),
@@ -114,7 +114,7 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(
         ("[data]\nname = '~nobody-here/x'", r"data\.name = '~nobody-here/x' cannot be a path"),
         (f"[data]\nname = '{'x' * 5000}'", r"data\.name = 'x+… \(5002 characters\)"),
         ("[privacy]\nepsilon = 1.0", r"privacy\.epsilon"),
-        ("rounds = 2\n[topology]\nkind = 'peer_to_peer'", "rounds: peer_to_peer is one shot"),
+        ("rounds = 2\n[topology]\nkind = 'peer_to_peer'", "rounds = 2: peer_to_peer is one shot"),
         ("rounds = ", "not valid TOML"),
         ("rounds = 1\nrounds = 2", "not valid TOML"),
         ("x = " + "[" * 5000, "not valid TOML"),
@@ -129,10 +129,7 @@ def test_what_is_wrong_is_one_line_with_the_key_and_the_value(
 
 def test_all_that_is_wrong_in_a_table_is_said_at_once(tmp_path: Path) -> None:
     message = problem("[plan]\nlr = -1.0\nbatch = 0\nepoch = 3", tmp_path)
-    assert all(
-        words in message
-        for words in ("plan.train.lr = -1.0", "plan.train.batch = 0", "unknown key")
-    )
+    assert all(words in message for words in ("plan.lr = -1.0", "plan.batch = 0", "unknown key"))
     assert message.count("threads") == 0
     assert problem("threads = 'x'", tmp_path).count("threads = ") == 1
 
@@ -142,7 +139,7 @@ def test_all_that_is_wrong_in_a_table_is_said_at_once(tmp_path: Path) -> None:
     [
         ("method.beta", "is not of the form key=value"),
         ("=3", "is not of the form key=value"),
-        ("metod.beta=3", "did you mean 'method'|unknown key 'metod.beta'"),
+        ("metod.beta=3", "unknown key 'metod'; did you mean"),
         ("seed.x=1", "seed is a value, not a table"),
         ("plan.train.x.y=1", "plan"),
         ("method.=1", "unknown key|must be"),

@@ -33,7 +33,7 @@ IN_MEMORY = {
     "benchmark/checking.py": "configs of an entry, whose digests are compared first",
     "benchmark/recipes.py": "files of the package",
     "config/overrides.py": "a value of the command line",
-    "core/fields.py": "a value of the command line",
+    "config/validation.py": "lines of a file that has been read",
     "core/files.py": "the one function for files",
     "flower/apps.py": "a message",
     "flower/site.py": "a message",

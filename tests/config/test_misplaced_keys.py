@@ -27,17 +27,17 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
     ("text", "said"),
     [
         ("clients = 4", "clients = 4 must be a table, [clients]; did you mean 'topology.clients'?"),
-        ("lr = 0.1", "config: unknown key 'lr'; did you mean 'plan.lr'?"),
-        ("sampled = 3", "config: unknown key 'sampled'; did you mean 'topology.sampled'?"),
+        ("lr = 0.1", "unknown key 'lr'; did you mean 'plan.lr'?"),
+        ("sampled = 3", "unknown key 'sampled'; did you mean 'topology.sampled'?"),
         (
             "beta = 1.0\nmethod = 'fedntd'",
-            "config: unknown key 'beta'; did you mean 'method.beta'?",
+            "unknown key 'beta'; did you mean 'method.beta'?",
         ),
-        ("learning_rate = 0.1", "config: unknown key 'learning_rate'; did you mean 'plan.lr'?"),
-        ("dataset = 'digits'", "config: unknown key 'dataset'; did you mean 'data.name'?"),
+        ("learning_rate = 0.1", "unknown key 'learning_rate'; did you mean 'plan.lr'?"),
+        ("dataset = 'digits'", "unknown key 'dataset'; did you mean 'data.name'?"),
         (
             "[plan]\nrounds = 3",
-            "unknown key 'plan.train.rounds'; did you mean 'rounds' (before all tables)?",
+            "unknown key 'plan.rounds'; did you mean 'rounds' (before all tables)?",
         ),
         pytest.param(
             "[plan.train]\nseed = 3",
@@ -46,11 +46,11 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ),
         (
             "[plan]\nlocal_epochs = 3",
-            "unknown key 'plan.train.local_epochs'; did you mean 'plan.epochs'?",
+            "unknown key 'plan.local_epochs'; did you mean 'plan.epochs'?",
         ),
         (
             "[plan]\nclients = 3",
-            "unknown key 'plan.train.clients'; did you mean 'topology.clients'?",
+            "unknown key 'plan.clients'; did you mean 'topology.clients'?",
         ),
         ("[data]\nalpha = 0.3", "unknown key 'data.alpha'; did you mean 'partition.alpha'?"),
         ("[data]\nquorum = 0.3", "unknown key 'data.quorum'; did you mean 'clients.quorum'?"),
@@ -61,7 +61,6 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ),
         (
             "[clients]\nlr = 1.0\nquorum = 7.0",
-            "clients.quorum = 7.0: input should be less than or equal to 1; "
             "unknown key 'clients.lr'; did you mean 'plan.lr'?",
         ),
         ("[method]\nepochs = 3", "unknown key 'method.epochs'; did you mean 'plan.epochs'?"),
@@ -70,7 +69,10 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
             "unknown key 'method.clip'; did you mean 'privacy.clip'?",
             marks=pytest.mark.uses("privacy"),
         ),
-        ("[model]\nhiddn = [3]\nname = 'mlp'", "unknown key 'model.hiddn'; did you mean 'hidden'?"),
+        (
+            "[model]\nhiddn = [3]\nname = 'mlp'",
+            "unknown key 'model.hiddn'; did you mean 'model.hidden'?",
+        ),
         ("[partition]\nlr = 0.1", "unknown key 'partition.lr'; did you mean 'plan.lr'?"),
         ("[topology]\nmodel = 'cnn'", "unknown key 'topology.model'; did you mean 'model.name'?"),
         ("[flower]\nsampled = 3", "unknown key 'flower.sampled'; did you mean 'topology.sampled'?"),
@@ -85,8 +87,11 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
             "unknown key 'partition.name'; did you mean 'partition.kind'?",
         ),
         ("[topology]\ndata = 'x'", "unknown key 'topology.data'; did you mean 'data.name'?"),
-        ("data = 2024", 'data = 2024 must be a table, [data]; a name is a text, data = "2024"'),
-        ("[train]\nlr = 1", "config: unknown key 'train'; did you mean the table [plan]?"),
+        (
+            "data = 2024",
+            'data = 2024 must be a table, [data]; a name is a text: write data = "2024"',
+        ),
+        ("[train]\nlr = 1", "unknown key 'train'; did you mean the table [plan]?"),
         (
             "[model]\nhidden = [3]",
             "unknown key 'model.hidden'; it is a field of bag, logistic, mlp and 2 more",
@@ -101,7 +106,7 @@ def test_the_key_of_another_table_is_named(text: str, said: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.lr=0.1", "override: unknown key 'train.lr'; did you mean 'plan.lr'?"),
+        ("train.lr=0.1", "unknown key 'train'; did you mean the table [plan]?"),
         ("lr=0.1", "unknown key 'lr'; did you mean 'plan.lr'?"),
         ("clients=4", "clients = 4 must be a table, [clients]; did you mean 'topology.clients'?"),
         ("data.rounds=4", "unknown key 'data.rounds'; did you mean 'rounds' (before all tables)?"),
@@ -146,8 +151,8 @@ def test_a_method_of_ones_own_without_dataclass_is_told_so(
 def test_a_field_without_a_type_is_told_so(tmp_path: Path) -> None:
     method(tmp_path, above="@dataclass(frozen=True)", kind="")
     said = problem("[method]\nname = 'mine.py:Mine'\nbeta = 0.3", tmp_path)
-    assert (
-        said == "unknown key 'method.beta'; in class Mine it has no type, write: beta: float = 0.5"
+    assert said.endswith(
+        "unknown key 'method.beta'; in class Mine it has no type, write: beta: float = 0.5"
     )
 
 

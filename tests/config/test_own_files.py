@@ -139,9 +139,9 @@ def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_fields_of_ones_own_are_checked_like_all_others(folder: Path) -> None:
     assert "share = 2.0" in problem(folder, "method.share=2.0")
-    assert "did you mean 'share'?" in problem(folder, "method.shar=1.0")
+    assert "did you mean 'method.share'?" in problem(folder, "method.shar=1.0")
     assert "copy = 'x'" in problem(folder, "method.copy='x'")
-    assert "did you mean 'wide'?" in problem(folder, "model.wid=3")
+    assert "did you mean 'model.wide'?" in problem(folder, "model.wid=3")
     assert "seed" in problem(folder, "partition.seed=3"), (
         "this partition draws nothing, so a seed is an unknown key"
     )

@@ -16,8 +16,7 @@ from fedstill.core.census import CensusChecks, CensusStages
 from fedstill.core.codec import decode, encode
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply, Stage, State, World
-from fedstill.core.rounds import RunContext, run_round
-from fedstill.core.schedule import Schedule
+from fedstill.core.rounds import RunContext, Schedule, run_round
 from fedstill.core.screen import Refusal, Rules, screen
 from fedstill.privacy.noised_sums import NoisedSums
 from loops import Collecting

@@ -115,10 +115,10 @@ def test_the_config_records_the_rounds_of_a_cosine_and_nothing_where_it_is_the_d
     [
         (
             {"lr_schedule": "linear"},
-            r"plan\.train\.lr_schedule = 'linear'.*'constant', 'step' or 'cosine'",
+            r"plan\.lr_schedule = 'linear'.*'constant', 'step' or 'cosine'",
         ),
-        ({"lr_step": 0}, r"plan\.train\.lr_step = 0"),
-        ({"lr_end": 2.0}, r"plan\.train\.lr_end = 2\.0"),
+        ({"lr_step": 0}, r"plan\.lr_step = 0"),
+        ({"lr_end": 2.0}, r"plan\.lr_end = 2\.0"),
         (
             {"lr_schedule": "step", "lr_decay": 1.0},
             r"plan\.train\.lr_schedule = 'step' needs lr_decay below 1",

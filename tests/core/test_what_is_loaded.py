@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-FILES = 48
-LINES = 8_931
+FILES = 47
+LINES = 8_840
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [
@@ -47,8 +47,21 @@ def test_a_round_of_fedntd_loads_a_small_part_of_the_library() -> None:
     assert sum(lines.values()) <= LINES
 
 
+def test_the_core_imports_no_pydantic() -> None:
+    program = (
+        "import importlib, pkgutil, sys, fedstill.core as core\n"
+        "for info in pkgutil.iter_modules(core.__path__):\n"
+        "    importlib.import_module(f'fedstill.core.{info.name}')\n"
+        "print('pydantic' in sys.modules)\n"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout
+    assert output.strip() == "False"
+
+
 def test_the_core_loads_nothing_but_itself_and_losses() -> None:
-    core = ["core.rounds", "core.census", "core.schedule", "core.topology", "core.aggregation"]
+    core = ["core.rounds", "core.census", "core.topology", "core.aggregation"]
     known = ("fedstill.core", "fedstill.losses", "fedstill.version")
     others = [name for name in loaded(*core) if not name.startswith(known) and name != "fedstill"]
     assert others == []

@@ -17,7 +17,6 @@ from PIL import Image
 
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import DataError
-from fedstill.core.fields import read_record
 from fedstill.data.form import FILE
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.records import Columns
@@ -266,7 +265,7 @@ def test_the_lines_of_a_message_can_be_pasted() -> None:
         load_dataset(name)
     found = re.search(r"(columns = \[.*?\]) and (categorical = \{.*?\}) \(", str(caught.value))
     assert found is not None
-    data = read_record(DataTable, tomllib.loads("\n".join(found.groups())), "data")
+    data = DataTable.read(tomllib.loads("\n".join(found.groups())), "data")
     assert data.columns == ("age", "sex", "on ward")
     read = load_dataset(name, **data.form)
     assert read.about.features == ("age", "sex=f", "sex=m", "on ward=A", "on ward=B")

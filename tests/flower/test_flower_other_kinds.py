@@ -302,7 +302,7 @@ UNCLEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"shape": [4]},
         r"flower.shape = \[4\] .* give flower.shape = \[5\]",
     ),
-    "one number": (MEANS, {"shape": [5]}, "set data.kind to table, vector or text"),
+    "one number": (MEANS, {"shape": [5]}, "data.kind"),
     "no shape": ({"kind": "vector"}, {}, "needs flower.shape, the shape of one of the vectors"),
     "no vocabulary": ({"tokenizer": "t.json"}, {}, "needs flower.vocabulary"),
     "ids of a table": ({**TABLE, **MEANS}, {"vocabulary": 9}, "flower.vocabulary is for texts"),
@@ -493,7 +493,7 @@ def test_sums_with_noise_are_drawn_once_and_counted(place: Path) -> None:
     sent, seen = events(place / "run", "moments"), read_journal(place / "run" / "journal.jsonl")
     assert [(e["noised_rows"], e["bytes_up"]) for e in sent] == [(2, 2 * 2 * 8)] * CLIENTS
     told = [e["privacy"]["epsilon"] for e in seen if e["event"] == "round"]
-    assert told == [[Privacy(2.0, 8.0).spent(2 + 9 * k)] * CLIENTS for k in (1, 2)]
+    assert told == [[Privacy(clip=2.0, noise=8.0).spent(2 + 9 * k)] * CLIENTS for k in (1, 2)]
     mean, std = (np.array(seen[0]["inputs"][k])[[0, 4]] for k in ("mean", "std"))
     assert (mean >= [0, 50]).all()
     assert (mean <= [120, 250]).all()

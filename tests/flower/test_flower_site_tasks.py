@@ -353,7 +353,7 @@ def test_data_that_come_after_their_task_began_are_refused_by_name(tmp_path: Pat
         ),
         (
             {"kind": "sites", "cuts": ["2023-01-01"], "tasks": 3},
-            "1 dates, which make 2 tasks, and stream.tasks = 3",
+            r"stream.tasks = 3, and the 1 dates of stream.cuts make 2 tasks",
         ),
         (
             {"kind": "sites", "tasks": 2, "order": [[0, 1]]},

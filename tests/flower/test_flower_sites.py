@@ -18,7 +18,6 @@ from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.census import census_stage
 from fedstill.core.errors import BadPayload, ConfigError
-from fedstill.core.fields import as_table
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
 from fedstill.flower.facts import Facts
@@ -286,7 +285,7 @@ def on_sites(method: Any = "fedavg", **changes: Any) -> Settings:
     settings = settings_of(method, **changes)
     tree = {
         **settings.tree,
-        "flower": {**as_table(settings.flower), "federation": "/federation", "data": "sites"},
+        "flower": {**settings.flower.table, "federation": "/federation", "data": "sites"},
     }
     return settle(Experiment(**tree))
 

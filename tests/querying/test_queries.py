@@ -132,10 +132,10 @@ def test_written_queries_are_kept_sorted_and_once() -> None:
         ({"draw": "all", "needs": {"0": [1]}}, "query.needs is read where query.by names 'need'"),
         (
             {"draw": "all", "by": "need", "needs": {"one": [1]}},
-            "query.needs.one: a client is a whole number",
+            "query.needs.one names no client",
         ),
         ({"draw": "all", "by": "need", "needs": {"0": ["a"]}}, "query.needs"),
-        ({"again": "mixed"}, "query.again: nobody asks"),
+        ({"again": "mixed"}, "query.again is set, and nobody asks"),
         ({"draw": "all", "again": "yes"}, "query.again = 'yes'"),
         ({"draw": "all", "again": "mixed"}, "in rounds = 1 clients ask once; set rounds"),
         ({"draw": "all", "data_at_first": 0.5}, "query.data_at_first applies only where"),

@@ -133,7 +133,7 @@ def test_another_file_stops_a_resume(pretrained: Path, tmp_path: Path) -> None:
         ),
         (
             {"features_of": {"name": "mlp", "file": "FILE", "depth": 9}},
-            "unknown key 'features_of.depth'",
+            "unknown key 'data.features_of.depth'",
         ),
         (
             {"features_of": {"name": "mlp", "file": "FILE", "hidden": [8]}, "augment": ("flip",)},

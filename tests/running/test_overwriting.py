@@ -271,12 +271,12 @@ def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run
         (asked,) = variants(moved, tmp_path / name, ("fedavg",), (1,))
         assert asked.folder == there.folder
         assert other_settings(asked.settings, asked.folder) == other
-        public = replace(asked.settings.data, public=20, public_from="photos")
+        public = asked.settings.data.changed(public=20, public_from="photos")
         for one in (there, asked):
             photos = replace(
                 asked,
                 settings=replace(
-                    one.settings, data=replace(public, folder=one.settings.data.folder)
+                    one.settings, data=public.changed(folder=one.settings.data.folder)
                 ),
             )
             keys = other_settings(photos.settings, photos.folder)

@@ -15,7 +15,8 @@ import torch
 import fedstill
 import toys
 from fedstill import Experiment, from_clients
-from fedstill.config.resolve import resolved_data_name, settle
+from fedstill.config.data_table import resolved_data_name
+from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, InfeasiblePartition
 from fedstill.core.results import RoundResult
 from fedstill.data.dataset import Dataset

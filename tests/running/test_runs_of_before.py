@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.config.earlier import as_it_began
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
+from fedstill.config.settings import as_it_began
 from fedstill.core.errors import ClientFailed
 from fedstill.engines import serial
 from fedstill.report.groups import groups

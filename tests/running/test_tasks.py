@@ -361,7 +361,7 @@ def test_peers_have_one_exchange_a_task(name: str, tmp_path: Path) -> None:
             r"rounds of 2 tasks, and stream.tasks = 3",
         ),
         ({"kind": "clases"}, r"did you mean 'classes'"),
-        ({"kind": "classes", "taks": 3}, r"unknown key 'stream.taks'; did you mean 'tasks'"),
+        ({"kind": "classes", "taks": 3}, r"unknown key 'stream.taks'; did you mean 'stream.tasks'"),
         ({"kind": "classes", "tasks": 3, "path": "line"}, r"unknown key 'stream.path'"),
         ({"tasks": 3}, r"stream.tasks says nothing without tasks; set stream.kind"),
         ({"kind": "classes", "tasks": 6}, r"too many for 5 classes"),

@@ -5,13 +5,13 @@ the server's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.named_tables import fields_of, with_code
-from fedstill.core.errors import ConfigError
-from fedstill.core.fields import checked, shown
+from fedstill.config.named_tables import known_name, model_of_name, with_code
+from fedstill.config.validation import contradiction, defaults_of, validated
+from fedstill.core.fields import shown
 
 KEY = "clients.models"
 IDS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -19,9 +19,7 @@ SUM = 1e-6
 """How far shares may be from 1 together."""
 
 
-def checked_models(
-    said: Any, clients: int, base: Path | None, resolve: Callable[[str], str]
-) -> Any:
+def checked_models(said: Any, clients: int, base: Path | None) -> Any:
     """The clients' networks as the config writes them, with names resolved and fields checked.
 
     A list is given out in turn, or by share if its tables have a ``share``; a table of names and
@@ -30,14 +28,12 @@ def checked_models(
     """
     if isinstance(said, Mapping):
         shared = bool(said) and all(_number(v) for v in said.values())
-        resolved = {(resolve(str(k)) if shared else str(k)): v for k, v in said.items()}
-        out: Any = (
-            resolved
-            if shared
-            else {k: _network(v, f"{KEY}.{k}", base, resolve) for k, v in resolved.items()}
-        )
+        if shared:
+            out: Any = {known_name(KEY, "model", str(k), base): v for k, v in said.items()}
+        else:
+            out = {str(k): _network(v, f"{KEY}.{k}", base) for k, v in said.items()}
     else:
-        out = tuple(_network(v, f"{KEY}[{i}]", base, resolve) for i, v in enumerate(said))
+        out = tuple(_network(v, f"{KEY}[{i}]", base) for i, v in enumerate(said))
     assigned(out, clients)
     return out
 
@@ -62,12 +58,14 @@ def assigned(models: Any, clients: int) -> list[tuple[str, dict[str, Any]] | Non
         networks = [_pair(e) for e in entries]
         return [networks[c % len(networks)] for c in range(clients)]
     if len(shares) < len(entries) or not all(_number(s) and 0 < s <= 1 for s in shares):
-        raise ConfigError(
-            f"{KEY}: every network needs a share above 0, or none; they are {shown(shares)}"
+        raise contradiction(
+            KEY,
+            f"has the shares {shown(shares)}",
+            "give every network a share above 0, or none",
         )
     if abs(sum(shares) - 1) > SUM:
-        raise ConfigError(
-            f"{KEY}: the shares {shown(shares)} make {sum(shares):g}; they must make 1"
+        raise contradiction(
+            KEY, f"has the shares {shown(shares)}, which make {sum(shares):g}; they must make 1"
         )
     networks = [_pair(e) for e in entries]
     return [networks[i] for i in dealt(shares, clients)]
@@ -106,31 +104,38 @@ def _by_client(models: Mapping[str, Any], clients: int) -> list[tuple[str, dict[
     for key, network in models.items():
         ids = IDS.fullmatch(key)
         if not ids:
-            raise ConfigError(
-                f"{KEY}.{key}: name clients by their ids, '3' or '0-2', or give all networks shares"
+            raise contradiction(
+                f"{KEY}.{key}",
+                "names no client",
+                "write ids, '3' or '0-2', or give all networks shares",
             )
         first, own = int(ids[1]), _pair(network)
         last = int(ids[2] or first)
         if not first <= last < clients:
-            raise ConfigError(f"{KEY}.{key}: clients are 0 to {clients - 1}")
+            raise contradiction(f"{KEY}.{key}", f"must name clients from 0 to {clients - 1}")
         for client in range(first, last + 1):
             if out[client] is not None:
-                raise ConfigError(f"{KEY}.{key}: client {client} has a network already")
+                raise contradiction(
+                    f"{KEY}.{key}",
+                    f"names client {client}, which has a network already",
+                    "leave it out of one of them",
+                )
             out[client] = own
     return out
 
 
-def _network(said: Any, where: str, base: Path | None, resolve: Callable[[str], str]) -> Any:
+def _network(said: Any, where: str, base: Path | None) -> Any:
     if isinstance(said, str):
-        return resolve(said)
+        return known_name(where, "model", said, base)
     if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
-        raise ConfigError(
-            f"{where} = {shown(said)} must be a network's name, or a table of name and its fields"
+        raise contradiction(
+            where, f"= {shown(said)} must be a network's name, or a table of name and its fields"
         )
+    name = known_name(f"{where}.name", "model", said["name"], base)
     given = {str(k): v for k, v in said.items() if k not in ("name", "share")}
-    fields = checked(fields_of("model", said["name"], base)[1], given, where)
+    fields = validated(model_of_name("model", said["name"], base), given, where)
     share = {"share": said["share"]} if "share" in said else {}
-    return {"name": resolve(said["name"]), **share, **with_code("model", fields, base)}
+    return {"name": name, **share, **with_code(fields, base)}
 
 
 def _pair(network: Any) -> tuple[str, dict[str, Any]]:
@@ -138,7 +143,7 @@ def _pair(network: Any) -> tuple[str, dict[str, Any]]:
         network = {"name": network}
     name = network["name"]
     fields = {k: v for k, v in network.items() if k not in ("name", "share")}
-    defaults = {k: d for k, (_, d) in fields_of("model", name, None)[1].items() if d is not ...}
+    defaults = defaults_of(model_of_name("model", name, None))
     return name, {**defaults, **fields}
 
 

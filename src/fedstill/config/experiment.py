@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,9 +29,9 @@ from fedstill.config.overrides import (
     renamed,
 )
 from fedstill.config.tables import TopKeys
-from fedstill.config.unknown_keys import meant, what_to_do
+from fedstill.config.validation import NOT_A_NAME, NOT_A_TABLE, FileOrigin, Problem, WrongConfig
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError, UnknownName, suggestion
+from fedstill.core.errors import ConfigError
 from fedstill.core.fields import as_table, plain_value, shown
 from fedstill.core.files import digest, named_path, parse_toml
 from fedstill.core.method import Method
@@ -181,7 +181,8 @@ class Experiment(TopKeys):
     ``method``, ``model`` and ``partition`` also take what they name: a class, a method with its
     fields, a network, a function; so does the name in their table. NumPy's numbers and pathlib's
     paths become plain ones. ``origins`` says where a dotted key came from, ``base`` is the folder
-    that paths are relative to.
+    that paths are relative to. ``unknown``: keys of a file or a command line that there are not,
+    which are reported when the run is settled, with everything else that is wrong.
     """
 
     data: str | Table = field(default_factory=dict)
@@ -195,6 +196,7 @@ class Experiment(TopKeys):
     stream: str | Table = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     base: Path | None = None
+    unknown: Mapping[str, Any] = field(default_factory=dict)
 
     if TYPE_CHECKING:  # the manifest has these; they are written here for editors and type checkers
         privacy: Table = field(default_factory=dict)
@@ -207,23 +209,18 @@ class Experiment(TopKeys):
     def table(self, name: str) -> dict[str, Any]:
         """A table as a mapping; raises ConfigError if it is something else."""
         value = getattr(self, name)
-        if name in LIVING:
+        if name in LIVING and _is_living(name, value):
             value = _by_name(name, value)
         if isinstance(value, str) and name in (*NAMED, "data"):
             return {NAMED.get(name, ("name", ""))[0]: value}
         if not isinstance(value, Mapping):
-            other = meant(name, "", self.tree, self.base, near=False)
-            if name == "data" and isinstance(value, (int, float)):
-                other = f'a name is a text, data = "{value}"'
-            raise ConfigError(
-                f"{name} = {shown(value)} must be a table, [{name}]{'; ' * bool(other)}{other}"
-            )
+            raise WrongConfig([_not_a_table(name, value)])
         return dict(value)
 
     @property
     def tree(self) -> dict[str, Any]:
         """Everything that it says, as a config file has it."""
-        return {k: getattr(self, k) for k in KEYS}
+        return {**{key: getattr(self, key) for key in KEYS}, **self.unknown}
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
         """The experiment with some dotted keys set, e.g. ``{"method.beta": 0.5}``.
@@ -251,10 +248,22 @@ class Experiment(TopKeys):
         return renamed(table, self.table(table), name, self.origins)
 
 
+def _not_a_table(name: str, value: Any) -> Problem:
+    problem = Problem(
+        code=NOT_A_TABLE, key=name, reason=f"= {shown(value)} must be a table, [{name}]"
+    )
+    if name not in (*NAMED, "data"):
+        return problem
+    text = "NAME"
+    if isinstance(value, (int, float)):
+        text = str(value)
+    return replace(problem, code=NOT_A_NAME, hint=f'a name is a text: write {name} = "{text}"')
+
+
 LIVING = ("method", "model", "partition")
 """Tables that also take what they name: a class, a function, or an object that can be called."""
 
-KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "base"))
+KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "base", "unknown"))
 """Everything that a config may say: keys outside tables, and tables."""
 
 
@@ -268,10 +277,20 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
     if file is None:
         return Experiment().with_values(parse_overrides(overrides), COMMAND_LINE)
     path = named_path(file)
-    tree = _read(path)
-    origins = dict.fromkeys(_dotted(tree), f"file {path.name}")
-    over = from_here(parse_overrides(overrides), path.parent)
-    return from_tree(tree, origins, path.parent).with_values(over, COMMAND_LINE)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    try:
+        tree = parse_toml(data)
+    except ValueError as error:
+        raise ConfigError(_why_invalid(path, data, str(error))) from error
+    origin = FileOrigin.of(path.name, data.decode("utf-8-sig", "replace"))
+    experiment = from_tree(tree, dict.fromkeys(_dotted(tree), origin), path.parent)
+    if not overrides:
+        return experiment
+    values = from_here(parse_overrides(overrides), path.parent)
+    return experiment.with_values(values, COMMAND_LINE)
 
 
 def refuse_no_experiment(given: object) -> None:
@@ -288,49 +307,89 @@ def refuse_no_experiment(given: object) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    text = ""
-    try:
-        data = path.read_bytes()
-        text = data.decode("utf-8", "replace")
-        return parse_toml(data)
-    except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except ValueError as error:
-        for table, (key, _) in {**NAMED, "data": ("name", "")}.items():
-            both = (
-                re.search(rf"(?m)^[ \t]*{start}", text)
-                for start in (rf"{table}[ \t]*=", rf"\[{table}[\].]")
+def _why_invalid(path: Path, data: bytes, error: str) -> str:
+    """A message for a file that a parser of TOML refuses with an error."""
+    text = data.decode("utf-8", "replace")
+    set_twice = _set_twice(text)
+    if set_twice:
+        return f"{path}: {set_twice}"
+    return f"{path} is not valid TOML: {error}{_repair(text, error)}"
+
+
+def _set_twice(text: str) -> str:
+    """What is wrong with a file that sets a table by a name and by its fields; empty if none is."""
+    for table, (key, _) in {**NAMED, "data": ("name", "")}.items():
+        is_named = re.search(rf"(?m)^[ \t]*{table}[ \t]*=", text)
+        has_fields = re.search(rf"(?m)^[ \t]*\[{table}[\].]", text)
+        if is_named and has_fields:
+            return (
+                f"{table} is set twice, as a name and as a table; put the name into [{table}], as "
+                f"{key} = ..."
             )
-            if all(both):
-                todo = (
-                    f"{table} is set twice, as a name and as a table; put the name into [{table}], "
-                    f"as {key} = ..."
-                )
-                raise ConfigError(f"{path}: {todo}") from error
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return ""
+
+
+def _repair(text: str, error: str) -> str:
+    """How to write the line that a parser's error names, where that is known, else which line it
+    is.
+
+    >>> _repair("method = fedavg", "Invalid value (at line 1, column 10)")
+    '; write method = "fedavg"'
+    """
+    place = re.search(r"line (\d+)", error)
+    if "; " in error:  # the parser of our own has advice already
+        return ""
+    if "codec" in error:
+        return "; save it as UTF-8"
+    if "end of document" in error:
+        return "; complete its last value"
+    if not place:
+        return "; make that value smaller"
+    line = text.split("\n")[int(place[1]) - 1].strip()
+    if "overwrite" in error or "twice" in error:
+        return f"; {shown(line)} is a repetition; remove one of the two"
+    for repaired in _repairs(line):
+        try:
+            parse_toml(repaired.encode())
+        except ValueError:
+            continue
+        return f"; write {repaired}"
+    return f"; correct the line {shown(line)}"
+
+
+def _repairs(line: str) -> list[str]:
+    """What a line of a file was perhaps meant to be."""
+    key, _, value = (part.strip() for part in line.partition("="))
+    return [
+        f"{key} = {value.lower()}",  # true and false are small
+        f"{key} = {value.replace(',', '.')}",  # a decimal comma
+        f'{key} = "{value}"',
+        f"[{line.strip('[] ')}]",
+    ]
 
 
 def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | None) -> Experiment:
-    """The experiment of a parsed config; raises ConfigError, UnknownName for an unknown key with
-    the nearest.
-    """
-    for key in tree:
-        if key not in KEYS:
-            todo = what_to_do("", key, suggestion(key, KEYS), tree, base)
-            raise UnknownName("key", key, KEYS, where="config", todo=todo)
-    return Experiment(**tree, origins=origins, base=base)
+    """The experiment of a parsed config."""
+    known = {key: value for key, value in tree.items() if key in KEYS}
+    unknown = {key: value for key, value in tree.items() if key not in KEYS}
+    return Experiment(**known, origins=origins, base=base, unknown=unknown)
 
 
-def _by_name(table: str, value: Any) -> Any:
+def _is_living(table: str, value: Any) -> bool:
+    """Whether a table is, or names, what was handed over in Python."""
+    if isinstance(value, Mapping):
+        value = value.get(NAMED[table][0])
+    return callable(value) or isinstance(value, Method)
+
+
+def _by_name(table: str, value: Any) -> dict[str, Any]:
     """A table in which what was handed over in Python stands by its name."""
     key = NAMED[table][0]
     if isinstance(value, Method):
-        return {key: name_for(table, type(value)), **as_table(value)}
+        return {key: name_for(table, type(value)), **plain_value(as_table(value))}
     if isinstance(value, Mapping):
-        named = value.get(key)
-        return {**value, key: name_for(table, named)} if callable(named) else value
-    return name_for(table, value) if callable(value) else value
+        return {**value, key: name_for(table, value[key])}
+    return {key: name_for(table, value)}
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -345,14 +404,11 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
             {**kept, NAMED[head][0]: value} if head in NAMED and isinstance(value, str) else value
         )
         return
-    if head not in tree:
-        todo = what_to_do(head, rest, suggestion(key, KEYS), tree, None)
-        raise UnknownName("key", key, KEYS, where="override", todo=todo)
-    inner = tree[head]
+    inner = tree.get(head, {})
     if isinstance(inner, str) and head in (*NAMED, "data"):
         inner = {NAMED.get(head, ("name", ""))[0]: inner}
     if not isinstance(inner, Mapping):
-        raise ConfigError(f"override {key}: {head} is a value, not a table")
+        raise ConfigError(f"override {key}: {head} is a value, not a table; write {head}=VALUE")
     tree[head] = dict(inner)
     if "." in rest:
         tree[head].setdefault(rest.partition(".")[0], {})
@@ -361,7 +417,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _dotted(value, f"{prefix}{key}.")
         else:
             yield prefix + key

@@ -1,16 +1,31 @@
-"""Tables that name a registered thing, such as a method, and set its fields."""
+"""Tables that name a registered thing, such as a method, and set its fields: each thing has a model
+that is made from its signature.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedstill.config.validation import (
+    UNKNOWN_NAME,
+    Fields,
+    Model,
+    Problem,
+    WrongConfig,
+    contradiction,
+    is_legal,
+    keys_of,
+    model_of,
+    validated,
+)
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError, on_one_line
-from fedstill.core.fields import Fields, Seed, checked, held, shown
+from fedstill.core.errors import ConfigError, UnknownName, on_one_line
+from fedstill.core.fields import Seed, shown
 from fedstill.core.files import named_path
 from fedstill.core.registry import short_name
 
@@ -55,7 +70,7 @@ class Named:
     def build(self) -> Any:
         """The thing itself; raises ConfigError where it cannot be made from these fields."""
         try:
-            return self.entry.build(**self.values)
+            return self.entry.target(**self.values)
         except (TypeError, ValueError) as error:
             message = (
                 f"{self.kind} {self.entry.name} cannot be made from these fields: "
@@ -71,7 +86,8 @@ def read_named(
     default: str = "",
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Named:
-    """What a table names and sets; raises ConfigError in one line for what is wrong.
+    """What a table names and sets. Raises WrongConfig, and ConfigError for a file that cannot be
+    used.
 
     ``default``: the name where the table has none. ``options``: defaults of fields, by the name of
     what they are for.
@@ -83,14 +99,33 @@ def read_named(
         given.pop("clients", None)
     name = given.pop(key, default or first)
     if not isinstance(name, str):
-        raise ConfigError(f"{kind}.{key} = {shown(name)} must be a name, a file or an import path")
-    own = (options or {}).get(name, {})
-    fields = {
-        k: (hint, own.get(k, value)) for k, (hint, value) in fields_of(kind, name, base)[1].items()
-    }
-    return Named(
-        kind, resolved_name(kind, name, base), with_code(kind, checked(fields, given, kind), base)
-    )
+        raise contradiction(
+            f"{kind}.{key}", f"= {shown(name)} must be a name, a file or an import path"
+        )
+    known = known_name(f"{kind}.{key}", kind, name, base)
+    model = model_of_name(kind, name, base)
+    defaults = (options or {}).get(name, {})
+    own = {field: defaults[field] for field in keys_of(model) if field in defaults}
+    values = validated(model, {**own, **given}, kind)
+    if kind == "model":
+        values = with_code(values, base)
+    return Named(kind, known, values)
+
+
+def known_name(key: str, kind: str, name: str, base: Path | None) -> str:
+    """A name as it stands in a run's config.toml; raises WrongConfig with the key that names
+    something unknown.
+    """
+    try:
+        return resolved_name(kind, name, base)
+    except UnknownName as error:
+        problem = Problem(
+            code=UNKNOWN_NAME,
+            key=key,
+            reason=f"unknown {kind} {shown(error.name)}",
+            hint=error.advice,
+        )
+        raise WrongConfig([problem]) from error
 
 
 def schedules(own: str, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -101,18 +136,17 @@ def schedules(own: str, options: Mapping[str, Any]) -> dict[str, Mapping[str, An
     return {**dict.fromkeys(registry.names("topology"), everywhere), own: options}
 
 
-def with_code(kind: str, value: Any, base: Path | None) -> Any:
+def with_code(fields: Mapping[str, Any], base: Path | None) -> dict[str, Any]:
     """The fields of a model, in which each ``of`` names code as it stands in a run's
     config.toml.
     """
-    if kind != "model" or not isinstance(value, Mapping):
-        return value
-    return {
-        k: resolved_name("model", v, base)
-        if k == "of" and isinstance(v, str)
-        else with_code(kind, v, base)
-        for k, v in value.items()
-    }
+    named = dict(fields)
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            named[key] = with_code(value, base)
+        elif key == "of" and isinstance(value, str):
+            named[key] = known_name("model.of", "model", value, base)
+    return named
 
 
 def resolved_name(kind: str, name: str, base: Path | None) -> str:
@@ -128,27 +162,53 @@ def resolved_name(kind: str, name: str, base: Path | None) -> str:
     )
 
 
-def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, Fields]:
-    """A registered thing and what a config may set of it. Raises ConfigError where its fields
+def model_of_name(kind: str, name: str, base: Path | None) -> Model:
+    """The model of what a config may set of a registered thing. Raises ConfigError where its fields
     cannot be read.
     """
-    entry = registry.lookup(kind, name, base)
+    return _model_of_entry(registry.lookup(kind, name, base), name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _model_of_entry(entry: registry.Entry, name: str) -> Model:
+    """The model of an entry; ``name``: as the config writes it."""
     try:
         fields = dict(entry.fields)
-        seeded = kind == "partition" and "seed" in _parameters(entry)
+        is_seeded = entry.kind == "partition" and "seed" in _parameters(entry)
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}"
+            f"{entry.kind} {name!r} has fields that cannot be read: {on_one_line(error)}"
         ) from error
-    # a constructor that was not written for a config may have others, which keep their defaults
-    if kind == "model":
-        fields = {k: (hint, v) for k, (hint, v) in fields.items() if v is ... or held(hint, v)}
-    if seeded:
+    if entry.kind == "model":
+        fields = _settable(fields)
+    if is_seeded:
         fields["seed"] = (Seed | None, None)
     for key, value in DEFAULTS.get(name, {}).items():
         if key in fields and fields[key][1] is ...:
             fields[key] = (fields[key][0], value)
-    return entry, fields
+    return model_of(f"{entry.kind} {short_name(name)}", fields)
+
+
+def _settable(fields: Fields) -> dict[str, tuple[Any, Any]]:
+    """The fields of a network that a config can hold. A constructor that was not written for a
+    config may have others, which keep their defaults.
+    """
+    return {
+        key: (hint, default)
+        for key, (hint, default) in fields.items()
+        if default is ... or (is_legal(hint) and _is_plain(default))
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a config can hold a value.
+
+    >>> _is_plain((1, "a")), _is_plain(print)
+    (True, False)
+    """
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _parameters(entry: registry.Entry) -> Mapping[str, inspect.Parameter]:

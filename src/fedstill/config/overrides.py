@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fedstill.config.named_tables import NAMED
 from fedstill.config.tables import NO_STREAM, StreamTable
+from fedstill.config.validation import Typed, keys_of
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import Typed
 from fedstill.core.files import named_path
 
 
@@ -52,7 +51,7 @@ NAME_KEYS = {table: key for table, (key, _) in NAMED.items()} | {"data": "name"}
 
 COMMON_FIELDS: Mapping[str, Sequence[str]] = {
     "partition": ["clients"],
-    "stream": [field.name for field in fields(StreamTable)],
+    "stream": keys_of(StreamTable),
     "topology": ["clients"],
 }
 """Fields of a table that do not belong to the thing that it names."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fedstill import manifest
 from fedstill.config.client_models import checked_models
-from fedstill.config.experiment import Experiment, refuse_no_experiment
-from fedstill.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
+from fedstill.config.data_table import default_model, read_data, whole_path
+from fedstill.config.experiment import Experiment, from_tree, refuse_no_experiment
+from fedstill.config.named_tables import Named, known_name, read_named, schedules
+from fedstill.config.overrides import COMMAND_LINE
 from fedstill.config.settings import NamedTables, Settings
+from fedstill.config.stages import (
+    PlanTable,
+    ReadMethod,
+    own_plans,
+    read_method,
+    read_plans,
+    schedule_of,
+)
 from fedstill.config.tables import (
     NO_STREAM,
     SITES,
@@ -25,181 +36,31 @@ from fedstill.config.tables import (
     TopKeys,
     package_tables,
 )
-from fedstill.config.unknown_keys import named_better
-from fedstill.config.unseen_data import NO_DATA, unseen_kind
-from fedstill.continual.task_test import TASK_TEST, TaskTests
-from fedstill.core import registry
-from fedstill.core.capabilities import Need
-from fedstill.core.census import CENSUS, CensusStages
-from fedstill.core.errors import (
-    ConfigError,
-    UnknownKeys,
-    UnknownName,
-    on_one_line,
-    suggestion,
-)
-from fedstill.core.extensions import StageProvider
-from fedstill.core.fields import (
-    Count,
+from fedstill.config.unknown_keys import UnknownKey
+from fedstill.config.validation import (
+    CONTRADICTION,
+    NO_EFFECT,
+    NOT_A_TABLE,
+    UNKNOWN_KEY,
     PackageTable,
-    as_table,
-    checked,
-    fields_of_record,
-    read_record,
-    shown,
+    Problem,
+    WrongConfig,
+    contradiction,
+    keys_of,
+    model_of,
+    model_of_record,
+    place_of,
+    tuples,
+    validated,
 )
-from fedstill.core.files import refuse_windows_path
-from fedstill.core.method import Method
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import Count, as_table
 from fedstill.core.records import Plan
-from fedstill.core.schedule import Schedule
-from fedstill.core.topology import Topology
-from fedstill.core.user_code import returned
+from fedstill.core.rounds import Schedule
+from fedstill.core.screen import Failures
 from fedstill.data.form import cut_times
-from fedstill.data.sources.load import likely_kind, local_folder
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
-from fedstill.methods.fit import FIT, FITTING, FitStage
-from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
-
-# Paths and data sets' names: relative to the config's folder in a config, absolute in a run's
-# config.toml.
-
-
-def whole_path(path: str, base: Path | None, key: str) -> Path:
-    """A path of a config as an absolute one; raises ConfigError naming the key if it cannot be a
-    path.
-    """
-    refuse_windows_path(path, key)
-    try:
-        place = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
-        place.exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"{key} = {shown(path)} cannot be a path: {on_one_line(error)}"
-        ) from error
-    return place
-
-
-FILE_SUFFIXES = (".csv", ".gz", ".npz", ".parquet", ".py", ".tsv", ".zip")
-"""How the names of files of data end."""
-
-
-def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "") -> str:
-    """A data set's name, or the absolute path of a file or a folder; a run's directory is none.
-
-    folder: the folder of data sets that the config names. Raises ConfigError naming the key if it
-    cannot be a path, or is empty.
-    """
-    if not name:
-        raise ConfigError(
-            f"{key} = '' names no data; leave it out, or name a data set, a file or a folder"
-        )
-    if name in registry.names("dataset"):
-        return name
-    refuse_windows_path(name, key)
-    path, colon, attribute = name.partition(":")
-    place = whole_path(path, base, key)
-    if (place / "journal.jsonl").is_file():
-        return name
-    # The path of a file that is absent is resolved, too, so that the error about it names the place
-    # beside the config.
-    is_path = place.exists() or _can_only_be_path(path, folder)
-    return str(place) + colon + attribute if is_path else name
-
-
-def _can_only_be_path(name: str, folder: str) -> bool:
-    """Whether a relative name of data is neither that of a folder of data sets nor, as owner/name,
-    one on the hub.
-    """
-    if name.startswith(("/", "~")):
-        return False
-    is_nested = name.startswith(".") or name.count("/") > 1
-    return is_nested or (name.endswith(FILE_SUFFIXES) and not local_folder(name, folder or None))
-
-
-# The method of an experiment: found, built, and what it declares checked against the names that
-# there are.
-
-
-OF_STAGES = ("plans", "personal", "labelled", "reusable")
-"""What a method says by stage."""
-
-
-def read_method(experiment: Experiment) -> tuple[Named, Method]:
-    """The method and the table that names it; raises ConfigError for what a user's class declares
-    and there is not.
-    """
-    named = read_named("method", experiment.table("method"), experiment.base)
-    built = named.build()
-    if not isinstance(built, Method):
-        raise ConfigError(
-            f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method"
-        )
-    what = f"method {named.label}"
-    _check_declared(what, built, experiment.base)
-    returned(built.requires(), Need, built.requires, "flags of fedstill.Need")
-    return named, built
-
-
-def _check_declared(what: str, method: Method, base: Path | None) -> None:
-    """Raise ConfigError where a user's class declares what is of another type, or names what there
-    is not.
-    """
-    for name, (kind, how) in _TYPES.items():
-        if is_users_own(method, name) and not isinstance(value := getattr(method, name), kind):
-            raise ConfigError(f"{what}: {name} = {shown(value)} must be {how}")
-    stages = method.stages | SHARED_STAGES
-    for name in OF_STAGES:
-        if not is_users_own(method, name):
-            continue
-        for stage in getattr(method, name):
-            if stage not in stages:
-                raise UnknownName("stage", str(stage), stages, f"{what}, {name}")
-    if is_users_own(method, "schedule"):
-        _, options = fields_of("topology", method.topology, base)
-        for key in sorted(method.schedule.keys() - options.keys() - {"task_end"}):
-            raise UnknownName(
-                "option", key, options, f"{what}, schedule of topology {method.topology}"
-            )
-    for stage, plan in method.plans.items():
-        if not isinstance(plan, Plan):
-            raise ConfigError(
-                f"{what}: plans[{stage!r}] = {shown(plan)} must be a Plan, such as Plan(epochs=1)"
-            )
-    if not method.stages & method.plans.keys():
-        some = f"{{{min(method.stages, default='train')!r}: Plan(epochs=1)}}"
-        todo = f"give it one, such as plans = {some}; Plan(epochs=0) trains nothing"
-        raise ConfigError(f"{what}: none of its stages has a plan: {todo}")
-
-
-def is_users_own(method: Method, name: str) -> bool:
-    """Whether an attribute of a method is defined in a user's class, and not in one of the
-    library's.
-    """
-    owner = next(kind for kind in type(method).__mro__ if name in vars(kind))
-    return owner.__module__.partition(".")[0] != "fedstill"
-
-
-_A_SET = (Set, "a frozenset of names, such as frozenset({'train'})")
-_TYPES: Mapping[str, tuple[Any, str]] = {
-    "stages": _A_SET,
-    "personal": _A_SET,
-    "labelled": _A_SET,
-    "reusable": _A_SET,
-    "plans": (Mapping, "a dict of stages to plans, such as {'train': Plan(epochs=1)}"),
-    "schedule": (Mapping, "a dict of options of the topology, such as {'before': 'head'}"),
-}
-"""What each declaration must be: its type, and in words."""
-
-
-# The tables of outer packages: read, and what they change in the rest of a config.
-
-
-def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
-    """The tables of outer packages, by name."""
-    return {
-        name: record.read(experiment.table(name), name) for name, record in package_tables().items()
-    }
 
 
 def with_table_defaults(
@@ -220,75 +81,67 @@ def with_table_defaults(
 # The table ``[stream]`` of a config: read, and what in it cannot be meant together is refused.
 
 
-def read_stream(experiment: Experiment, rounds: int) -> tuple[Named, StreamTable]:
+class ReadStream(NamedTuple):
+    """The two halves of ``[stream]``: the kind that it names, and the keys of all kinds."""
+
+    named: Named
+    table: StreamTable
+
+
+def read_stream(experiment: Experiment, rounds: int) -> ReadStream:
     """The kind that ``[stream]`` names with its fields, and the rest; raises ConfigError in one
     line.
     """
-    given = {key: _tuples(value) for key, value in experiment.table("stream").items()}
-    said = given.get("kind", NO_STREAM)
-    own = fields_of("stream", said, experiment.base)[1] if isinstance(said, str) else {}
-    common = fields_of_record(StreamTable)
-    if unknown := [key for key in given if key not in {*own, *common, "kind"}]:
-        raise UnknownKeys(
-            [], [("stream", key, suggestion(key, {*own, *common})) for key in unknown]
+    given = {key: _dates_as_texts(tuples(v)) for key, v in experiment.table("stream").items()}
+    common = keys_of(StreamTable)
+    of_kind = {key: value for key, value in given.items() if key not in common}
+    named = read_named("stream", of_kind, experiment.base)
+    others = [key for key in given if key != "kind"]
+    if named.name == NO_STREAM and others:
+        raise contradiction(
+            f"stream.{others[0]}",
+            "says nothing without tasks",
+            "set stream.kind: 'classes', 'domains' or 'drift'",
         )
-    named = read_named(
-        "stream", {k: v for k, v in given.items() if k not in common}, experiment.base
-    )
-    table = read_record(StreamTable, {k: v for k, v in given.items() if k in common}, "stream")
     if named.name == NO_STREAM:
-        if others := [key for key in given if key != "kind"]:
-            raise ConfigError(
-                f"stream.{others[0]} says nothing without tasks; set stream.kind: 'classes', "
-                "'domains' or 'drift'"
-            )
-        return named, StreamTable(tasks=1)
-    if cuts := named.values.get("cuts") if named.name == SITES else ():
+        return ReadStream(named, StreamTable(tasks=1))
+    table = StreamTable.read({k: v for k, v in given.items() if k in common}, "stream")
+    cuts = named.values.get("cuts") if named.name == SITES else ()
+    if cuts:
         table = _cut_by_time(table, cuts, "tasks" in given)
     table.starts(rounds)
-    return named, table
+    return ReadStream(named, table)
 
 
 def refuse_with_stream(settings: Settings) -> None:
-    """Raises ConfigError for what cannot be meant together with tasks."""
-    if settings.named.stream.name == NO_STREAM:
+    """Raise WrongConfig for what cannot be meant together with tasks."""
+    kind = settings.named.stream
+    if kind.name == NO_STREAM:
         return
-    if settings.on_sites and settings.named.stream.name != SITES:
-        raise ConfigError(
-            f"stream.kind = {settings.named.stream.label!r} cuts data that this process has; sites "
-            "have tasks of their "
-            "own: set stream.kind = 'sites'"
+    if settings.on_sites and kind.name != SITES:
+        raise contradiction(
+            "stream.kind",
+            f"= {kind.label!r} cuts data that this process has; sites have tasks of their own",
+            "set stream.kind = 'sites'",
         )
     if settings.on_sites and settings.stream.compose != "tasks_first":
-        raise ConfigError(
-            "stream.compose says how this process splits data, and sites have their own; leave it "
-            "out"
+        raise contradiction(
+            "stream.compose",
+            "says how this process splits data, and sites have their own",
+            "leave it out",
         )
-    if settings.named.stream.name == SITES and not settings.on_sites:
-        raise ConfigError(
-            "stream.kind = 'sites' is for sites with data of their own, flower.data = 'sites'; set "
-            "'classes', "
-            "'domains' or 'drift' here"
+    if kind.name == SITES and not settings.on_sites:
+        raise contradiction(
+            "stream.kind",
+            "= 'sites' is for sites with data of their own, flower.data = 'sites'",
+            "set 'classes', 'domains' or 'drift' here",
         )
-    if settings.named.stream.values.get("column") and settings.named.partition.values.get("column"):
-        raise ConfigError(
-            "stream.column and partition.column both need a column of their own; leave one of them "
-            "out"
+    if kind.values.get("column") and settings.named.partition.values.get("column"):
+        raise contradiction(
+            "stream.column",
+            "and partition.column both need a column of their own",
+            "leave one of them out",
         )
-
-
-SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS, TASK_TEST})
-"""Stages that a method need not know itself."""
-
-
-def schedule_of(method: Method, topology: Topology, stream_kind: str) -> Schedule:
-    """A run's schedule: the topology's stages, and those that method and tasks ask for."""
-    providers: list[StageProvider] = [FitStage(), RidgeStage()]
-    if stream_kind == SITES and not method.personal:
-        providers.append(TaskTests())
-    if Need.LABEL_COUNTS in method.requires():
-        providers.append(CensusStages())
-    return Schedule(method, topology, tuple(providers))
 
 
 def _cut_by_time(table: StreamTable, cuts: tuple[str, ...], said: bool) -> StreamTable:
@@ -296,18 +149,23 @@ def _cut_by_time(table: StreamTable, cuts: tuple[str, ...], said: bool) -> Strea
     for no dates.
     """
     cut_times(cuts)
-    if said and table.tasks != len(cuts) + 1:
-        raise ConfigError(
-            f"stream.cuts has {len(cuts)} dates, which make {len(cuts) + 1} tasks, and "
-            f"stream.tasks = {table.tasks}"
+    tasks = len(cuts) + 1
+    if said and table.tasks != tasks:
+        raise contradiction(
+            "stream.tasks",
+            f"= {table.tasks}, and the {len(cuts)} dates of stream.cuts make {tasks} tasks",
+            "leave stream.tasks out",
         )
-    return replace(table, tasks=len(cuts) + 1)
+    return table.changed(tasks=tasks)
 
 
-def _tuples(value: Any) -> Any:
-    if isinstance(value, date):  # TOML has dates of its own
+def _dates_as_texts(value: Any) -> Any:
+    """A value in which dates, of which TOML has a type of its own, are texts."""
+    if isinstance(value, date):
         return value.isoformat()
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, tuple):
+        return tuple(map(_dates_as_texts, value))
+    return value
 
 
 PEERS = "peer_to_peer"
@@ -320,14 +178,16 @@ def check_rounds(settings: Settings) -> None:
     if settings.named.topology.name != PEERS:
         return
     if tasks > 1 and rounds != tasks:
-        raise ConfigError(
-            f"rounds: peer_to_peer has one exchange a task; set rounds = {tasks}, as stream.tasks "
-            "says"
+        raise contradiction(
+            "rounds",
+            f"= {rounds}: peer_to_peer has one exchange a task",
+            f"set rounds = {tasks}, as stream.tasks says",
         )
     if tasks == 1 and rounds > 1 and not settings.exchange_each_round:
-        raise ConfigError(
-            "rounds: peer_to_peer is one shot; set rounds = 1, or query.again = 'mixed' to ask "
-            "again with new data"
+        raise contradiction(
+            "rounds",
+            f"= {rounds}: peer_to_peer is one shot",
+            "set rounds = 1, or query.again = 'mixed' to ask again with new data",
         )
 
 
@@ -336,226 +196,281 @@ def check_rounds(settings: Settings) -> None:
 
 DEFAULT_CLIENTS = 20
 
-DEFAULT_MODELS = {
-    "image": "cnn",
-    "table": "mlp",
-    "vector": "mlp",
-    "series": "series_cnn",
-    "text": "bag",
-}
-"""The model of each kind of examples where none is named."""
-
 
 def settle(experiment: Experiment, here: bool = True) -> Settings:
-    """Resolve and check every value; raises ConfigError with one line that names the key and what
+    """Resolve and check every value; raises ConfigError with one line that names the keys and what
     to write.
 
     here: whether this machine is to run it. A run that is only read may have had a device that this
     machine lacks.
     """
     refuse_no_experiment(experiment)
+    parts = Parts(experiment)
     try:
-        settings = _settled(experiment)
-    except UnknownKeys as error:
-        raise named_better(error, experiment.tree, experiment.base) from error
+        settings = _settled(parts)
+    except WrongConfig as error:
+        problems = parts.problems(error)
+        raise WrongConfig([_with_advice(one, experiment) for one in problems]) from error
     if here:
         check_machine(settings.precision, settings.device)
     return settings
 
 
-def _settled(experiment: Experiment) -> Settings:
-    base = experiment.base
-    top = _top(experiment)
-    tables = read_package_tables(experiment)
-    top = with_table_defaults(top, tables, experiment)
-    data = _data(experiment)
-    named_method, method = read_method(experiment)
-    clients = _number_of_clients(experiment)
-    own = read_record(ClientsTable, experiment.table("clients"), "clients")
-    flower = _flower(experiment)
-    deployed = top.engine == "flower" and bool(flower.federation)
-    failures = own.failures or ("tolerate" if deployed else "stop")
-    models = checked_models(
-        own.models, clients, base, lambda name: resolved_name("model", name, base)
-    )
-    named_topology = read_named(
-        "topology",
-        experiment.table("topology"),
-        base,
-        method.topology,
-        schedules(method.topology, method.schedule),
-    )
-    named_stream, stream = read_stream(experiment, top.rounds)
-    named = NamedTables(
-        named_method,
-        read_named(
-            "model", experiment.table("model"), base, _default_model(experiment, data, flower)
-        ),
-        read_named("partition", experiment.table("partition"), base),
-        named_topology,
-        named_stream,
-    )
+def _settled(parts: Parts) -> Settings:
     settings = Settings(
-        **as_table(top),
-        data=data,
-        named=named,
-        clients=clients,
-        of_clients=replace(own, models=models, failures=failures),
-        flower=flower,
-        stream=stream,
-        tables=tables,
-        plans=_plans(method, experiment, named_topology, stream.longest(top.rounds)),
-        method=method,
-        schedule=schedule_of(method, named_topology.build(), named_stream.name),
-        origins=experiment.origins,
+        **as_table(parts.top),
+        data=parts.data,
+        named=NamedTables(
+            method=parts.method.named,
+            model=parts.model,
+            partition=parts.partition,
+            topology=parts.topology,
+            stream=parts.stream.named,
+        ),
+        clients=parts.number_of_clients,
+        of_clients=parts.clients,
+        flower=parts.flower,
+        stream=parts.stream.table,
+        tables=parts.packages,
+        plans=parts.plans,
+        method=parts.method.built,
+        schedule=parts.schedule,
+        origins=parts.experiment.origins,
     )
-    _refuse_contradictions(settings, experiment.device)
+    _refuse_contradictions(settings, parts.experiment.device)
     return settings
 
 
-def _top(experiment: Experiment) -> TopKeys:
-    top = read_record(TopKeys, {f.name: getattr(experiment, f.name) for f in fields(TopKeys)}, "")
-    base, own = experiment.base, {"threads": _threads(top.threads), "device": _device(top)}
-    top = replace(
-        top,
-        **own,
-        measure=tuple(resolved_name("measure", name, base) for name in top.measure),
-        start_from=str(whole_path(top.start_from, base, "start_from")) if top.start_from else "",
-    )
-    check_precision(top.precision, top.device)
-    measures(top.measure)
-    return top
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a config, each read and checked when it is first needed."""
 
+    experiment: Experiment
 
-def _data(experiment: Experiment) -> DataTable:
-    data, base = read_record(DataTable, experiment.table("data"), "data"), experiment.base
-    source = data.public_from
-    return replace(
-        data,
-        name=resolved_data_name(data.name, base, "data.name", data.folder),
-        public_from=source
-        if source in ("train", "noise")
-        else resolved_data_name(source, base, "data.public_from", data.folder),
-        folder=str(whole_path(data.folder, base, "data.folder")) if data.folder else "",
-        tokenizer=_tokenizer(data.tokenizer, base),
-        features_of=_backbone(data.features_of, base),
-    )
+    def problems(self, first: WrongConfig) -> list[Problem]:
+        """The problems of all parts; ``first``: those at which settling stopped."""
+        problems = dict.fromkeys(first.problems)
+        for name, part in vars(Parts).items():
+            if not isinstance(part, cached_property):
+                continue
+            try:
+                getattr(self, name)
+            except WrongConfig as error:
+                problems |= dict.fromkeys(error.problems)
+            except ConfigError:
+                continue  # another kind of error; settling raises it once these are solved
+        return list(problems)
 
+    @property
+    def base(self) -> Path | None:
+        """The folder that paths are relative to."""
+        return self.experiment.base
 
-def _backbone(said: Mapping[str, Any] | None, base: Path | None) -> Mapping[str, Any] | None:
-    """The network whose features are examples, with whole paths; raises ConfigError where it has no
-    name or file.
-    """
-    if said is None:
-        return None
-    if absent := [key for key in ("name", "file") if not isinstance(said.get(key), str)]:
-        raise ConfigError(
-            f'data.features_of needs {absent[0]}: features_of = {{ name = "cnn", file = "RUN" }}'
+    @cached_property
+    def top(self) -> TopKeys:
+        """The keys outside all tables."""
+        model = model_of_record(TopKeys)
+        given = {key: getattr(self.experiment, key) for key in keys_of(model)}
+        top = TopKeys(**validated(model, {**given, **self.experiment.unknown}, ""))
+        measure = [known_name("measure", "measure", name, self.base) for name in top.measure]
+        start = top.start_from
+        if start:
+            start = str(whole_path(start, self.base, "start_from"))
+        top = replace(
+            top,
+            threads=_threads(top.threads),
+            device=_device(top),
+            measure=tuple(measure),
+            start_from=start,
         )
-    name, file = (
-        resolved_name("model", said["name"], base),
-        str(whole_path(said["file"], base, "data.features_of.file")),
-    )
-    others = {key: value for key, value in said.items() if key not in ("name", "file")}
-    known = fields_of("model", name, base)[1]
-    return {
-        "name": name,
-        "file": file,
-        **checked({k: v for k, v in known.items() if k in others}, others, "features_of"),
-    }
+        check_precision(top.precision, top.device)
+        measures(top.measure)
+        return with_table_defaults(top, self.packages, self.experiment)
+
+    @cached_property
+    def packages(self) -> dict[str, PackageTable]:
+        """The tables of outer packages, by name."""
+        problems: list[Problem] = []
+        tables = {}
+        for name, model in package_tables().items():
+            try:
+                tables[name] = model.read(self.experiment.table(name), name)
+            except WrongConfig as error:
+                problems += error.problems
+        if problems:
+            raise WrongConfig(problems)
+        return tables
+
+    @cached_property
+    def data(self) -> DataTable:
+        """``[data]``, with whole paths."""
+        return read_data(self.experiment)
+
+    @cached_property
+    def method(self) -> ReadMethod:
+        """What ``[method]`` names."""
+        return read_method(self.experiment)
+
+    @cached_property
+    def number_of_clients(self) -> int:
+        """How many clients there are."""
+        return _number_of_clients(self.experiment)
+
+    @cached_property
+    def flower(self) -> FlowerTable:
+        """``[flower]``, with whole paths."""
+        return _flower(self.experiment)
+
+    @cached_property
+    def clients(self) -> ClientsTable:
+        """``[clients]``, with all names resolved."""
+        table = ClientsTable.read(self.experiment.table("clients"), "clients")
+        is_deployed = self.top.engine == "flower" and bool(self.flower.federation)
+        failures: Failures = "tolerate" if is_deployed else "stop"
+        models = checked_models(table.models, self.number_of_clients, self.base)
+        return table.changed(models=models, failures=table.failures or failures)
+
+    @cached_property
+    def topology(self) -> Named:
+        """What ``[topology]`` names, by default the method's own."""
+        method = self.method.built
+        options = schedules(method.topology, method.schedule)
+        table = self.experiment.table("topology")
+        return read_named("topology", table, self.base, method.topology, options)
+
+    @cached_property
+    def partition(self) -> Named:
+        """What ``[partition]`` names."""
+        return read_named("partition", self.experiment.table("partition"), self.base)
+
+    @cached_property
+    def model(self) -> Named:
+        """What ``[model]`` names, by default a network for the data."""
+        default = default_model(self.experiment, self.data, self.flower)
+        return read_named("model", self.experiment.table("model"), self.base, default)
+
+    @cached_property
+    def stream(self) -> ReadStream:
+        """``[stream]``."""
+        return read_stream(self.experiment, self.top.rounds)
+
+    @cached_property
+    def plan_table(self) -> PlanTable:
+        """``[plan]``."""
+        return read_plans(self.experiment, self.method.built)
+
+    @cached_property
+    def plans(self) -> dict[str, Plan]:
+        """The plan of each stage: ``[plan]`` over the method's own."""
+        rounds = self.stream.table.longest(self.top.rounds)
+        return self.plan_table.applied(own_plans(self.method.built, self.topology), rounds)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The stages of all rounds."""
+        return schedule_of(self.method.built, self.topology.build(), self.stream.named.name)
 
 
-def _tokenizer(said: str | None, base: Path | None) -> str | None:
-    """What makes token ids of texts, a file with its whole path."""
-    return (
-        str(whole_path(said, base, "data.tokenizer")) if said and said.endswith(".json") else said
-    )
+BLOCKING = {UNKNOWN_KEY, NO_EFFECT, CONTRADICTION, NOT_A_TABLE}
+"""Problems with which a key cannot be what was meant; its value may still be wrong."""
 
 
-def _default_model(experiment: Experiment, data: DataTable, flower: FlowerTable) -> str:
-    """The model where none is named: for the kind of examples that the data most likely hold."""
-    named = experiment.table("model").get("name")
-    if data.features_of:
-        return "logistic"
-    if named is not None or data.name == "digits":
-        return "digits_cnn"
-    if data.name == NO_DATA and flower.data == "sites":
-        return DEFAULT_MODELS[unseen_kind(data, flower)]
-    owner = experiment.table("partition").get("column") or experiment.table("stream").get("column")
-    form = {**data.form, **({"owner": owner} if isinstance(owner, str) else {})}
-    return DEFAULT_MODELS[likely_kind(data.name, data.folder, data.label_column, form)]
+def _with_advice(problem: Problem, experiment: Experiment) -> Problem:
+    """A problem with the place of its key, and with what to do about an unknown key."""
+    key = problem.key
+    table, last = _table_and_key(key, experiment.tree)
+    # other unknown keys are deeper, in the fields of a network, and have the advice of its model
+    is_in_table = last in _values(experiment.tree, table)
+    if problem.code in (UNKNOWN_KEY, NOT_A_TABLE) and is_in_table:
+        unknown = UnknownKey(
+            table=table,
+            key=last,
+            tree=experiment.tree,
+            base=experiment.base,
+            accepts=partial(_accepts, experiment, key),
+        )
+        problem = replace(problem, hint=unknown.advice)
+    return replace(problem, place=place_of(key, experiment.origins))
+
+
+def _accepts(experiment: Experiment, key: str, other: str) -> bool:
+    """Whether a config is accepted with the value of a key under another key."""
+    try:
+        parts = Parts(_moved(experiment, key, other))
+        _settled(parts)
+    except WrongConfig as error:
+        wrong = [problem.key for problem in parts.problems(error) if problem.code in BLOCKING]
+        return other not in wrong
+    except ConfigError:
+        return True  # what is wrong is something else
+    return True
+
+
+def _table_and_key(key: str, tree: Mapping[str, Any]) -> tuple[str, str]:
+    """The table of a dotted key, and the key in it, which may have dots."""
+    head, dot, rest = key.partition(".")
+    table = tree.get(head)
+    if not dot or not isinstance(table, Mapping):
+        return "", key
+    stage, _, last = rest.partition(".")
+    if head == "plan" and last and isinstance(table.get(stage), Mapping):
+        return f"plan.{stage}", last
+    return head, rest
+
+
+def _values(tree: Mapping[str, Any], table: str) -> Mapping[str, Any]:
+    """The values of a table, such as ``plan.train``; the tree itself for no name."""
+    values = tree
+    for name in filter(None, table.split(".")):
+        values = values[name]
+    return values
+
+
+def _moved(experiment: Experiment, key: str, other: str) -> Experiment:
+    """The experiment with the value of a key under another key."""
+    table, last = _table_and_key(key, experiment.tree)
+    value = _values(experiment.tree, table)[last]
+    tree = _without(experiment.tree, [*filter(None, table.split(".")), last])
+    values = {other: value}
+    if isinstance(value, Mapping) and "." not in other:
+        values = {f"{other}.{inner}": value[inner] for inner in value}
+    without = from_tree(tree, experiment.origins, experiment.base)
+    return without.with_values(values, COMMAND_LINE)
+
+
+def _without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """The tree without the value at a path of keys."""
+    first, *rest = path
+    if rest:
+        return {**tree, first: _without(tree[first], rest)}
+    return {key: value for key, value in tree.items() if key != first}
 
 
 def _number_of_clients(experiment: Experiment) -> int:
-    said = {
-        t: experiment.table(t)["clients"]
-        for t in ("topology", "partition")
-        if "clients" in experiment.table(t)
-    }
-    counts = {
-        t: checked({"clients": (Count, ...)}, {"clients": v}, t)["clients"] for t, v in said.items()
-    }
+    model = model_of("clients", {"clients": (Count, DEFAULT_CLIENTS)})
+    counts = {}
+    for name in ("topology", "partition"):
+        table = experiment.table(name)
+        if "clients" in table:
+            counts[name] = validated(model, {"clients": table["clients"]}, name)["clients"]
     if len(set(counts.values())) > 1:
-        raise ConfigError(
-            f"topology.clients = {counts['topology']} and partition.clients = "
-            f"{counts['partition']} differ"
+        raise contradiction(
+            "topology.clients",
+            f"= {counts['topology']} and partition.clients = {counts['partition']} differ",
+            "leave one of them out",
         )
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
 
-def _plans(method: Method, experiment: Experiment, topology: Named, rounds: int) -> dict[str, Plan]:
-    table = experiment.table("plan")
-    plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
-    plans |= {RIDGE: NO_TRAINING} if topology.values.get("last") == RIDGE else {}
-    for name, value in table.items():
-        if isinstance(value, Mapping) and name not in plans:
-            raise UnknownName("stage", name, plans, where="plan")
-        if name in plans and not isinstance(value, Mapping):
-            raise ConfigError(f"plan.{name} = {shown(value)} must be a table, [plan.{name}]")
-    common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
-    over = [k for k in common if not experiment.origins.get(f"plan.{k}", "file").startswith("file")]
-    if idle := [k for k in over if plans and all(k in table.get(stage, {}) for stage in plans)]:
-        todo = " and ".join(f"plan.{stage}.{idle[0]}" for stage in plans)
-        raise ConfigError(f"plan.{idle[0]} changes nothing, for each stage has its own; set {todo}")
-    both = {stage: {**common, **table.get(stage, {})} for stage in plans}
-    return {stage: _plan(own, both[stage], f"plan.{stage}", rounds) for stage, own in plans.items()}
-
-
-def _plan(default: Plan, given: Mapping[str, Any], where: str, rounds: int) -> Plan:
-    hints = fields_of_record(Plan)
-    plan = Plan(
-        **checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where)
-    )
-    if plan.lr_warmup >= rounds:
-        raise ConfigError(
-            f"{where}.lr_warmup = {plan.lr_warmup} must be below the rounds of the run, {rounds}"
-        )
-    if plan.lr_schedule == "step" and plan.lr_decay == 1:
-        raise ConfigError(
-            f"{where}.lr_schedule = 'step' needs lr_decay below 1: what each step multiplies the "
-            "rate by"
-        )
-    if plan.lr_schedule != "cosine":
-        return plan
-    plan = replace(plan, lr_rounds=plan.lr_rounds or rounds)
-    if plan.lr_rounds <= plan.lr_warmup:
-        raise ConfigError(
-            f"{where}.lr_rounds = {plan.lr_rounds} must be above lr_warmup = {plan.lr_warmup}"
-        )
-    return plan
-
-
 def _flower(experiment: Experiment) -> FlowerTable:
-    flower = read_record(FlowerTable, experiment.table("flower"), "flower")
+    flower = FlowerTable.read(experiment.table("flower"), "flower")
     if flower.federation:
-        return replace(
-            flower,
-            federation=str(whole_path(flower.federation, experiment.base, "flower.federation")),
-        )
+        folder = whole_path(flower.federation, experiment.base, "flower.federation")
+        return flower.changed(federation=str(folder))
     if flower.data == "sites":
-        raise ConfigError(
-            "flower.data = 'sites' needs flower.federation, the folder that `fedstill deploy init` "
-            "made"
+        raise contradiction(
+            "flower.data",
+            "= 'sites' needs flower.federation, the folder that `fedstill deploy init` made",
         )
     return flower
 
@@ -573,44 +488,53 @@ def _device(top: TopKeys) -> Any:
 
 
 def _refuse_contradictions(settings: Settings, device: str) -> None:
-    if device == "auto" and settings.engine == "flower" and settings.flower.federation:
-        todo = "name 'cpu' or 'cuda', which the server and all sites then need"
-        raise ConfigError(
-            "device = 'auto' would be the server's choice, and sites may have other devices: "
-            f"{todo}"
+    """Raise WrongConfig for values that cannot be meant together. ``device``: as the config has
+    it.
+    """
+    is_flower = settings.engine == "flower"
+    if device == "auto" and settings.deployed:
+        raise contradiction(
+            "device",
+            "= 'auto' would be the server's choice, and sites may have other devices",
+            "name 'cpu' or 'cuda', which the server and all sites then need",
         )
-    if (
-        settings.lives
-        and settings.engine == "flower"
-        and (settings.flower.federation or settings.flower.grid == "ray")
-    ):
+    if settings.lives and is_flower and (settings.deployed or settings.flower.grid == "ray"):
         raise ConfigError(
             f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that"
         )
-    if settings.start_from_partial and not settings.start_from:
-        raise ConfigError(
-            "start_from_partial = true needs start_from, the model of which parts are taken"
-        )
-    if settings.train_only and not settings.start_from:
-        raise ConfigError(
-            "train_only needs start_from, the model whose other entries stay as they are"
-        )
-    if settings.train_only and settings.device != "cpu":
-        raise ConfigError(
-            "train_only keeps entries in the CPU's memory; leave device out, or train all entries"
-        )
-    if settings.train_only and settings.of_clients.models:
-        raise ConfigError(
-            "train_only keeps entries of one network, and clients.models names others; leave one "
-            "out"
-        )
-    if settings.start_from and settings.engine == "flower" and settings.flower.federation:
-        raise ConfigError(
-            "start_from names a model on this machine, which sites lack; leave flower.federation "
-            "out"
-        )
+    _refuse_with_start(settings)
     check_rounds(settings)
     refuse_with_stream(settings)
     for part in manifest.config_checks():
         check = part.load()
         check(settings)
+
+
+def _refuse_with_start(settings: Settings) -> None:
+    """Raise WrongConfig for what cannot be meant with or without ``start_from``."""
+    if settings.start_from_partial and not settings.start_from:
+        raise contradiction(
+            "start_from_partial", "= true needs start_from, the model of which parts are taken"
+        )
+    if settings.train_only and not settings.start_from:
+        raise contradiction(
+            "train_only", "needs start_from, the model whose other entries stay as they are"
+        )
+    if settings.train_only and settings.device != "cpu":
+        raise contradiction(
+            "train_only",
+            "keeps entries in the CPU's memory",
+            "leave device out, or train all entries",
+        )
+    if settings.train_only and settings.of_clients.models:
+        raise contradiction(
+            "train_only",
+            "keeps entries of one network, and clients.models names others",
+            "leave one out",
+        )
+    if settings.start_from and settings.deployed:
+        raise contradiction(
+            "start_from",
+            "names a model on this machine, which sites lack",
+            "leave flower.federation out",
+        )

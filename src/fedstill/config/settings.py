@@ -1,4 +1,6 @@
-"""Settings: an experiment with every value resolved and checked, before any data are read."""
+"""Settings: an experiment with every value resolved and checked, before any data are read; and what
+configs of earlier versions lack or have too much, so that their runs go on as they began.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ from fedstill.config.tables import (
     TopKeys,
     with_package_tables,
 )
-from fedstill.core.fields import Count, PackageTable, as_table
+from fedstill.config.validation import PackageTable
+from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.registry import LIVE
-from fedstill.core.schedule import Schedule
+from fedstill.core.rounds import Schedule
 from fedstill.core.screen import Rules
 from fedstill.measures.choice import measured_rounds
 
@@ -135,17 +138,17 @@ class Settings(TopKeys):
         set_keys = {name: value for name in WRITTEN_IF_SET if (value := getattr(self, name))}
         named = self.named
         tables = {
-            "data": as_table(self.data),
+            "data": self.data.table,
             "partition": named.partition.table,
             "topology": {**named.topology.table, "clients": self.clients},
             "model": named.model.table,
             "method": named.method.table,
-            "clients": {k: v for k, v in self.of_clients.table.items() if not self._unwritten(k)},
-            "flower": as_table(self.flower),
+            "clients": {k: v for k, v in self.of_clients.written.items() if not self._unwritten(k)},
+            "flower": self.flower.table,
             "stream": self._stream,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
-        outer = {name: as_table(table) for name, table in self.tables.items()}
+        outer = {name: table.table for name, table in self.tables.items()}
         written = with_package_tables(tables, outer)
         if self.engine != "flower":
             del written["flower"]
@@ -155,7 +158,7 @@ class Settings(TopKeys):
 
     @property
     def _stream(self) -> dict[str, Any]:
-        return {**self.named.stream.table, **as_table(self.stream)}
+        return {**self.named.stream.table, **self.stream.table}
 
     def _unwritten(self, key: str) -> bool:
         """Whether a key of [clients] is left out: sites have accepted configs, by SHA-256, that had
@@ -184,3 +187,51 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+
+# Configs of runs that an earlier version began.
+
+
+DID: Mapping[str, Mapping[str, Any]] = {
+    "naive_kd": {"over_teachers": "sum"},
+    **{f"qkt_light{of}": {"phase1_over": "same"} for of in ("", "_volunteer", "_server")},
+}
+"""By method: fields that came later with another default, and what was done before there was a
+choice.
+"""
+
+UNSAID: Mapping[str, Any] = {"clients.failures": "tolerate"}
+"""Dotted keys that came later with another default, and what was done before; a whole run's numbers
+don't tell.
+"""
+
+
+def as_it_began(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config with what its version did.
+
+    >>> as_it_began({"method": {"name": "naive_kd", "alpha": 1.0}, "clients": {}})
+    {'method': {'over_teachers': 'sum', 'name': 'naive_kd', 'alpha': 1.0}, 'clients': {'failures': 'tolerate'}}
+    """  # noqa: E501
+    # of 0.1; the run goes on alone, up to rounding
+    kept = {k: v for k, v in tree.items() if k != "stacked_seeds"}
+    method = kept.get("method")
+    if isinstance(method, Mapping) and isinstance(method.get("name"), str):
+        kept["method"] = {**DID.get(method["name"], {}), **method}
+    for dotted, value in UNSAID.items():
+        table, _, key = dotted.partition(".")
+        if isinstance(there := kept.get(table, {}), Mapping):
+            kept[table] = {key: value, **there}
+    return kept
+
+
+def unsaid(tree: Mapping[str, Any]) -> set[str]:
+    """The dotted keys of which a run's config says nothing, as there were none when it began.
+
+    >>> unsaid({"clients": {"quorum": 0.5}}), unsaid({"clients": {"failures": "stop"}})
+    ({'clients.failures'}, set())
+    """
+    return {
+        dotted
+        for dotted in UNSAID
+        if dotted.partition(".")[2] not in tree.get(dotted.partition(".")[0], {})
+    }

@@ -9,20 +9,19 @@ from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
+from pydantic import Field
 
 from fedstill import manifest
 from fedstill.config.named_tables import NAMED
-from fedstill.core.errors import ConfigError
+from fedstill.config.validation import PackageTable, Table, contradiction
 from fedstill.core.fields import (
     Count,
     CountOrZero,
     NonNegative,
-    PackageTable,
     Positive,
     PositiveShare,
     Seed,
     Share,
-    as_table,
 )
 from fedstill.core.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 from fedstill.core.stream import Head
@@ -40,40 +39,55 @@ SITES = "sites"
 """The kind of a run whose sites have data of their own, by task."""
 
 
-@dataclass(frozen=True)
-class StreamTable:
-    """``[stream]``, beside its kind's own keys: how many tasks, who is in which, and what a change
+class StreamTable(Table):
+    """``[stream]``: how many tasks, who is in which, and what a change
     leaves behind.
     """
 
-    tasks: Count = 5
-    """How many tasks there are, one after another."""
-    rounds: tuple[Count, ...] = ()
-    """The rounds of each task; empty: equal shares of the run's."""
-    compose: Literal["tasks_first", "clients_first"] = "tasks_first"
-    """Whether the partition splits each task's data, or all data once, each client's part then
-    being cut by task.
-    """
-    past: Literal["gone", "kept"] = "gone"
-    """Whether clients lose the data of earlier tasks, or train on all that they have had: the upper
-    bound.
-    """
-    head: Head = "all"
-    """Outputs that take part in training: all, those of the classes seen so far, or those of the
-    task's own classes.
-    """
-    lr: Literal["restart", "go_on"] = "restart"
-    """Whether the learning rate's schedule begins anew with each task, or goes on over the run."""
-    lag: CountOrZero = 0
-    """By how many rounds at most a client comes late to each task, drawn by key; 0: none does."""
-    join: PositiveShare = 1.0
-    """The share of clients that is there from the start; the others enter evenly over the tasks,
-    drawn by key.
-    """
-    stay: Share = 0.0
-    """The share of clients that stays with its task at a change, drawn by key for each change."""
-    seed: Seed | None = None
-    """What tasks, lags, entries and stays are drawn from; unset: the run's seed."""
+    tasks: Count = Field(default=5, description="How many tasks there are, one after another.")
+    rounds: tuple[Count, ...] = Field(
+        default=(),
+        description="The rounds of each task; empty: equal shares of the run's.",
+    )
+    compose: Literal["tasks_first", "clients_first"] = Field(
+        default="tasks_first",
+        description="Whether the partition splits each task's data, or all data once, each "
+        "client's part then being cut by task.",
+    )
+    past: Literal["gone", "kept"] = Field(
+        default="gone",
+        description="Whether clients lose the data of earlier tasks, or train on all that they "
+        "have had: the upper bound.",
+    )
+    head: Head = Field(
+        default="all",
+        description="Outputs that take part in training: all, those of the classes seen so far, "
+        "or those of the task's own classes.",
+    )
+    lr: Literal["restart", "go_on"] = Field(
+        default="restart",
+        description="Whether the learning rate's schedule begins anew with each task, or goes on "
+        "over the run.",
+    )
+    lag: CountOrZero = Field(
+        default=0,
+        description="By how many rounds at most a client comes late to each task, drawn by key; "
+        "0: none does.",
+    )
+    join: PositiveShare = Field(
+        default=1.0,
+        description="The share of clients that is there from the start; the others enter evenly "
+        "over the tasks, drawn by key.",
+    )
+    stay: Share = Field(
+        default=0.0,
+        description="The share of clients that stays with its task at a change, drawn by key for "
+        "each change.",
+    )
+    seed: Seed | None = Field(
+        default=None,
+        description="What tasks, lags, entries and stays are drawn from; unset: the run's seed.",
+    )
 
     def starts(self, rounds: int) -> tuple[int, ...]:
         """The first round of each task; raises ConfigError where the run's rounds cannot be shared
@@ -81,20 +95,23 @@ class StreamTable:
         """
         if not self.rounds:
             if rounds % self.tasks:
-                raise ConfigError(
-                    f"rounds = {rounds} cannot be shared by stream.tasks = {self.tasks}; set "
-                    "rounds to a multiple, or "
-                    "write the rounds of each task in stream.rounds"
+                raise contradiction(
+                    "rounds",
+                    f"= {rounds} cannot be shared by stream.tasks = {self.tasks}",
+                    "set rounds to a multiple, or write the rounds of each task in stream.rounds",
                 )
             return tuple(range(1, rounds + 1, rounds // self.tasks))
         if len(self.rounds) != self.tasks:
-            raise ConfigError(
-                f"stream.rounds has the rounds of {len(self.rounds)} tasks, and stream.tasks = "
-                f"{self.tasks}"
+            raise contradiction(
+                "stream.rounds",
+                f"has the rounds of {len(self.rounds)} tasks, and stream.tasks = {self.tasks}",
+                "make them equal",
             )
         if sum(self.rounds) != rounds:
-            raise ConfigError(
-                f"stream.rounds has {sum(self.rounds)} rounds in all, and rounds = {rounds}"
+            raise contradiction(
+                "stream.rounds",
+                f"has {sum(self.rounds)} rounds in all, and rounds = {rounds}",
+                "make them equal",
             )
         return tuple(accumulate(self.rounds[:-1], initial=1))
 
@@ -122,7 +139,11 @@ Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
 
 @dataclass(frozen=True)
 class TopKeys:
-    """The keys outside all tables."""
+    """The keys outside all tables.
+
+    This is a dataclass, from which ``Experiment`` and ``Settings`` inherit. ``model_of_record``
+    makes its model.
+    """
 
     seed: Seed = 0
     """Every random draw of the run comes from it."""
@@ -162,113 +183,172 @@ class TopKeys:
     """Whether every reply that was accepted is kept, under updates/ in the run's directory."""
 
 
-@dataclass(frozen=True)
-class DataTable:
+class DataTable(Table):
     """``[data]``: which set, how training images vary, how much of it (0 = all); the public set;
     its pixels.
     """
 
-    name: str = "digits"
-    """The data set: a registered name, a folder, a file of yours, or owner/name on the Hugging Face
-    hub.
-    """
-    folder: str = ""
-    """The folder that holds folders of data sets; empty: the one that FEDSTILL_DATA names."""
-    image_column: str = ""
-    """The column that holds the images; empty: it is looked for."""
-    label_column: str = ""
-    """The column that holds the labels; empty: it is looked for."""
-    size: Side | None = None
-    """Images are resized to so many pixels a side; unset: they stay as they are, and must be
-    alike.
-    """
-    mode: Mode | None = None
-    """Whether images are converted to grey or to rgb; unset: they stay as they are, and must be
-    alike.
-    """
-    broken: Broken | None = None
-    """What is done about images that cannot be decoded: refuse the data (unset), or skip them."""
-    augment: tuple[Change, ...] = ()
-    """How training images are varied."""
-    train_size: CountOrZero = 0
-    """How many training examples are used, with the classes' shares kept; 0: all."""
-    test_size: CountOrZero = 0
-    """How many test examples are used, with the classes' shares kept; 0: all."""
-    public: CountOrZero = 0
-    """How many images are public: of the training set, which clients then lack, or of another
-    source (0: all).
-    """
-    public_from: str = "train"
-    """Where public images come from: train, noise, another data set, or a folder of images."""
-    public_labels: bool = True
-    """Whether the labels of public images are used: by measures, and in stages that say so (FedMD,
-    FedGKD-VOTE).
-    """
-    public_resize: bool = False
-    """Whether public images are brought to the size and channels of the run's images."""
-    mean: Annotated[tuple[float, ...], Len(1, 100_000)] | None = None
-    """What is subtracted: from pixels in [0, 1], a number a channel or one for all; else one a
-    column or channel.
-    """
-    std: Annotated[tuple[Positive, ...], Len(1, 100_000)] | None = None
-    """What they are divided by then; unset: the data set's spread, or what ``standardise`` says."""
-    held_out: Literal["last"] | None = None
-    """Which of its data a client holds out for validation: the last in the split's order; unset:
-    drawn by seed.
-    """
-    test_from: Literal["held_out"] | None = None
-    """What models are tested on: training examples that clients then lack, to choose fields
-    by; unset: the test set.
-    """
-    kind: Kind | None = None
-    """What examples are: image, table, vector, series or text; unset: told by the columns."""
-    columns: Annotated[tuple[str, ...], Len(1, 100_000)] | None = None
-    """The columns of a table; unset: all columns of numbers but the label and the owner."""
-    categorical: Mapping[str, list[Value] | tuple[Value, ...]] | tuple[str, ...] | None = None
-    """Columns whose values are names, each of which becomes a column of 0 and 1; and the names, if
-    they are fixed.
-    """
-    input_column: str | None = None
-    """The column that holds the texts, the vectors or the series; unset: it is looked for."""
-    missing: Missing | None = None
-    """What is done where a number is missing: refuse (unset), drop the row, or take the mean."""
-    missing_marks: bool | None = None
-    """Whether each column with missing numbers gets a column of 0 and 1 beside it that says
-    where.
-    """
-    missing_values: Annotated[tuple[str | int | float, ...], Len(1, 1000)] | None = None
-    """Texts and numbers that mean missing; they replace the marks of CSV files (NA, None, …) except
-    the empty field.
-    """
-    unlabelled: Literal["refuse", "drop"] | None = None
-    """What is done about examples without a label: refuse the data (unset), or leave them out."""
-    split_column: str | None = None
-    """The column of a table that says which split a row is in: train, validation or test."""
-    decimal: Literal[".", ","] | None = None
-    """The decimal mark of numbers in CSV files; unset: a point."""
-    standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = None
-    """Whose mean and spread a table or series is standardised by; unset: declared ones, or else all
-    clients' pooled.
-    """
-    limits: Mapping[str, tuple[float, float] | Annotated[list[float], Len(2, 2)]] | None = None
-    """Between which numbers each column's values are clipped in sums with noise,
-    ``column = [low, high]``.
-    """
-    tokenizer: str | None = None
-    """What makes token ids of texts: words (unset), bytes, or a tokenizer.json of Hugging Face's
-    tokenizers.
-    """
-    vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = None
-    """How many token ids words are given; unset: 8,192."""
-    length: Count | None = None
-    """How many tokens of a text, or steps of a series, are read; unset: 64 tokens, and series as
-    they are.
-    """
+    name: str = Field(
+        default="digits",
+        description="The data set: a registered name, a folder, a file of yours, or owner/name on "
+        "the Hugging Face hub.",
+    )
+    folder: str = Field(
+        default="",
+        description="The folder that holds folders of data sets; empty: the one that "
+        "FEDSTILL_DATA names.",
+    )
+    image_column: str = Field(
+        default="",
+        description="The column that holds the images; empty: it is looked for.",
+    )
+    label_column: str = Field(
+        default="",
+        description="The column that holds the labels; empty: it is looked for.",
+    )
+    size: Side | None = Field(
+        default=None,
+        description="Images are resized to so many pixels a side; unset: they stay as they are, "
+        "and must be alike.",
+    )
+    mode: Mode | None = Field(
+        default=None,
+        description="Whether images are converted to grey or to rgb; unset: they stay as they "
+        "are, and must be alike.",
+    )
+    broken: Broken | None = Field(
+        default=None,
+        description="What is done about images that cannot be decoded: refuse the data (unset), "
+        "or skip them.",
+    )
+    augment: tuple[Change, ...] = Field(default=(), description="How training images are varied.")
+    train_size: CountOrZero = Field(
+        default=0,
+        description="How many training examples are used, with the classes' shares kept; 0: all.",
+    )
+    test_size: CountOrZero = Field(
+        default=0,
+        description="How many test examples are used, with the classes' shares kept; 0: all.",
+    )
+    public: CountOrZero = Field(
+        default=0,
+        description="How many images are public: of the training set, which clients then lack, or "
+        "of another source (0: all).",
+    )
+    public_from: str = Field(
+        default="train",
+        description="Where public images come from: train, noise, another data set, or a folder "
+        "of images.",
+    )
+    public_labels: bool = Field(
+        default=True,
+        description="Whether the labels of public images are used: by measures, and in stages "
+        "that say so (FedMD, FedGKD-VOTE).",
+    )
+    public_resize: bool = Field(
+        default=False,
+        description="Whether public images are brought to the size and channels of the run's "
+        "images.",
+    )
+    mean: Annotated[tuple[float, ...], Len(1, 100_000)] | None = Field(
+        default=None,
+        description="What is subtracted: from pixels in [0, 1], a number a channel or one for "
+        "all; else one a column or channel.",
+    )
+    std: Annotated[tuple[Positive, ...], Len(1, 100_000)] | None = Field(
+        default=None,
+        description="What they are divided by then; unset: the data set's spread, or what "
+        "standardise says.",
+    )
+    held_out: Literal["last"] | None = Field(
+        default=None,
+        description="Which of its data a client holds out for validation: the last in the split's "
+        "order; unset: drawn by seed.",
+    )
+    test_from: Literal["held_out"] | None = Field(
+        default=None,
+        description="What models are tested on: training examples that clients then lack, to "
+        "choose fields by; unset: the test set.",
+    )
+    kind: Kind | None = Field(
+        default=None,
+        description="What examples are: image, table, vector, series or text; unset: told by the "
+        "columns.",
+    )
+    columns: Annotated[tuple[str, ...], Len(1, 100_000)] | None = Field(
+        default=None,
+        description="The columns of a table; unset: all columns of numbers but the label and the "
+        "owner.",
+    )
+    categorical: Mapping[str, tuple[Value, ...]] | tuple[str, ...] | None = Field(
+        default=None,
+        description="Columns whose values are names, each of which becomes a column of 0 and 1; "
+        "and the names, if they are fixed.",
+    )
+    input_column: str | None = Field(
+        default=None,
+        description="The column that holds the texts, the vectors or the series; unset: it is "
+        "looked for.",
+    )
+    missing: Missing | None = Field(
+        default=None,
+        description="What is done where a number is missing: refuse (unset), drop the row, or "
+        "take the mean.",
+    )
+    missing_marks: bool | None = Field(
+        default=None,
+        description="Whether each column with missing numbers gets a column of 0 and 1 beside it "
+        "that says where.",
+    )
+    missing_values: Annotated[tuple[str | int | float, ...], Len(1, 1000)] | None = Field(
+        default=None,
+        description="Texts and numbers that mean missing; they replace the marks of CSV files "
+        "(NA, None, …) except the empty field.",
+    )
+    unlabelled: Literal["refuse", "drop"] | None = Field(
+        default=None,
+        description="What is done about examples without a label: refuse the data (unset), or "
+        "leave them out.",
+    )
+    split_column: str | None = Field(
+        default=None,
+        description="The column of a table that says which split a row is in: train, validation "
+        "or test.",
+    )
+    decimal: Literal[".", ","] | None = Field(
+        default=None,
+        description="The decimal mark of numbers in CSV files; unset: a point.",
+    )
+    standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = Field(
+        default=None,
+        description="Whose mean and spread a table or series is standardised by; unset: declared "
+        "ones, or else all clients' pooled.",
+    )
+    limits: Mapping[str, tuple[float, float]] | None = Field(
+        default=None,
+        description="Between which numbers each column's values are clipped in sums with noise, "
+        "column = [low, high].",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="What makes token ids of texts: words (unset), bytes, or a tokenizer.json of "
+        "Hugging Face's tokenizers.",
+    )
+    vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
+        default=None,
+        description="How many token ids words are given; unset: 8,192.",
+    )
+    length: Count | None = Field(
+        default=None,
+        description="How many tokens of a text, or steps of a series, are read; unset: 64 tokens, "
+        "and series as they are.",
+    )
 
-    features_of: Mapping[str, Any] | None = None
-    """A pretrained network, name, file and its fields, whose features are the examples, so that
-    only a head trains.
-    """
+    features_of: Mapping[str, Any] | None = Field(
+        default=None,
+        description="A pretrained network, name, file and its fields, whose features are the "
+        "examples, so that only a head trains.",
+    )
 
     @property
     def images(self) -> dict[str, Any]:
@@ -306,33 +386,45 @@ class DataTable:
         return {key: value for key, value in said.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class ClientsTable:
+class ClientsTable(Table):
     """``[clients]``: which replies are accepted, how many are needed, who may fail, and who has
     another network.
     """
 
-    quorum: PositiveShare = 0.5
-    """The share of a stage's clients that must reply well; with fewer the run stops."""
-    norm_limit: Positive = 10.0
-    """A reply is refused if the norm of its parameters is over this many times that of the model
-    sent.
-    """
-    models: tuple[str | dict[str, Any], ...] | dict[str, Any] = ()
-    """The clients' networks where they are not the server's: in turn, by share, or by client."""
+    quorum: PositiveShare = Field(
+        default=0.5,
+        description="The share of a stage's clients that must reply well; with fewer the run "
+        "stops.",
+    )
+    norm_limit: Positive = Field(
+        default=10.0,
+        description="A reply is refused if the norm of its parameters is over this many times "
+        "that of the model sent.",
+    )
+    models: tuple[str | dict[str, Any], ...] | dict[str, Any] = Field(
+        default=(),
+        description="The clients' networks where they are not the server's: in turn, by share, or "
+        "by client.",
+    )
 
-    max_examples: MostExamples = MAX_EXAMPLES
-    """A reply is refused that claims more examples than this."""
-    failures: Failures | None = None
-    """Whether a client that fails stops the run; unset: it does, but is tolerated in a federation
-    of machines.
-    """
-    attack: Attack | None = None
-    """What hostile clients of a simulation do, to measure what it costs: turn or scale what they
-    send, flip labels.
-    """
-    attackers: Annotated[float, Interval(gt=0, lt=1)] | None = None
-    """The share of clients that are hostile, drawn with the seed; unset: a tenth."""
+    max_examples: MostExamples = Field(
+        default=MAX_EXAMPLES,
+        description="A reply is refused that claims more examples than this.",
+    )
+    failures: Failures | None = Field(
+        default=None,
+        description="Whether a client that fails stops the run; unset: it does, but is tolerated "
+        "in a federation of machines.",
+    )
+    attack: Attack | None = Field(
+        default=None,
+        description="What hostile clients of a simulation do, to measure what it costs: turn or "
+        "scale what they send, flip labels.",
+    )
+    attackers: Annotated[float, Interval(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="The share of clients that are hostile, drawn with the seed; unset: a tenth.",
+    )
 
     @property
     def rules(self) -> Rules:
@@ -340,46 +432,66 @@ class ClientsTable:
         return Rules(self.quorum, self.norm_limit, self.max_examples, self.failures or "stop")
 
     @property
-    def table(self) -> dict[str, Any]:
-        """Its values; without ``max_examples`` where that is the default, as configs of before had
-        none.
+    def written(self) -> dict[str, Any]:
+        """Its values in a run's config.toml; without ``max_examples`` where that is the default, as
+        configs of before had none.
         """
-        values = as_table(self)
-        return {k: v for k, v in values.items() if k != "max_examples" or v != MAX_EXAMPLES}
+        values = self.table
+        if self.max_examples == MAX_EXAMPLES:
+            del values["max_examples"]
+        return values
 
 
-@dataclass(frozen=True)
-class FlowerTable:
-    """``[flower]``, for ``engine = "flower"``: where clients are, whose data they train on, how
+class FlowerTable(Table):
+    """``[flower]``: with ``engine = "flower"``, where clients are, whose data they train on, how
     long to wait.
     """
 
-    federation: str = ""
-    """The folder that fedstill deploy init made; empty: the clients are in this process."""
-    grid: Literal["loopback", "ray"] = "loopback"
-    """What carries messages where there is no federation: a loop in this process, or Ray."""
-    data: Literal["partition", "sites"] = "partition"
-    """Whose data clients train on: parts of the run's data set, or each site's own."""
-    classes: tuple[str, ...] = ()
-    """With data of the sites: the names of the classes."""
-    shape: Annotated[tuple[Count, ...], Len(0, 3)] = ()
-    """With data of the sites: an example's shape: an image's channels, height and width, or one or
-    two numbers.
-    """
-    deadline: Positive = 600.0
-    """Seconds that the server waits for the replies of a stage."""
-    ttl: NonNegative = 0.0
-    """Seconds that a message stays valid; 0: as long as the deadline."""
-    retries: CountOrZero = 1
-    """How often a message is sent again that was lost or not answered in time."""
-    poll: Positive = 1.0
-    """Seconds between two looks for replies."""
-    max_mb: Count = 1024
-    """The largest reply that the server takes, in megabytes."""
-    vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = None
-    """With data of the sites: how many token ids a tokenizer's file gives; unset: told by
-    data.tokenizer.
-    """
+    federation: str = Field(
+        default="",
+        description="The folder that fedstill deploy init made; empty: the clients are in this "
+        "process.",
+    )
+    grid: Literal["loopback", "ray"] = Field(
+        default="loopback",
+        description="What carries messages where there is no federation: a loop in this process, "
+        "or Ray.",
+    )
+    data: Literal["partition", "sites"] = Field(
+        default="partition",
+        description="Whose data clients train on: parts of the run's data set, or each site's own.",
+    )
+    classes: tuple[str, ...] = Field(
+        default=(),
+        description="With data of the sites: the names of the classes.",
+    )
+    shape: Annotated[tuple[Count, ...], Len(0, 3)] = Field(
+        default=(),
+        description="With data of the sites: an example's shape: an image's channels, height and "
+        "width, or one or two numbers.",
+    )
+    deadline: Positive = Field(
+        default=600.0,
+        description="Seconds that the server waits for the replies of a stage.",
+    )
+    ttl: NonNegative = Field(
+        default=0.0,
+        description="Seconds that a message stays valid; 0: as long as the deadline.",
+    )
+    retries: CountOrZero = Field(
+        default=1,
+        description="How often a message is sent again that was lost or not answered in time.",
+    )
+    poll: Positive = Field(default=1.0, description="Seconds between two looks for replies.")
+    max_mb: Count = Field(
+        default=1024,
+        description="The largest reply that the server takes, in megabytes.",
+    )
+    vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
+        default=None,
+        description="With data of the sites: how many token ids a tokenizer's file gives; unset: "
+        "told by data.tokenizer.",
+    )
 
 
 # All tables that are records, those of outer packages among them, as the manifest lists them.
@@ -392,11 +504,11 @@ def package_tables() -> Mapping[str, type[PackageTable]]:
 
 
 @functools.cache
-def record_tables() -> Mapping[str, type[Any]]:
+def record_tables() -> Mapping[str, type[Table]]:
     """All tables that are records, in their order; the others name a registered thing, or are of
     stages.
     """
-    inner: dict[str, type[Any]] = {
+    inner: dict[str, type[Table]] = {
         "data": DataTable,
         "clients": ClientsTable,
         "flower": FlowerTable,

@@ -1,22 +1,23 @@
-"""Keys that their table lacks: the message names the key of another table that was meant, or a
-field without a type.
+"""What to do about keys that their table lacks: the key of another table that was meant, or a field
+without a type. A key is suggested only if the config is accepted with it.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedstill import manifest
-from fedstill.config.named_tables import NAMED, fields_of
+from fedstill.config.experiment import KEYS
+from fedstill.config.named_tables import NAMED, model_of_name
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
+from fedstill.config.validation import keys_of, model_of_record
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError, UnknownKeys
-from fedstill.core.fields import fields_of_record
+from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan
 from fedstill.core.registry import short_name
 
@@ -45,45 +46,173 @@ OTHER_WORDS = {
 Tree = Mapping[str, Any]
 
 
-def named_better(error: UnknownKeys, tree: Tree, base: Path | None) -> UnknownKeys:
-    """The same error, with the keys of other tables that were meant; ``tree``: the whole config."""
-    keys = []
-    for table, key, remedy in error.keys:
-        keys.append((table, key, what_to_do(table, key, remedy, tree, base)))
-    return UnknownKeys(error.wrong, keys)
+@dataclass(frozen=True)
+class UnknownKey:
+    """A key that its table lacks, in a config.
 
-
-def meant(key: str, table: str, tree: Tree, base: Path | None, near: bool = True) -> str:
-    """Which key of which table was meant by one that ``table`` lacks, as a part of a message; empty
-    if none is known.
-
-    ``table``: empty for the keys outside all tables. ``near``: whether a similar key counts, too.
+    ``table``: empty for keys outside all tables. ``tree``: the whole config. ``base``: its folder.
+    ``accepts``: whether the config is accepted with another dotted key in the place of this one.
     """
-    homes = _homes(tree, base)
-    tables = {*NAMED, *record_tables()}
-    for other, home in OTHER_WORDS.items():
-        if other not in homes or other in tables:
-            homes[other] = [home]
 
-    word = key
-    if key not in homes and near:
-        word = next(iter(difflib.get_close_matches(key, homes, n=1, cutoff=NEAR)), key)
-    others = [home for home in homes.get(word, ()) if home != f"{table}.{key}"]
-    if not others:
+    table: str
+    key: str
+    tree: Tree
+    base: Path | None
+    accepts: Callable[[str], bool]
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return (
+            _of_missing_package(self.table or self.key)
+            or self._without_type()
+            or self._suggested([self._name_key()])
+            or self._suggested(self._elsewhere(self.key))
+            or self._of_other_things()
+            or self._suggested(self._similar_in_table())
+            or self._suggested(self._similar_elsewhere())
+            or self._choices()
+        )
+
+    def _suggested(self, candidates: Iterable[str]) -> str:
+        """The candidates that are accepted, as a question; empty if none is."""
+        accepted = [
+            working
+            for candidate in filter(None, candidates)
+            for working in self._working(candidate)
+        ]
+        if not accepted:
+            return ""
+        *first, last = [_quoted(key) for key in dict.fromkeys(accepted[:3])]
+        if not first:
+            return f"did you mean {last}?"
+        return f"did you mean {', '.join(first)} or {last}?"
+
+    def _working(self, candidate: str) -> Sequence[str]:
+        """A key, or those of its stages where each stage has its own, as far as it is accepted."""
+        if self.accepts(candidate):
+            return [candidate]
+        plan = self.tree.get("plan")
+        field = candidate.removeprefix("plan.")
+        if field == candidate or not isinstance(plan, Mapping):
+            return []
+        of_stages = [f"plan.{name}.{field}" for name in plan if isinstance(plan[name], Mapping)]
+        return [key for key in of_stages if self.accepts(key)]
+
+    @property
+    def _place(self) -> str:
+        """How the dotted keys of its table begin."""
+        return f"{self.table}." if self.table else ""
+
+    def _without_type(self) -> str:
+        """What to do about a value of a user's class that is no field, as it has no type."""
+        name = self._thing
+        if not name:
+            return ""
+        target = registry.lookup(self.table, name, self.base).target
+        if not inspect.isclass(target):
+            return ""
+        for kind in target.__mro__:
+            is_users = not kind.__module__.startswith("fedstill.")
+            if not is_users or self.key not in vars(kind):
+                continue
+            value = vars(kind)[self.key]
+            if not callable(value):
+                return (
+                    f"in class {kind.__name__} it has no type, write: {self.key}: "
+                    f"{type(value).__name__} = {value!r}"
+                )
         return ""
-    *first, last = [_quoted(home) for home in others[:3]]
-    if not first:
-        return f"did you mean {last}?"
-    return f"did you mean {', '.join(first)} or {last}?"
+
+    def _name_key(self) -> str:
+        """The key of a table's name, if the key is the one that other tables have for theirs."""
+        if self.table not in NAMED or self.key not in ("name", "kind"):
+            return ""
+        return f"{self.table}.{NAMED[self.table][0]}"
+
+    def _elsewhere(self, key: str) -> list[str]:
+        """The dotted keys of other tables that end with a key, or that are another word for it."""
+        homes = _homes(self.tree, self.base)
+        tables = {*NAMED, *record_tables()}
+        for word, home in OTHER_WORDS.items():
+            if word not in homes or word in tables:
+                homes[word] = [home]
+        return [home for home in homes.get(key, ()) if home != f"{self._place}{key}"]
+
+    def _similar_elsewhere(self) -> list[str]:
+        """The keys of other tables that are most like it."""
+        words = {**_homes(self.tree, self.base), **OTHER_WORDS}
+        similar = difflib.get_close_matches(self.key, words, n=1, cutoff=NEAR)
+        return [home for word in similar for home in self._elsewhere(word)]
+
+    def _similar_in_table(self) -> list[str]:
+        """The key of its own table that is most like it."""
+        similar = difflib.get_close_matches(self.key, self._known, n=1)
+        return [f"{self._place}{key}" for key in similar]
+
+    @property
+    def _known(self) -> Sequence[str]:
+        """The keys of its table."""
+        table = self.table.partition(".")[0]
+        if not table:
+            return KEYS
+        if table == "plan":
+            return keys_of(model_of_record(Plan))
+        if table in record_tables():
+            return keys_of(record_tables()[table])
+        keys = _keys_of_thing(table, self._thing, self.base)
+        if table == "stream":
+            keys = [*keys, *keys_of(StreamTable)]
+        return keys
+
+    @property
+    def _thing(self) -> str:
+        """What its table names; empty if it is the default of something else."""
+        if self.table not in NAMED:
+            return ""
+        name = _name(self.table, self.tree)
+        if not name and self.table == "topology":
+            return _topology(self.tree, self.base)
+        return name
+
+    def _of_other_things(self) -> str:
+        """What to do about a field that other methods have, and the named one has not."""
+        if self.table not in NAMED:
+            return ""
+        others = [
+            name
+            for name in registry.names(self.table)
+            if name != self._thing and self.key in _keys_of_thing(self.table, name, self.base)
+        ]
+        if not others:
+            return ""
+        owners = ", ".join(others)
+        if len(others) > 4:
+            owners = f"{', '.join(others[:3])} and {len(others) - 3} more"
+        advice = f"it is a field of {owners}: set {self.table}.{NAMED[self.table][0]}"
+        if not self._thing:
+            return advice
+        return f"{self._fields}; {advice}"
+
+    @property
+    def _fields(self) -> str:
+        """Which fields the named thing has, as a part of a message."""
+        return f"{short_name(self._thing)} has {', '.join(sorted(self._known)) or 'no fields'}"
+
+    def _choices(self) -> str:
+        """The keys that there are."""
+        if self._thing:
+            return self._fields
+        return f"choose one of {', '.join(sorted(self._known))}"
 
 
-def _quoted(home: str) -> str:
+def _quoted(key: str) -> str:
     """A dotted key as a message names it."""
-    if home == "plan":
-        return "the table [plan]"
-    if "." in home:
-        return repr(home)
-    return f"{home!r} (before all tables)"
+    if key in record_tables() or key == "plan":
+        return f"the table [{key}]"
+    if "." in key or key not in keys_of(model_of_record(TopKeys)):
+        return repr(key)
+    return f"{key!r} (before all tables)"
 
 
 def home_of(word: str) -> str:
@@ -102,31 +231,6 @@ def home_of(word: str) -> str:
     return ""
 
 
-def what_to_do(where: str, key: str, remedy: str, tree: Tree, base: Path | None) -> str:
-    """What to do about a key that a table lacks: ``remedy``, which knows the table's own keys, or
-    something better.
-    """
-    table = where.partition(".")[0]
-    better = (
-        _of_missing_package(table or key)
-        or _untyped(table, key, tree, base)
-        or _called(table, key)
-        or meant(key, table, tree, base, near=False)
-        or _of_another(table, key, tree, base)
-    )
-    if better:
-        return better
-    if remedy.startswith("did you mean"):
-        return remedy
-    similar = meant(key, table, tree, base)
-    if similar:
-        return similar
-    name = _name(table, tree) if table in NAMED else ""
-    if not name:
-        return remedy
-    return _has(name, _fields(table, name, base))
-
-
 def _of_missing_package(table: str) -> str:
     """What to do about a table of a package that is not installed."""
     package = manifest.missing_package(table)
@@ -135,87 +239,23 @@ def _of_missing_package(table: str) -> str:
     return f"[{table}] belongs to {package}, which is not installed; leave it out, or install it"
 
 
-def _called(table: str, key: str) -> str:
-    """What to do about a table's name under the key that other tables have for theirs."""
-    if table not in NAMED or key not in ("name", "kind"):
-        return ""
-    name_key = NAMED[table][0]
-    if key == name_key:
-        return ""
-    return f"did you mean '{table}.{name_key}'?"
-
-
-def _of_another(table: str, key: str, tree: Tree, base: Path | None) -> str:
-    """What to do about a field that other methods have, say, and the one that is named has not."""
-    if table not in NAMED:
-        return ""
-    name = _name(table, tree)
-    if not name and table == "topology":
-        name = _topology(tree, base)
-    others = [
-        other
-        for other in registry.names(table)
-        if other != name and key in _fields(table, other, base)
-    ]
-    if not others:
-        return ""
-    owners = ", ".join(others)
-    if len(others) > 4:
-        owners = f"{', '.join(others[:3])} and {len(others) - 3} more"
-    remedy = f"it is a field of {owners}: set {table}.{NAMED[table][0]}"
-    if not name:
-        return remedy
-    return f"{_has(name, _fields(table, name, base))}; {remedy}"
-
-
-def _has(name: str, fields: Iterable[str]) -> str:
-    """Which fields a registered thing has, as a part of a message."""
-    return f"{short_name(name)} has {', '.join(sorted(fields)) or 'no fields'}"
-
-
-def _untyped(table: str, key: str, tree: Tree, base: Path | None) -> str:
-    """What to do about a class of the user's that has a value of that name, which is no field
-    without a type.
-    """
-    name = _name(table, tree) if table in NAMED else ""
-    if not name:
-        return ""
-    target = registry.lookup(table, name, base).target
-    if not inspect.isclass(target):
-        return ""
-    for kind in target.__mro__:
-        is_users = not kind.__module__.startswith("fedstill.")
-        if not is_users or key not in vars(kind):
-            continue
-        value = vars(kind)[key]
-        if not callable(value):
-            return (
-                f"in class {kind.__name__} it has no type, write: {key}: {type(value).__name__} = "
-                f"{value!r}"
-            )
-    return ""
-
-
 def _homes(tree: Tree, base: Path | None) -> dict[str, list[str]]:
     """Of all that a config may say: the dotted keys that end with a key, by key."""
-    homes = {field.name: [field.name] for field in fields(TopKeys)}
-
-    def add(table: str, keys: Iterable[str]) -> None:
-        for key in dict.fromkeys(keys):
-            homes.setdefault(key, []).append(f"{table}.{key}")
-
-    for table, record in record_tables().items():
-        add(table, fields_of_record(record))
+    homes = {key: [key] for key in keys_of(model_of_record(TopKeys))}
+    tables = {table: keys_of(record) for table, record in record_tables().items()}
     if tree.get("stream"):
-        add("stream", fields_of_record(StreamTable))
-    add("plan", fields_of_record(Plan))
+        tables["stream"] = keys_of(StreamTable)
+    tables["plan"] = keys_of(model_of_record(Plan))
     for kind, (name_key, _) in NAMED.items():
-        keys = [name_key]
+        keys = [*tables.get(kind, ()), name_key]
         for name in _names(kind, tree, base):
-            keys += _fields(kind, name, base)
+            keys += _keys_of_thing(kind, name, base)
         if kind == "topology":
             keys.append("clients")
-        add(kind, keys)
+        tables[kind] = keys
+    for table, keys in tables.items():
+        for key in dict.fromkeys(keys):
+            homes.setdefault(key, []).append(f"{table}.{key}")
     return homes
 
 
@@ -246,9 +286,9 @@ def _topology(tree: Tree, base: Path | None) -> str:
     return str(getattr(method, "topology", ""))
 
 
-def _fields(kind: str, name: str, base: Path | None) -> Iterable[str]:
-    """The fields of a registered thing; none where it cannot be read, which is said elsewhere."""
+def _keys_of_thing(kind: str, name: str, base: Path | None) -> list[str]:
+    """The fields of a registered thing; none where another message says that it is unreadable."""
     try:
-        return fields_of(kind, name, base)[1]
+        return keys_of(model_of_name(kind, name, base))
     except ConfigError:
-        return ()
+        return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 TRACEBACK = "; see the traceback with --debug"
@@ -34,33 +35,17 @@ class UnknownName(ConfigError):
     """A method, model, dataset, partition, topology, measure or key that does not exist.
 
     ``todo``: what to write instead, where that is known better than by the nearest of the ``known``
-    names.
+    names. ``advice``: what the message says to write.
     """
 
     def __init__(
         self, what: str, name: str, known: Iterable[str], where: str = "", todo: str = ""
     ) -> None:
         self.name = name
+        self.advice = todo or suggestion(name, known)
         place = f"{where}: " if where else ""
         shortened = name if len(name) <= 80 else name[:79] + "…"
-        advice = todo or suggestion(name, known)
-        super().__init__(f"{place}unknown {what} {shortened!r}; {advice}")
-
-
-class UnknownKeys(ConfigError):
-    """Keys that a table of a config does not have; ``wrong``: what else is wrong with it.
-
-    ``keys``: (table, key, what to do) of each; the table is empty for keys outside all tables.
-    """
-
-    def __init__(self, wrong: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> None:
-        self.wrong = wrong
-        self.keys = keys
-        unknown = []
-        for table, key, todo in keys:
-            name = f"{table}.{key}" if table else key
-            unknown.append(f"unknown key {name!r}; {todo}")
-        super().__init__("; ".join([*wrong, *unknown]))
+        super().__init__(f"{place}unknown {what} {shortened!r}; {self.advice}")
 
 
 class RunsFailed(FedstillError):
@@ -184,6 +169,48 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean {near[0]!r}?"
     return f"choose one of {', '.join(names)}" if names else "there are none"
+
+
+LISTED = 12
+"""The most names that a message lists."""
+
+
+def name_advice(kind: str, name: str, known: Sequence[str]) -> str:
+    """What to write instead of the name of a registered thing: a name that is spelt almost alike,
+    or how to list all names.
+
+    The names of published methods are similar, and a user may mean one that fedstill lacks. So a
+    name counts as a misspelling only by capitals and hyphens, two neighbours that changed places,
+    or one letter in a name of at least six.
+
+    >>> name_advice("method", "fedtnd", ["fedavg", "fedntd"])
+    "did you mean 'fedntd'?"
+    >>> name_advice("model", "mlp3", ["cnn", "mlp"])
+    'choose one of cnn, mlp'
+    """
+    for other in known:
+        if _is_misspelt(name, other):
+            return f"did you mean {other!r}?"
+    if len(known) <= LISTED:
+        return f"choose one of {', '.join(known)}"
+    return f"`fedstill list {kind}` lists the names"
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    written = re.sub(r"[-_ .]", "", name.lower())
+    meant = re.sub(r"[-_ .]", "", known.lower())
+    changes = difflib.SequenceMatcher(None, written, meant, autojunk=False).get_opcodes()
+    changed = [change for change in changes if change[0] != "equal"]
+    if not changed:
+        return True
+    first = changed[0]
+    last = changed[-1]
+    wrong = written[first[1] : last[2]]
+    right = meant[first[3] : last[4]]
+    if len(wrong) == 2 and wrong == right[::-1]:
+        return True
+    is_one_letter = len(wrong) <= 1 and len(right) <= 1
+    return is_one_letter and max(len(written), len(meant)) >= 6
 
 
 class Interrupted(Exception):

@@ -34,7 +34,7 @@ class Method:
     >>> from fedstill.running.preparation import prepare
     >>> from fedstill.losses import proximal
     >>> from fedstill.core.rounds import RunContext, run_round
-    >>> from fedstill.core.schedule import Schedule
+    >>> from fedstill.core.rounds import Schedule
     >>> @dataclass(frozen=True)
     ... class Near(fedstill.Method):
     ...     mu: float = 0.1

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
-from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.errors import ConfigError, UnknownName, name_advice
 from fedstill.core.user_code import USER
 
 HOMES = {
@@ -43,10 +43,10 @@ GIVEN = {
 Target = TypeVar("Target")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """One registered thing: its target (a class or a function), and the fields fixed by this
-    name.
+    name. It equals itself alone, so it can be the key of a cache.
     """
 
     kind: str
@@ -186,7 +186,8 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
         from fedstill.core.user_modules import module_of_name
 
         return _of_module(kind, name, module_of_name(name, kind), attribute)
-    raise UnknownName(kind, name, names(kind))
+    known = names(kind)
+    raise UnknownName(kind, name, known, todo=name_advice(kind, name, known))
 
 
 def registered_as(kind: str, target: object) -> str:

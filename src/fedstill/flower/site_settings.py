@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedstill.config.client_models import words
+from fedstill.config.data_table import resolved_data_name, whole_path
 from fedstill.config.named_tables import NAMED
-from fedstill.config.resolve import resolved_data_name, whole_path
+from fedstill.config.validation import fields_of_record, model_of, validated
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import CountOrZero, checked, fields_of_record
+from fedstill.core.fields import CountOrZero
 from fedstill.core.files import read_toml
 from fedstill.data.sources.catalog import FOLDERS
 from fedstill.data.sources.load import at_home, local_folder
@@ -63,7 +64,8 @@ def load_site(path: Path) -> Site:
         raise ConfigError(f"cannot read the site's settings {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
+    model = model_of("Site", {**fields_of_record(Site), "memory": (str, ...)})
+    values = validated(model, tree, path.name)
     if values["tasks"] and values["time_column"]:
         raise ConfigError(
             f"{path}: tasks and time_column both say what a task is; leave one of them out"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.fields import PackageTable
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import Method
@@ -27,7 +26,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.results import StageResult
-from fedstill.core.schedule import Schedule
+from fedstill.core.rounds import Schedule
 from fedstill.core.user_code import reject_misspelt_hooks
 from fedstill.data.dataset import stratified
 from fedstill.data.inputs import Inputs
@@ -138,7 +137,7 @@ class Room:
     sites: Sites
     schedule: Schedule
     folder: Path | None = None
-    tables: Mapping[str, PackageTable] = field(default_factory=dict)
+    tables: Mapping[str, object] = field(default_factory=dict)
     remembered: Callable[[int], Payload] | None = None
     previous: int | None = None
     previous_round: int | None = None

@@ -10,7 +10,7 @@ from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.records import SERVER, Stage, World
-from fedstill.core.schedule import Schedule
+from fedstill.core.rounds import Schedule
 from fedstill.measures.base import LOGITS, Measure, SaysLogits
 from fedstill.methods.fit import anyone_asks
 from fedstill.models import contract

@@ -13,7 +13,7 @@ from fedstill.core.errors import BudgetSpent
 from fedstill.core.extensions import Engine, Event, Fields, Observer
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
 from fedstill.core.results import RoundResult, StageResult
-from fedstill.core.schedule import Schedule
+from fedstill.core.rounds import Schedule
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import GROUP, Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon

@@ -33,18 +33,20 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
 from annotated_types import Interval
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedstill.config.settings import Settings
+from fedstill.config.validation import PackageTable, contradiction
 from fedstill.core.capabilities import Permit
-from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.extensions import ClientHook
-from fedstill.core.fields import NonNegative, PackageTable, Positive, check_ranges
+from fedstill.core.fields import NonNegative, Positive
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Payload, Stage, Tensors, View, World
 
@@ -59,67 +61,92 @@ the same way.
 PROTECTED = (GROUP, SUMS_GROUP)
 
 
-@dataclass(frozen=True)
 class Privacy(PackageTable):
-    """The table ``[privacy]``: protection of logits (``clip``), private training
+    """``[privacy]``: protection of logits (``clip``), private training
     (``gradient_clip``), secure sums (``secure_sum``).
     """
 
-    clip: NonNegative = 0.0
-    """The largest norm of one example's logits; 0: logits are sent as they are."""
-    noise: NonNegative = 0.0
-    """Standard deviation of the noise on every number, in units of the largest norm."""
-    delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
-    """At which delta each client's epsilon is computed."""
-    epsilon: Positive | None = None
-    """The most that any client may spend; the run stops before an upload that would cost
-    more; unset: no end.
-    """
-    gradient_clip: Positive | None = None
-    """Private training (DP-SGD): the largest norm of one example's gradient; unset: training is as
-    ever.
-    """
-    gradient_noise: NonNegative | None = None
-    """Standard deviation of the noise on each step's sum of gradients, in units of
-    gradient_clip; unset: 1.
-    """
-    secure_sum: bool | None = None
-    """Whether the server learns the sum of the clients' models only; unset: it sees each one's."""
-    secure_range: Positive | None = None
-    """The largest change of an entry in a stage that a sum has room for; unset: 16."""
-    secure_bits: Annotated[int, Interval(ge=8, le=48)] | None = None
-    """To how many bits changes are rounded there; unset: 32."""
-    secure_threshold: Annotated[float, Interval(ge=0.5, lt=1)] | None = None
-    """The share of a stage's clients more than which must stay to the end of a sum; unset: 0.5."""
+    clip: NonNegative = Field(
+        default=0.0,
+        description="The largest norm of one example's logits; 0: logits are sent as they are.",
+    )
+    noise: NonNegative = Field(
+        default=0.0,
+        description="Standard deviation of the noise on every number, in units of the largest "
+        "norm.",
+    )
+    delta: Annotated[float, Interval(gt=0, lt=1)] = Field(
+        default=1e-5,
+        description="At which delta each client's epsilon is computed.",
+    )
+    epsilon: Positive | None = Field(
+        default=None,
+        description="The most that any client may spend; the run stops before an upload that "
+        "would cost more; unset: no end.",
+    )
+    gradient_clip: Positive | None = Field(
+        default=None,
+        description="Private training (DP-SGD): the largest norm of one example's gradient; "
+        "unset: training is as ever.",
+    )
+    gradient_noise: NonNegative | None = Field(
+        default=None,
+        description="Standard deviation of the noise on each step's sum of gradients, in units of "
+        "gradient_clip; unset: 1.",
+    )
+    secure_sum: bool | None = Field(
+        default=None,
+        description="Whether the server learns the sum of the clients' models only; unset: it "
+        "sees each one's.",
+    )
+    secure_range: Positive | None = Field(
+        default=None,
+        description="The largest change of an entry in a stage that a sum has room for; unset: 16.",
+    )
+    secure_bits: Annotated[int, Interval(ge=8, le=48)] | None = Field(
+        default=None,
+        description="To how many bits changes are rounded there; unset: 32.",
+    )
+    secure_threshold: Annotated[float, Interval(ge=0.5, lt=1)] | None = Field(
+        default=None,
+        description="The share of a stage's clients more than which must stay to the end of a "
+        "sum; unset: 0.5.",
+    )
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
         if self.noise > 0 and not self.clip > 0:
-            raise ConfigError(
-                f"privacy.noise = {self.noise} needs privacy.clip: noise counts in units of the "
-                "clipping"
+            raise contradiction(
+                "privacy.noise",
+                f"= {self.noise} needs privacy.clip: noise counts in units of the clipping",
             )
         if self.gradient_noise is not None and not self.trains:
-            raise ConfigError(
-                "privacy.gradient_noise needs privacy.gradient_clip: noise counts in units of it"
+            raise contradiction(
+                "privacy.gradient_noise", "needs privacy.gradient_clip: noise counts in units of it"
             )
-        of_sums = ("secure_range", "secure_bits", "secure_threshold")
-        if not self.secure_sum and (
-            idle := next((k for k in of_sums if getattr(self, k) is not None), "")
-        ):
-            raise ConfigError(
-                f"privacy.{idle} needs privacy.secure_sum = true: it is of secure sums"
-            )
+        for key in ("secure_range", "secure_bits", "secure_threshold"):
+            if getattr(self, key) is not None and not self.secure_sum:
+                raise contradiction(
+                    f"privacy.{key}", "needs privacy.secure_sum = true: it is of secure sums"
+                )
         if self.trains and self.protects_logits:
-            raise ConfigError(
-                "privacy.clip is for methods that send logits, gradient_clip for models: set one "
-                "of them"
+            raise contradiction(
+                "privacy.clip",
+                "is for methods that send logits, gradient_clip for models: set one of them",
             )
-        if self.epsilon is not None and not (self.sigma if self.trains else self.noise) > 0:
-            what = "gradient_noise" if self.trains else "noise"
-            raise ConfigError(
-                f"privacy.epsilon = {self.epsilon} needs privacy.{what}: without it nothing bounds "
-                "it"
+        self._refuse_endless_budget()
+        return self
+
+    def _refuse_endless_budget(self) -> None:
+        key = "noise"
+        noise = self.noise
+        if self.trains:
+            key = "gradient_noise"
+            noise = self.sigma
+        if self.epsilon is not None and noise == 0:
+            raise contradiction(
+                "privacy.epsilon",
+                f"= {self.epsilon} needs privacy.{key}: without it nothing bounds it",
             )
 
     @property
@@ -281,10 +308,10 @@ def check_config(settings: Settings) -> None:
     """
     privacy = settings.table(Privacy)
     if privacy.secure_sum and settings.on_tasks:
-        raise ConfigError(
-            "with privacy.secure_sum a site reports nothing of its own, and stream.kind = 'sites' "
-            "is measured by what "
-            "sites report; leave one of them out"
+        raise contradiction(
+            "privacy.secure_sum",
+            "lets a site report nothing of its own, and stream.kind = 'sites' is measured by what "
+            "sites report; leave one of them out",
         )
     if privacy.protects_logits and Permit.NOISY_LOGITS not in settings.method.permits:
         raise IncompatibleMethod(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.earlier import UNSAID
+from fedstill.config.settings import UNSAID
 from fedstill.core.registry import short_name
 from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run, find

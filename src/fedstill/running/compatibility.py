@@ -21,8 +21,8 @@ from typing import Generic, TypeVar
 import torch
 
 from fedstill import manifest
-from fedstill.config.resolve import SHARED_STAGES
 from fedstill.config.settings import Settings
+from fedstill.config.stages import SHARED_STAGES
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import OF_NETWORKS, Need, Permit
 from fedstill.core.errors import (

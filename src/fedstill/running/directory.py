@@ -15,11 +15,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fedstill.config.earlier import as_it_began
 from fedstill.config.experiment import LIVING, bind, from_tree
 from fedstill.config.named_tables import NAMED
 from fedstill.config.resolve import settle
-from fedstill.config.settings import Settings
+from fedstill.config.settings import Settings, as_it_began
 from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
 from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, read_toml, remove
 from fedstill.core.method import Method

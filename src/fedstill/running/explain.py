@@ -14,6 +14,7 @@ from fedstill.config.named_tables import NAMED
 from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
+from fedstill.config.validation import descriptions
 from fedstill.core import docstrings, registry
 from fedstill.core.codec import encode
 from fedstill.core.method import Method
@@ -305,10 +306,11 @@ def about_key(settings: Settings, key: str) -> str:
             return entry.summary
         fields = entry.sentences
         if table == "stream":
-            fields = docstrings.sentences(StreamTable) | fields
+            fields = descriptions(StreamTable) | fields
         return fields.get(field, "")
-    record = record_tables().get(table, TopKeys)
-    return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
+    if table not in record_tables():
+        return docstrings.sentences(TopKeys).get(table, "")
+    return descriptions(record_tables()[table]).get(field.partition(".")[0], "")
 
 
 def human(count: float) -> str:

@@ -19,7 +19,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
 from fedstill.core.records import ModelSpec, Plan, Stage
-from fedstill.core.schedule import Schedule
+from fedstill.core.rounds import Schedule
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
 from fedstill.models import contract

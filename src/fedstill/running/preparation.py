@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fedstill import manifest
+from fedstill.config.data_table import NO_DATA, unseen_examples
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
-from fedstill.config.unseen_data import NO_DATA, unseen_examples
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
 from fedstill.core.records import Examples

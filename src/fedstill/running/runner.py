@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedstill.config.data_table import DEFAULT_MODELS
 from fedstill.config.experiment import Experiment, refuse_no_experiment
-from fedstill.config.resolve import DEFAULT_MODELS, settle
+from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import named_path, sweep, write_whole

@@ -31,10 +31,9 @@ import numpy as np
 import torch
 
 from fedstill.config.client_models import words
-from fedstill.config.earlier import unsaid
 from fedstill.config.experiment import fingerprint
 from fedstill.config.overrides import flat
-from fedstill.config.settings import Settings
+from fedstill.config.settings import Settings, unsaid
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, in_shell, read_toml

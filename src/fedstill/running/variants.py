@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.config.experiment import Experiment, refuse_no_experiment
-from fedstill.config.named_tables import fields_of, read_named
+from fedstill.config.named_tables import model_of_name, read_named
 from fedstill.config.overrides import overridden_fields, refuse_set_twice
-from fedstill.config.resolve import PEERS, read_method, read_package_tables, read_stream, settle
+from fedstill.config.resolve import PEERS, read_package_tables, read_stream, settle
 from fedstill.config.settings import Settings
+from fedstill.config.stages import read_method
+from fedstill.config.validation import keys_of
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import digest
 from fedstill.methods.fit import FIT
@@ -102,7 +104,7 @@ class Shape:
         table = experiment.table("topology")
         only_kind = {key: value for key, value in table.items() if key == "kind"}
         topology = read_named("topology", only_kind, experiment.base, method.topology)
-        _, fields = fields_of("topology", topology.name, experiment.base)
+        fields = keys_of(model_of_name("topology", topology.name, experiment.base))
         added_stages = [table.get("first"), table.get("last")]
         return Shape(
             topology=frozenset({*fields, "kind", "clients"}),
