@@ -326,8 +326,20 @@ def test_the_first_config_of_the_front_pages_is_the_one_that_their_commands_take
     }
 
 
-def test_the_configs_shown_resolve(tmp_path: Path) -> None:
-    shown = [text for kind, _, text in blocks("configuration.md") if kind == "toml"]
+WITH_CONFIGS = (
+    "configuration.md",
+    "hostile_clients.md",
+    "learning_rates.md",
+    "networks_that_differ.md",
+    "queries.md",
+    "your_own_data.md",
+)
+"""The pages whose blocks of TOML are whole configs, or parts of one."""
+
+
+@pytest.mark.parametrize("page", WITH_CONFIGS)
+def test_the_configs_shown_resolve(page: str, tmp_path: Path) -> None:
+    shown = [text for kind, _, text in blocks(page) if kind == "toml"]
     assert shown
     for i, text in enumerate(shown):
         path = tmp_path / f"{i}.toml"
@@ -337,7 +349,7 @@ def test_the_configs_shown_resolve(tmp_path: Path) -> None:
 
 def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    execute("configuration.md", {}, apart=True)
+    execute("from_python.md", {}, apart=True)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
