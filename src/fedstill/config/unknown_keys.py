@@ -201,8 +201,10 @@ class UnknownKey:
 
     def _choices(self) -> str:
         """The keys that there are."""
+        if not self._known:
+            return f"{self._fields}: leave it out"
         if self._thing:
-            return self._fields
+            return f"{self._fields}: write one of these, or leave it out"
         return f"choose one of {', '.join(sorted(self._known))}"
 
 
