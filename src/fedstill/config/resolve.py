@@ -63,6 +63,20 @@ from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 
 
+def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
+    """The tables of outer packages, by name; raises WrongConfig with the problems of all of them."""
+    problems: list[Problem] = []
+    tables = {}
+    for name, model in package_tables().items():
+        try:
+            tables[name] = model.read(experiment.table(name), name)
+        except WrongConfig as error:
+            problems += error.problems
+    if problems:
+        raise WrongConfig(problems)
+    return tables
+
+
 def with_table_defaults(
     top: TopKeys, tables: Mapping[str, PackageTable], experiment: Experiment
 ) -> TopKeys:
@@ -290,16 +304,7 @@ class Parts:
     @cached_property
     def packages(self) -> dict[str, PackageTable]:
         """The tables of outer packages, by name."""
-        problems: list[Problem] = []
-        tables = {}
-        for name, model in package_tables().items():
-            try:
-                tables[name] = model.read(self.experiment.table(name), name)
-            except WrongConfig as error:
-                problems += error.problems
-        if problems:
-            raise WrongConfig(problems)
-        return tables
+        return read_package_tables(self.experiment)
 
     @cached_property
     def data(self) -> DataTable:
