@@ -64,7 +64,7 @@ from fedstill.measures.choice import measures
 
 
 def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
-    """The tables of outer packages, by name; raises WrongConfig with the problems of all of them."""
+    """The tables of outer packages, by name; raises WrongConfig with all of their problems."""
     problems: list[Problem] = []
     tables = {}
     for name, model in package_tables().items():
