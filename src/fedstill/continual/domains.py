@@ -1,5 +1,6 @@
-"""Domain-incremental streams: the classes stay; what examples look like changes, or who has
-them.
+"""Domain-incremental streams: the classes stay; what examples look like changes, or who has them.
+
+The tasks of real sites, which have data of their own, are here as well.
 """
 
 from __future__ import annotations
@@ -174,3 +175,26 @@ def drift_stream(
         mix = at if path == "line" else [1 - abs(2 * x - 1) for x in at]
     every = tuple(tuple(range(classes)) for _ in range(tasks))
     return Cut(stratified_tasks(labels, tasks, seed), every, mix=tuple(mix))
+
+
+# Real sites have data of their own, by task.
+
+
+@register("stream", "sites")
+def site_stream(
+    tasks: int, classes: int, order: tuple[tuple[int, ...], ...] = (), cuts: tuple[str, ...] = ()
+) -> Cut:
+    """Tasks of real sites, which have data of their own: a folder for each, or a time column that
+    is cut.
+
+    order: The classes of each task, by number, where tasks differ in these; empty: all classes in
+    each.
+    cuts: The date on which each task but the first begins, for sites with a time column.
+
+    Raises ConfigError where the order is not of as many tasks.
+    """
+    if order and len(order) != tasks:
+        raise ConfigError(
+            f"stream.order names the classes of {len(order)} tasks, and stream.tasks = {tasks}"
+        )
+    return Cut(None, order or (tuple(range(classes)),) * tasks)
