@@ -212,3 +212,39 @@ def test_what_the_data_cannot_give_is_refused_before_anything_is_trained(
 def test_a_dataset_that_does_not_exist_is_named() -> None:
     with pytest.raises((UnknownName, DataError), match="digitz"):
         prepare(settle(Experiment(data="digitz")))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[plan]\nlr = .1", "lr = 0.1"),
+        ("[plan]\nlr = 0,1", "lr = 0.1"),
+        ("[data]\nname = “digits”", 'name = "digits"'),
+        ("rounds: 3", "rounds = 3"),
+        ("reuse = True", "reuse = true"),
+        ("[method\nname = 'fedntd'", "[method]"),
+    ],
+)
+def test_a_line_that_cannot_be_parsed_is_answered_with_one_that_is_right(
+    text: str, line: str, tmp_path: Path
+) -> None:
+    assert problem(text, tmp_path).endswith(f"write {line}")
+    number = 1 + ("\n" in text and not text.startswith("[method\n"))
+    lines = text.split("\n")
+    lines[number - 1] = line
+    (tmp_path / "right.toml").write_text("\n".join(lines))
+    settle(load(tmp_path / "right.toml"))
+
+
+@pytest.mark.parametrize(
+    "text", ["rounds =", "measure = ['local'\nrounds = 3", "rounds = 3 seed = 1", "rounds = 3 // x"]
+)
+def test_no_line_is_suggested_where_none_is_right(text: str, tmp_path: Path) -> None:
+    message = problem(text, tmp_path)
+    assert "line" in message
+    assert "write rounds" not in message
+
+
+def test_an_item_of_a_list_has_the_line_of_the_list(tmp_path: Path) -> None:
+    text = "rounds = 3\n[clients]\nmodels = ['mlp', 'mpl']"
+    assert "line 3: clients.models[1]" in problem(text, tmp_path)

@@ -341,31 +341,41 @@ def _repair(text: str, error: str) -> str:
         return ""
     if "codec" in error:
         return "; save it as UTF-8"
-    if "end of document" in error:
+    if "at end of document" in error:
         return "; complete its last value"
+    if "Unclosed array" in error:
+        return "; close the list with ]"
     if not place:
         return "; make that value smaller"
-    line = text.split("\n")[int(place[1]) - 1].strip()
+    *above, line = text.split("\n")[: int(place[1])]
+    line = line.strip()
     if "overwrite" in error or "twice" in error:
         return f"; {shown(line)} is a repetition; remove one of the two"
     for repaired in _repairs(line):
         try:
-            parse_toml(repaired.encode())
+            parse_toml("\n".join([*above, repaired]).encode())
         except ValueError:
             continue
         return f"; write {repaired}"
+    if "Expected newline" in error:
+        return "; write one key on a line, and comments after #"
     return f"; correct the line {shown(line)}"
 
 
 def _repairs(line: str) -> list[str]:
     """What a line of a file was perhaps meant to be."""
-    key, _, value = (part.strip() for part in line.partition("="))
-    return [
-        f"{key} = {value.lower()}",  # true and false are small
-        f"{key} = {value.replace(',', '.')}",  # a decimal comma
-        f'{key} = "{value}"',
-        f"[{line.strip('[] ')}]",
-    ]
+    key, equals, value = (part.strip() for part in line.partition("="))
+    repairs = [f"[{line.strip('[] ')}]", line.replace(":", " =", 1)]
+    if equals and value:
+        text = value.strip("'\"“”‘’„")
+        repairs += [
+            f"{key} = {value.lower()}",  # true and false are small
+            f"{key} = {value.replace(',', '.')}",  # a decimal comma
+            f"{key} = 0{value}",  # .5
+        ]
+        if not value[0].isdigit():
+            repairs.append(f'{key} = "{text}"')
+    return repairs
 
 
 def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | None) -> Experiment:

@@ -8,6 +8,7 @@ their fields.
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -129,6 +130,7 @@ def place_of(key: str, origins: Mapping[str, str]) -> str:
 
 def _written(key: str, origins: Mapping[str, str]) -> str:
     """The key with an origin that set another key, such as ``plan.lr`` for ``plan.train.lr``."""
+    key = re.sub(r"\[\d+\]", "", key)  # an item of a list stands where the list does
     parts = key.split(".")
     above = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     candidates = [key]
@@ -146,6 +148,7 @@ def line_of(key: str, text: str) -> int:
     4
     """
     lines = text.split("\n")
+    key = re.sub(r"\[\d+\]", "", key)
     last = key.rpartition(".")[2]
     for number, line in enumerate(lines, 1):
         if last in line and _has(_shortest_valid(lines, number), key):
