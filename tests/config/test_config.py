@@ -206,3 +206,9 @@ def test_an_override_is_toml_or_else_a_string() -> None:
     assert values["f"] == "1\nseed=2", "one override sets one key"
     assert isinstance(values["g"], str)
     assert isinstance(values["h"], str)
+
+
+def test_another_data_set_keeps_the_other_keys_of_data() -> None:
+    experiment = Experiment(data={"name": "digits", "public": 50})
+    changed = experiment.with_values({"data.name": "blobs"}, "Python")
+    assert changed.table("data") == {"name": "blobs", "public": 50}

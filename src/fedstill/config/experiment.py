@@ -233,7 +233,9 @@ class Experiment(TopKeys):
         refuse_set_twice(values, self.origins, origin)
         tree = self.tree
         for key in sorted(values, key=lambda key: not is_name(key)):
-            if is_name(key) and isinstance(values[key], str):
+            # The other keys of [data], such as sizes, do not belong to the data set that is named.
+            names_thing = is_name(key) and key != "data.name"
+            if names_thing and isinstance(values[key], str):
                 table = key.partition(".")[0]
                 tree[table] = self._renamed(table, values[key])
             else:
