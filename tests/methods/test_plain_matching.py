@@ -175,7 +175,7 @@ def test_candidates_out_of_range_are_refused_by_name(field: str) -> None:
     for value in ([0.0], [1.0, -1.0], [float("nan")], [], ["1"]):
         with pytest.raises(ConfigError, match=rf"method\.{field} = "):
             ready({"name": "pfnm", field: value})
-    with pytest.raises(ConfigError, match=rf"PFNM\.{field} = 0\.0"):
+    with pytest.raises(ConfigError, match=rf"PFNM\.{field} = "):
         PFNM(**{field: (1.0, 0.0)})
     with pytest.raises(ConfigError, match=rf"PFNM\.{field} = \[\]"):
         PFNM(**{field: ()})

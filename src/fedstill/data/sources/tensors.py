@@ -26,7 +26,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.form import MANY, About, Kind
 from fedstill.data.sources.catalog import HALF
 from fedstill.data.sources.image_sets import check_broken, labelled_images, read_rows
-from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.images import Pictures, check_single_page
 from fedstill.data.sources.records import Columns
 from fedstill.data.sources.splits import SPLITS, hold_out
 from fedstill.data.sources.verify import (
@@ -456,6 +456,7 @@ class TorchItems:
                 f"{self.part}: example {index} is {of_kind(picture)}, and the first is a PIL "
                 "image; make them alike"
             )
+        check_single_page(f"{self.part}: example {index}", picture)
         upright = picture
         with contextlib.suppress(Exception):  # damaged tags; viewers show such images as they are
             upright = ImageOps.exif_transpose(picture)
