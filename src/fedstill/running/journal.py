@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from fedstill.core.reports import (
     json_value,
     wrong_table,
 )
+from fedstill.data.form import nfc
 
 # The journal of a run: one JSON object a line, in the order of events; times are only in fields
 # named ``seconds…``.
@@ -188,29 +188,24 @@ def number_of_client(name: str, start: Event) -> int | None:
     """The number of a client by its name in the data, given a run's first event; None for any other
     name.
     """
-    known = [composed(str(other)) for other in start.get("client_names", ())]
-    return known.index(composed(name)) if composed(name) in known else None
-
-
-def composed(name: str) -> str:
-    """A name in Unicode's form C, in which data are read: keyboards and systems write others."""
-    return unicodedata.normalize("NFC", name)
+    known = [nfc(str(other)) for other in start.get("client_names", ())]
+    return known.index(nfc(name)) if nfc(name) in known else None
 
 
 def _names_at_start(folder: Path, key: str) -> list[str]:
     """Names that a run's first event lists."""
     events = read_journal(folder / "journal.jsonl", 1) if folder.is_dir() else []
-    return [composed(str(name)) for event in events[:1] for name in event.get(key, ())]
+    return [nfc(str(name)) for event in events[:1] for name in event.get(key, ())]
 
 
 def _number(kind: str, name: str, known: Sequence[str]) -> int:
     """A thing by number or by name, as a number."""
     if name.isdecimal():
         return int(name)
-    if composed(name) not in known:
+    if nfc(name) not in known:
         todo = "" if known else "the run has no names; give a number, from 0"
         raise UnknownName(kind, name, known, todo=todo)
-    return known.index(composed(name))
+    return known.index(nfc(name))
 
 
 def _whole_number(text: str) -> int | None:

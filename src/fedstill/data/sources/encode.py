@@ -394,12 +394,13 @@ def _left_out(
 def labels_of(what: str, column: pa.ChunkedArray, complete: NDArray[np.bool_]) -> list[int | str]:
     """The labels of complete rows, as whole numbers or names."""
     distinct = distinct_values(column)
-    codes = distinct.codes[complete]
-    used = np.unique(codes)
-    labels = {}
-    for code in used.tolist():
-        first_row = int(np.argmax(distinct.codes == code))
-        labels[code] = checked_label(what, first_row, distinct.values[code])
+    rows = np.flatnonzero(complete)
+    codes = distinct.codes[rows]
+    used, first = np.unique(codes, return_index=True)
+    labels = {
+        code: checked_label(what, row, distinct.values[code])
+        for code, row in zip(used.tolist(), rows[first].tolist(), strict=True)
+    }
     return [labels[code] for code in codes.tolist()]
 
 

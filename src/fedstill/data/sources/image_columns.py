@@ -39,6 +39,7 @@ from fedstill.data.sources.schema import (
 )
 from fedstill.data.sources.tables import (
     PAGE_BUFFER,
+    Frame,
     ParquetFrame,
     check_claims,
     file_claims,
@@ -116,7 +117,7 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
                 check_not_encoded(what, columns)
                 return read_frames(what, frames, schema)
             tables = {split: ParquetImages(tuple(paths)) for split, paths in files.items()}
-            owners = _owner_tables(what, frames, columns.form)
+            owners = owner_tables(what, frames, columns.form)
             return decoded_splits(what, tables, columns, folder, owners)
     except DataError:
         raise
@@ -138,15 +139,14 @@ def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
     return None
 
 
-def _owner_tables(
-    what: str, frames: Mapping[str, ParquetFrame], form: Form
-) -> dict[str, pa.Table] | None:
-    """The column of owners of each split, if the form has one."""
+def owner_tables(what: str, frames: Mapping[str, Frame], form: Form) -> dict[str, pa.Table] | None:
+    """The column of owners of each split, if the form has one; DataError if a split lacks it."""
     if not form.owner:
         return None
-    columns = next(iter(frames.values())).schema.names
-    if form.owner not in (FILE, *columns):
-        raise DataError(no_owner(what, form, columns))
+    for frame in frames.values():
+        columns = frame.schema.names
+        if form.owner not in (FILE, *columns):
+            raise DataError(no_owner(what, form, columns))
     return {split: frame.read([form.owner]) for split, frame in frames.items()}
 
 

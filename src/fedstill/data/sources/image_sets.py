@@ -39,6 +39,7 @@ from fedstill.data.sources.splits import (
     split_images,
     split_named,
 )
+from fedstill.data.table_encoding import is_missing
 
 # The images of a split: decoded by several threads, and used in the order of the rows.
 
@@ -96,7 +97,7 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
         for row, (picture, label) in enumerate(decoded):
             if isinstance(picture, BrokenImage):
                 broken.append(picture)
-            elif pictures.columns.form.unlabelled == "drop" and _is_missing(label):
+            elif pictures.columns.form.unlabelled == "drop" and is_missing(label):
                 unlabelled += 1
             else:
                 labels.append(checked_label(pictures.what, row, label))
@@ -118,10 +119,6 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
         unlabelled=unlabelled,
         largest=stack.largest,
     )
-
-
-def _is_missing(label: Any) -> bool:
-    return label is None or (isinstance(label, float) and np.isnan(label))
 
 
 def check_broken(what: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
@@ -450,10 +447,9 @@ def check_not_encoded(what: str, columns: Columns) -> None:
 
 
 def images_in(place: Path) -> list[Path]:
-    """The image files directly in a folder, sorted by name: where there are some, the folder has no
-    classes.
+    """The image files directly in a folder, sorted by name; none if there is no such folder.
 
-    None if there is no such folder.
+    A folder with such files has no folders of classes.
     """
     with in_one_line(place):
         if not place.is_dir():

@@ -28,11 +28,11 @@ from fedstill.data.cache import Decoded
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import FILE, Broken, Form, Mode, nfc
 from fedstill.data.sources.encode import read_frames, schema_of
-from fedstill.data.sources.image_columns import decoded_splits
+from fedstill.data.sources.image_columns import decoded_splits, owner_tables
 from fedstill.data.sources.image_sets import check_not_encoded
 from fedstill.data.sources.load import FIELDS, FORM_FIELDS
 from fedstill.data.sources.records import Columns
-from fedstill.data.sources.schema import class_names, index_columns, no_owner
+from fedstill.data.sources.schema import class_names, index_columns
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
 from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.tensors import (
@@ -346,7 +346,7 @@ def _dataset_of_columns(request: _Request) -> Dataset:
     else:
         # The paths of images that Python has in memory are as trustworthy as the program.
         root = Path(Path.cwd().anchor)
-        owners = _owner_tables(name, frames, columns.form)
+        owners = owner_tables(name, frames, columns.form)
         decoded = decoded_splits(name, frames, columns, root, owners)
     if request.clients:
         decoded = _with_clients(request, decoded)
@@ -442,18 +442,6 @@ def _check_class_names(sources: Sequence[_Source]) -> None:
                     f"{source.part}: the class names of column {column!r} are not those of {part}; "
                     "cast both to the same features"
                 )
-
-
-def _owner_tables(
-    name: str, frames: Mapping[str, ArrowFrame], form: Form
-) -> dict[str, pa.Table] | None:
-    """The column of owners of each split, if the form has one."""
-    if not form.owner:
-        return None
-    for frame in frames.values():
-        if form.owner not in frame.schema.names:
-            raise DataError(no_owner(name, form, frame.schema.names))
-    return {split: frame.read([form.owner]) for split, frame in frames.items()}
 
 
 def _with_clients(request: _Request, data: Decoded) -> Decoded:

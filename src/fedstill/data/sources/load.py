@@ -114,8 +114,7 @@ def _from_function(
     if "owner" not in entry.fields:
         owner = fields.get("owner")
         fields = {key: value for key, value in fields.items() if key != "owner"}
-    unknown = next((key for key in sorted(fields) if key not in entry.fields), "")
-    _check_fields(name, fields, entry.fields, f"its function has no parameter {unknown!r}")
+    _check_fields(name, fields, entry.fields, "its function has no such parameter")
     arguments = {**_folder_argument(entry, folder), **fields}
     _check_defaults(name, entry.target, arguments)
     try:

@@ -216,7 +216,7 @@ def _first_stray(column: pa.ChunkedArray) -> str:
 MOST_NAMED = 12
 """The number of columns that a warning names. It counts the others."""
 
-MOST_CATEGORIES = 20
+SUGGESTED_CATEGORIES = 20
 """A column of text with at most so many different values is suggested as categorical."""
 
 
@@ -485,7 +485,7 @@ def _unclear(
             "lists, or data.columns to those of a table"
         )
     values = {name: categories(name) if categories else () for name in texts}
-    named = {name: v for name, v in values.items() if 0 < len(v) <= MOST_CATEGORIES}
+    named = {name: v for name, v in values.items() if 0 < len(v) <= SUGGESTED_CATEGORIES}
     columns = [name for name in types if name in numbers or name in named]
     lines = f"columns = {_toml(columns)}"
     if named:

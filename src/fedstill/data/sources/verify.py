@@ -17,8 +17,8 @@ from fedstill.core.errors import DataError
 from fedstill.data.cache import Arrays, Decoded
 from fedstill.data.form import MANY
 from fedstill.data.sources.catalog import Known
+from fedstill.data.sources.splits import SPLITS
 
-ORDER = ("train", "validation", "test")
 BLOCK = 4096
 """The images hashed at once, so that a large data set is not copied."""
 
@@ -44,7 +44,7 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
         _check_images(known, data)
     elif known is not None:
         _check_columns(known, data)
-    splits = {split: data.splits[split] for split in ORDER if split in data.splits}
+    splits = {split: data.splits[split] for split in SPLITS if split in data.splits}
     return replace(data, splits=splits, classes=classes)
 
 
@@ -128,7 +128,7 @@ def _check_columns(known: Known, data: Decoded) -> None:
 
 def _check_images(known: Known, data: Decoded) -> None:
     """Compare the sizes, the shape and the checksums of images."""
-    sizes = {split: len(data.splits[split][1]) for split in ORDER if split in data.splits}
+    sizes = {split: len(data.splits[split][1]) for split in SPLITS if split in data.splits}
     remedy = (
         "the files are incomplete or other data: download them again, or give the folder another "
         "name"
