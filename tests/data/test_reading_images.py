@@ -600,6 +600,7 @@ def test_neither_arrays_nor_errors_depend_on_the_threads(
     pixels = draw.integers(0, 256, (200, 1, 9, 9), dtype=np.uint8)
     images = [encoded(image[0]) for image in pixels]
     monkeypatch.setattr(image_sets, "THREADS", threads)
+    monkeypatch.setattr(image_sets, "THREAD_BYTES", 0)  # threads decode small images, too
     monkeypatch.setattr(image_sets, "TASKS_AHEAD", 2 * threads)
     monkeypatch.setattr(image_sets, "TASK_ROWS", 7)
     for count in (0, 200):

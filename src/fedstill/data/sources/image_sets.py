@@ -56,6 +56,12 @@ TASK_BYTES = 1 << 20
 TASK_ROWS = 64
 """The most rows of a task."""
 
+THREAD_BYTES = 1 << 14
+"""The bytes of a decoded image from which on threads decode it.
+
+Decoding a smaller one is mostly Python code, which runs in one thread at a time.
+"""
+
 ENCODED_BYTES = 1 << 26
 """The bytes of encoded images that wait for threads; a larger image waits alone."""
 
@@ -188,13 +194,16 @@ def _decoded(
     """Each row's image and label, in order. Other errors are raised when their row comes."""
     rows = _numbered(cells)
     tasks: deque[_Task] = deque()
-    task_rows = 1
+    image_bytes = TASK_BYTES  # until the first image is decoded
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
     try:
         while True:
-            batch = _batch(rows, task_rows)
+            batch = _batch(rows, max(1, min(TASK_ROWS, TASK_BYTES // image_bytes)))
             if batch:
-                future = pool.submit(_decode, pictures, batch)
+                if image_bytes < THREAD_BYTES:
+                    future = _completed(pictures, batch)
+                else:
+                    future = pool.submit(_decode, pictures, batch)
                 tasks.append(_Task(future, sum(row.bytes for row in batch)))
             waiting = sum(task.bytes for task in tasks)
             if batch and len(tasks) <= TASKS_AHEAD and waiting <= ENCODED_BYTES:
@@ -203,12 +212,19 @@ def _decoded(
                 return
             for row in tasks.popleft().rows.result():
                 if isinstance(row.picture, Picture):
-                    task_rows = max(1, min(TASK_ROWS, TASK_BYTES // row.picture.pixels.nbytes))
+                    image_bytes = row.picture.pixels.nbytes
                 elif not isinstance(row.picture, BrokenImage):
                     raise row.picture
                 yield row.picture, row.label
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _completed(pictures: Pictures, batch: Sequence[_Row]) -> Future[list[_DecodedRow]]:
+    """Rows that this thread has decoded."""
+    future: Future[list[_DecodedRow]] = Future()
+    future.set_result(_decode(pictures, batch))
+    return future
 
 
 def _numbered(cells: Iterable[tuple[Any, Any]]) -> Iterator[_Row]:
