@@ -21,7 +21,7 @@ from fedstill.methods.fit import FIT
 from fedstill.metrics import class_accuracy, query_accuracy_gain, query_forgetting
 from fedstill.metrics.ranks import paired_difference
 from fedstill.report import terminal
-from fedstill.report.runs import Run, find
+from fedstill.running.runs import Run, find
 
 PHASES = ("transfer", "refine")
 

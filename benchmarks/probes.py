@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from fedstill.report import terminal
-from fedstill.report.runs import Run, find
+from fedstill.running.runs import Run, find
 
 
 def probed(run: Run) -> Iterator[tuple[bool, float]]:

@@ -23,10 +23,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from fedstill.cli import call
-from fedstill.report.groups import Group, groups
 from fedstill.report.leaks import leak_rows
-from fedstill.report.numbers import COLUMNS
+from fedstill.report.summary import COLUMNS
 from fedstill.running.archive import readable
+from fedstill.running.groups import Group, groups
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"

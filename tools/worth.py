@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.metrics.ranks import paired_difference
-from fedstill.report.groups import Group, groups, method_of
-from fedstill.report.numbers import reported, spread
 from fedstill.report.table_files import markdown
+from fedstill.running.groups import Group, groups, method_of, spread
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results" / "worth-digits"
@@ -43,10 +42,13 @@ def by_seed(group: Group, key: str) -> dict[int, float]:
     """
     out: dict[int, float] = {}
     for run in group.started:
-        told = reported(run)
-        told |= {"bytes": (told["bytes_up"] or 0.0) + (told["bytes_down"] or 0.0)}
-        told |= {"cpu": sum(e["seconds_cpu"] for e in run.rounds)}
-        value = told.get(key)
+        summary = run.numbers.summary
+        numbers = {
+            **summary,
+            "bytes": summary["bytes_up"] + summary["bytes_down"],
+            "cpu": summary["seconds_cpu"],
+        }
+        value = numbers.get(key)
         out |= {} if value is None else {run.seed: value}
     return out
 

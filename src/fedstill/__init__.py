@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fedstill.export.trained_model import TrainedModel as TrainedModel
     from fedstill.report.comparison import Comparison as Comparison
     from fedstill.report.comparison import compare as compare
+    from fedstill.running.frame import load_runs as load_runs
     from fedstill.running.progress import Progress as Progress
     from fedstill.running.result import Result as Result
     from fedstill.running.runner import resume as resume
@@ -72,6 +73,7 @@ _HOMES = {
     "load": "fedstill.config.experiment",
     "load_dataset": "fedstill.data.sources.load",
     "load_model": "fedstill.export.loading",
+    "load_runs": "fedstill.running.frame",
     "register": "fedstill.core.registry",
     "resume": "fedstill.running.runner",
     "run": "fedstill.running.runner",

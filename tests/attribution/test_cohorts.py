@@ -16,8 +16,8 @@ from fedstill.cli import call
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Stage, World
 from fedstill.core.topology import Parallel, Sequential
-from fedstill.report.runs import read_run
 from fedstill.running.replay import Replay
+from fedstill.running.runs import read_run
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from fedstill.attribution.falls import Moment, Told
 from fedstill.attribution.report import NOBODY, hint_of, lines_of, points, sentence_of
 from fedstill.cli import call
 from fedstill.report.figures import Style
-from fedstill.report.groups import groups
 from fedstill.report.page import page
+from fedstill.running.groups import groups
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from fedstill.core.records import State, Tensors
 from fedstill.engines.passes import correct_by_class
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import predictor
-from fedstill.report.runs import read_run
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import settings_of
 from fedstill.running.replay import Replay
+from fedstill.running.runs import read_run
 
 
 def quiet(round: int, last: int) -> None:

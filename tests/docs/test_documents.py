@@ -251,9 +251,8 @@ def test_a_data_set_is_added_as_the_page_says(
 
 
 @pytest.mark.skipif(
-    not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime", "pandas"))),
-    reason="the extras onnx and pandas are not installed: pip install 'fedstill[onnx,pandas]', as "
-    "make test does",
+    not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))),
+    reason="the extra onnx is not installed: pip install 'fedstill[onnx]', as make test does",
 )
 @pytest.mark.uses("export")
 def test_a_model_is_used_as_the_page_says(

@@ -177,7 +177,8 @@ def test_rows_of_a_table_are_encoded_as_the_run_encoded_its_own(runs: Runs) -> N
 
 
 def test_a_data_frame_is_encoded_too(runs: Runs) -> None:
-    pandas = pytest.importorskip("pandas", reason="the extra pandas is not installed")
+    import pandas
+
     model, rows = load_model(runs("table")), rows_of(runs("table"))
     torch.testing.assert_close(
         model.encode(pandas.DataFrame(rows)), model.encode(rows), equal_nan=True

@@ -16,8 +16,8 @@ from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, Wor
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedlc import Calibrated, FedLC
 from fedstill.methods.sfedkd import Discrepant, SFedKD
-from fedstill.report.runs import read_run
 from fedstill.running.journal import read_journal, without_times
+from fedstill.running.runs import read_run
 
 CHAIN: dict[str, Any] = {
     "topology": {"kind": "sequential", "clients": 6, "sampled": 3},

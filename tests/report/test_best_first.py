@@ -8,10 +8,10 @@ import pytest
 
 import fedstill
 import toys
-from fedstill.report.groups import Group, groups
 from fedstill.report.summary import best_first, said_of_order
 from fedstill.report.table_files import result_lines
 from fedstill.report.terminal import comparison_table
+from fedstill.running.groups import Group, groups
 
 
 def compared(folder: Path, *methods: str, **changes: object) -> list[Group]:

@@ -19,14 +19,10 @@ from fedstill.core.errors import ConfigError
 from fedstill.data.sources import from_clients
 from fedstill.metrics import forgetting
 from fedstill.report.comparison import Comparison
-from fedstill.report.groups import groups
-from fedstill.report.numbers import COLUMNS
+from fedstill.report.summary import COLUMNS
+from fedstill.running.groups import groups
 from fedstill.running.result import MOST_CLASSES, Result, forgotten_table, notebook_table, shaded
 from fedstill.running.runner import run
-
-pandas = pytest.importorskip(
-    "pandas", reason="the extra pandas is not installed: pip install 'fedstill[pandas]'"
-)
 
 ROOT = Path(__file__).parents[2]
 
@@ -268,9 +264,3 @@ def test_a_comparison_is_shown_as_the_command_prints_it_and_by_class(finished: P
     assert last[1 : 1 + toys.CLASSES] == [f"{100 * v:.1f} %" for v in lost]
     assert repr(Comparison([])) == "<Comparison of 0 runs>"
     assert Strict(Comparison([])._repr_html_()).cells == []
-
-
-def test_without_pandas_it_is_one_line(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"fedstill\[pandas\]"):
-        result.rounds()

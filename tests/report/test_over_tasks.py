@@ -14,7 +14,6 @@ import pytest
 
 import toys
 from fedstill.report.figures import Style
-from fedstill.report.groups import Group, groups
 from fedstill.report.page import write_page
 from fedstill.report.tasks import (
     changes,
@@ -24,6 +23,7 @@ from fedstill.report.tasks import (
     run_rows,
     task_curves,
 )
+from fedstill.running.groups import Group, groups
 from fedstill.running.runner import run
 
 STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}

@@ -26,8 +26,8 @@ from fedstill.querying.report import (
 )
 from fedstill.report.features import boundaries
 from fedstill.report.figures import Style
-from fedstill.report.groups import groups
 from fedstill.running import runner
+from fedstill.running.groups import groups
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,11 @@ import toys
 from fedstill.core.errors import CorruptFile
 from fedstill.report import costs, knowledge
 from fedstill.report.figures import PERCENT, Style, class_map, curves
-from fedstill.report.groups import Group, groups
-from fedstill.report.numbers import Spread
 from fedstill.report.page import page
-from fedstill.report.runs import read_run
 from fedstill.report.series import Series
+from fedstill.running.groups import Group, Spread, groups
 from fedstill.running.runner import run
+from fedstill.running.runs import read_run
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
 

@@ -10,9 +10,8 @@ from run_journals import stop_after
 
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.report import data_split, series
-from fedstill.report.groups import differing, groups, split_of
-from fedstill.report.numbers import COLUMNS
-from fedstill.report.summary import columns, rows
+from fedstill.report.summary import COLUMNS, columns, rows
+from fedstill.running.groups import differing, groups, split_of
 from run_bits import resealed
 
 

@@ -17,10 +17,10 @@ from run_journals import events
 import toys
 from fedstill.core.errors import CorruptFile
 from fedstill.report.features import smoothed
-from fedstill.report.groups import groups
 from fedstill.report.leaks import leak_rows
 from fedstill.report.page import write_page
 from fedstill.running import runner
+from fedstill.running.groups import groups
 
 ALL = [
     "local",

@@ -16,12 +16,11 @@ import toys
 from fedstill.core.errors import ConfigError
 from fedstill.data.sources import from_tensors
 from fedstill.report.figures import PERCENT, Style, curves, flat_range
-from fedstill.report.groups import groups
 from fedstill.report.markup import as_json
-from fedstill.report.numbers import Spread
 from fedstill.report.page import write_page
 from fedstill.report.series import Series
 from fedstill.running import runner
+from fedstill.running.groups import Spread, groups
 from run_bits import resealed
 
 NASTY = "<script>alert(1)</script>"

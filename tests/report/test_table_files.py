@@ -15,9 +15,9 @@ from scipy import stats
 
 import toys
 from fedstill.cli import call
-from fedstill.report.groups import groups
 from fedstill.report.page import page
 from fedstill.report.table_files import latex, write_tables
+from fedstill.running.groups import groups
 from fedstill.running.runner import run
 
 SEEDS = (1, 2, 3)

@@ -10,9 +10,8 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.report.groups import Group
-from fedstill.report.numbers import spread
 from fedstill.report.terminal import comparison_table, console, table
+from fedstill.running.groups import Group, spread
 
 HEAD = [
     "",

@@ -11,8 +11,8 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.core.errors import CorruptFile
-from fedstill.report.runs import read_run
 from fedstill.running.runner import resume, run
+from fedstill.running.runs import read_run
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
 from fedstill.running.compare import make_way
 from fedstill.running.directory import clear, locked
+from fedstill.running.frame import write_run_tables
 from fedstill.running.journal import add_looks
 from fedstill.running.runner import run
 from fedstill.running.same_run import other_settings
-from fedstill.running.tables import write_run_tables
 from fedstill.running.variants import seeded, variants
 from flowers import needs_flower
 from forking import SETTINGS
@@ -339,7 +339,6 @@ def test_a_damaged_run_of_a_comparison_is_begun_anew(
 
 
 def test_tables_that_were_exported_into_the_run_go_with_it(tmp_path: Path) -> None:
-    pytest.importorskip("pandas")
     folder = run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()).directory
     for kind, place in (("csv", folder / "tables/of it"), ("parquet", folder)):
         list(write_run_tables(folder, kind, place))

@@ -38,10 +38,10 @@ from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.export.loading import load_model
 from fedstill.models.contract import predictor
-from fedstill.report.groups import groups
 from fedstill.report.page import page
 from fedstill.report.summary import columns, rows
 from fedstill.report.terminal import comparison_table, console
+from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run

@@ -23,9 +23,9 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.partition.column import column
 from fedstill.report.data_split import class_by_client, splits
 from fedstill.report.figures import short
-from fedstill.report.groups import groups
 from fedstill.report.page import write_page
 from fedstill.running.evaluation import OwnTests
+from fedstill.running.groups import groups
 from fedstill.running.preparation import Prepared, prepare
 
 SIZES = ((20, 4), (30, 6), (10, 2))

@@ -17,10 +17,10 @@ import torch
 import toys
 from fedstill.core.errors import CorruptFile, Interrupted
 from fedstill.export.loading import load_model
-from fedstill.report.runs import find, read_run
+from fedstill.running.frame import run_frames
 from fedstill.running.progress import Quiet
 from fedstill.running.runner import resume, run
-from fedstill.running.tables import run_frames
+from fedstill.running.runs import find, read_run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, before_round_1, bits, stopped
 

@@ -5,20 +5,17 @@ fedstill.
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
+import pandas
 import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.core.errors import ConfigError
 from fedstill.running.archive import pack
+from fedstill.running.frame import write_run_tables
 from fedstill.running.runner import run
-from fedstill.running.tables import write_run_tables
 from run_bits import stopped
-
-pandas = pytest.importorskip("pandas")
 
 
 @pytest.mark.uses("export")
@@ -57,7 +54,7 @@ def test_runs_that_were_stopped_or_packed_have_tables_too(tmp_path: Path) -> Non
 
 @pytest.mark.uses("export")
 def test_what_cannot_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(toys.toy(), tmp_path / "run", toys.blobs())
     (tmp_path / "file").write_text("")
@@ -65,7 +62,3 @@ def test_what_cannot_be_written_is_one_line(
     assert "cannot make the folder" in capsys.readouterr().err
     assert call(["export", str(tmp_path / "nowhere"), "--csv", str(tmp_path / "out")]) != 0
     assert "journal" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fedstill\[pandas\]'"):
-        list(write_run_tables(tmp_path / "run", "csv", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()

@@ -22,7 +22,7 @@ from fedstill.config.resolve import settle
 from fedstill.config.settings import as_it_began
 from fedstill.core.errors import ClientFailed
 from fedstill.engines import serial
-from fedstill.report.groups import groups
+from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
 from fedstill.running.same_run import other_settings, software

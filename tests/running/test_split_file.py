@@ -31,14 +31,14 @@ from fedstill.report.data_split import (
     split_section,
     splits,
 )
-from fedstill.report.groups import groups
 from fedstill.report.page import page
-from fedstill.report.runs import read_run
 from fedstill.running import archive
+from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
+from fedstill.running.runs import read_run
 from fedstill.running.split_file import SPLIT, networks_of, read_label_counts, read_split
 from run_bits import assert_same_bits, bits, stopped
 

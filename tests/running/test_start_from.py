@@ -19,8 +19,8 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
-from fedstill.report.groups import groups
 from fedstill.running.compare import Outcome, _next
+from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run

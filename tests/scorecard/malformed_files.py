@@ -19,8 +19,8 @@ from fedstill.core.codec import decode, encode
 from fedstill.core.errors import FedstillError, on_one_line
 from fedstill.core.records import Payload
 from fedstill.data.sources.load import load_dataset
-from fedstill.report.runs import find
 from fedstill.running.runner import run
+from fedstill.running.runs import find
 from scorecard.trials import Trials, scratch, small_run
 
 NASTY: tuple[Any, ...] = (

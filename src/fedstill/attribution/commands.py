@@ -142,7 +142,7 @@ def _deepest(directory: Path, of: int | None, round: int | None) -> list[Moment]
 def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: int | None) -> None:
     from fedstill.attribution import report as why_said
     from fedstill.report import terminal
-    from fedstill.report.runs import read_run
+    from fedstill.running.runs import read_run
 
     if said := why_said.none_fell(read_run(directory), deepest, of, round):
         terminal.tell(terminal.console(sentences=True), said)
@@ -160,9 +160,9 @@ def _tell(
     from fedstill.attribution.replayed_rounds import check_coalitions, measured_later
     from fedstill.measures.contributions import Contributions
     from fedstill.report import terminal
-    from fedstill.report.runs import read_run
     from fedstill.running.journal import add_looks, looks_of
     from fedstill.running.replay import Replay
+    from fedstill.running.runs import read_run
 
     told = None if exact or game else told_of(moment, looks_of(directory))
     if told is None:
@@ -211,8 +211,8 @@ def _without(
     from fedstill.attribution import report as why_said
     from fedstill.attribution.replayed_rounds import accuracies_by_round
     from fedstill.report import terminal
-    from fedstill.report.runs import read_run
     from fedstill.running.replay import Replay, Without
+    from fedstill.running.runs import read_run
 
     replay = Replay.of_round(directory, first)
     run = read_run(directory)
@@ -261,8 +261,8 @@ def _draws(directory: Path, moment: Moment, count: int, quiet: bool) -> int:
     from fedstill.attribution import report as why_said
     from fedstill.attribution.cohorts import repeated_round
     from fedstill.report import terminal
-    from fedstill.report.runs import read_run
     from fedstill.running.replay import Replay
+    from fedstill.running.runs import read_run
 
     def done(number: int) -> None:
         if not quiet:
@@ -282,8 +282,8 @@ def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
     from fedstill.attribution import report as why_said
     from fedstill.attribution.teachers import taught_by_peers
     from fedstill.report import terminal
-    from fedstill.report.runs import read_run
     from fedstill.running.replay import Replay
+    from fedstill.running.runs import read_run
 
     replay = Replay.of_round(directory, round)
     run = read_run(directory)
@@ -314,7 +314,7 @@ def _announcement(replay: Replay, last: int, quiet: bool) -> Announce:
     """Say which rounds are replayed, what that costs by the journal, and where it is."""
     import time
 
-    from fedstill.report.runs import read_run
+    from fedstill.running.runs import read_run
 
     seconds = {e["round"]: e["seconds_training"] for e in read_run(replay.folder).rounds}
     total = sum(seconds.get(round, 0.0) for round in range(replay.start, last + 1))

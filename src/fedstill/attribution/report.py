@@ -27,7 +27,6 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.groups import Group
 from fedstill.report.markup import (
     Cell,
     Html,
@@ -40,8 +39,9 @@ from fedstill.report.markup import (
     sentence,
     slider,
 )
-from fedstill.report.runs import Run
 from fedstill.report.series import Look, looks, reading
+from fedstill.running.groups import Group
+from fedstill.running.runs import Run
 
 # Why a class fell, in words: one sentence, one table, one hint.
 

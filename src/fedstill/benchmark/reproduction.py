@@ -22,12 +22,11 @@ from fedstill.config.overrides import leaf_keys, parse_overrides
 from fedstill.core.errors import ConfigError
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.report.groups import differing
-from fedstill.report.groups import said as as_written
-from fedstill.report.numbers import COLUMNS, Spread, spread
-from fedstill.report.runs import Run, read_run
-from fedstill.report.summary import NONE, package_notes
+from fedstill.report.summary import COLUMNS, NONE, package_notes
 from fedstill.report.terminal import table
+from fedstill.running.groups import Spread, differing, spread
+from fedstill.running.groups import said as as_written
+from fedstill.running.runs import Run, read_run
 from fedstill.running.same_run import other_settings, settings_by_key
 from fedstill.running.variants import Variant
 

@@ -129,10 +129,10 @@ def report(
         tensorboard: Also write TensorBoard scalars to this directory.
     """
     from fedstill.core.errors import ConfigError
-    from fedstill.report.groups import groups
     from fedstill.report.page import write_page
     from fedstill.report.table_files import export_tensorboard, write_tables
     from fedstill.running.archive import folder_of
+    from fedstill.running.groups import groups
 
     if not directories:
         raise ConfigError("report: name at least one directory of runs")
@@ -228,10 +228,9 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     """Print the table of some runs, and write their report and their tables as files."""
     from fedstill.report import terminal
     from fedstill.report.comparison import write_files
-    from fedstill.report.groups import groups
-    from fedstill.report.numbers import BELOW_ZERO
     from fedstill.report.page import refused
-    from fedstill.report.summary import best_first, package_notes, said_of_order
+    from fedstill.report.summary import BELOW_ZERO, best_first, package_notes, said_of_order
+    from fedstill.running.groups import groups
 
     screen, compared = terminal.console(), groups(begun)
     if show:

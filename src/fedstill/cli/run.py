@@ -144,14 +144,16 @@ def list_(
 
 def _last_seen(result: Result, key: str) -> float | None:
     """A number of the last measured round; None if no measure gave it."""
-    from fedstill.report.runs import seen_by_round
+    from fedstill.running.numbers import RunNumbers, numbers_of
 
-    return next(reversed(seen_by_round(result.measures, key).values()), None)
+    numbers = RunNumbers(numbers_of(result.measures, len(result.classes)), rounds=())
+    curve = numbers.by_round(key)
+    return curve.get(max(curve, default=0))
 
 
 def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the clients' own models can do, where they are the answer."""
-    from fedstill.report.numbers import PERSONAL
+    from fedstill.report.summary import PERSONAL
     from fedstill.report.terminal import percent
 
     if summary.get("answer") != "clients":
@@ -173,7 +175,7 @@ def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
 def _show(result: Result, again: bool) -> int:
     from fedstill.metrics.queries import UNTAUGHT
     from fedstill.report import terminal
-    from fedstill.report.numbers import BELOW_ZERO, COLUMNS, over_time
+    from fedstill.report.summary import BELOW_ZERO, COLUMNS, over_time
 
     s = result.summary
     rows = [

@@ -50,7 +50,7 @@ def export_command(
 
 
 def _write_tables(run: Path, kind: str, folder: Path) -> None:
-    from fedstill.running.tables import write_run_tables
+    from fedstill.running.frame import write_run_tables
 
     for path, rows, columns in write_run_tables(run, kind, folder):
         print(f"{path}: {rows} rows, {columns} columns")

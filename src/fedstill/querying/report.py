@@ -24,7 +24,6 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.groups import Group
 from fedstill.report.markup import (
     Cell,
     Html,
@@ -37,8 +36,9 @@ from fedstill.report.markup import (
     section,
     sentence,
 )
-from fedstill.report.runs import JOURNAL, Run
+from fedstill.running.groups import Group
 from fedstill.running.journal import Event
+from fedstill.running.runs import JOURNAL, Run
 
 # Queries that nobody answered: no peer's model reached the threshold on noise, so the client had no
 # teacher.

@@ -17,7 +17,7 @@ from fedstill.metrics import tasks as over
 from fedstill.metrics.published import TABLE, Definition
 from fedstill.metrics.tasks import by_task
 from fedstill.metrics.values import Values, values
-from fedstill.report.runs import Run, find
+from fedstill.running.runs import Run, find
 
 # An accuracy matrix in a CSV file, by whomever: a row for each task's end, a column for each task
 # or class.

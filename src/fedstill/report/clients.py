@@ -21,11 +21,10 @@ from fedstill.report.figures import (
     rounded,
     short,
 )
-from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
-from fedstill.report.numbers import spread
-from fedstill.report.runs import Run
 from fedstill.report.summary import NONE
+from fedstill.running.groups import Group, spread
+from fedstill.running.runs import Run
 
 MEASURED_ON = {
     "personal": "test examples in the client's proportions of classes",

@@ -22,16 +22,16 @@ from fedstill.core.fields import plain_value
 from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.report import terminal
-from fedstill.report.groups import Group, groups
-from fedstill.report.numbers import COLUMNS, reported
 from fedstill.report.page import write_page
 from fedstill.report.progress import followed_runs
-from fedstill.report.runs import CONFIG, read_run
+from fedstill.report.summary import COLUMNS
 from fedstill.report.table_files import write_tables
 from fedstill.report.terminal import PlainTable
 from fedstill.running.archive import restored
 from fedstill.running.compare import Outcome, carry_out_runs, jobs_that_fit
 from fedstill.running.directory import claimed
+from fedstill.running.frame import data_frame
+from fedstill.running.groups import Group, groups
 from fedstill.running.result import (
     Result,
     Shade,
@@ -42,7 +42,7 @@ from fedstill.running.result import (
     notebook_table,
     shaded,
 )
-from fedstill.running.tables import data_frame
+from fedstill.running.runs import CONFIG, read_run
 from fedstill.running.variants import Variant, new_folder, variants
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Comparison:
         deviation from two on.
 
         Accuracies and forgetting are shares in [0, 1]; what was not measured is missing. ``seeds``:
-        over how many; ``runs`` has the runs themselves. Raises ConfigError without pandas.
+        over how many; ``runs`` has the runs themselves.
         """
         return data_frame([_of_group(group) for group in self.groups])
 
@@ -96,7 +96,7 @@ class Comparison:
                     "directory": str(run.folder),
                     "finished": run.finished,
                     "rounds": len(run.rounds),
-                    **{k: v for k, v in reported(run).items() if v is not None},
+                    **run.numbers.summary,
                 }
                 for group in self.groups
                 for run in group.runs

@@ -15,12 +15,11 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, html_table, key, labelled, section, sentence
-from fedstill.report.numbers import spread, three_digits
-from fedstill.report.runs import Run
 from fedstill.report.series import over_seeds, phases, seconds, trained
-from fedstill.report.summary import NONE
+from fedstill.report.summary import NONE, three_digits
+from fedstill.running.groups import Group, spread
+from fedstill.running.runs import Run
 
 # Bars of what a run costs: seconds by phase and megabytes, as Plotly's JSON.
 

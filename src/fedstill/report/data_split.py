@@ -29,9 +29,9 @@ from fedstill.report.figures import (
     short,
     whole_numbers,
 )
-from fedstill.report.groups import Group, differing, group_labels, method_of, split_of
 from fedstill.report.markup import Html, choice, facts, figure, grid, section, sentence
-from fedstill.report.runs import Run
+from fedstill.running.groups import Group, differing, group_labels, method_of, split_of
+from fedstill.running.runs import Run
 
 # How the data are split, as pictures: class × client, and where clients are too many, how many are
 # how large.

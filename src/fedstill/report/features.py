@@ -19,7 +19,6 @@ from fedstill.measures.base import MEASURES_FOLDER
 from fedstill.measures.boundaries import STEPS
 from fedstill.measures.features import embedded
 from fedstill.report.figures import COUNTS, Figure, Style, layout, named, plain, rounded
-from fedstill.report.groups import Group
 from fedstill.report.markup import (
     Html,
     choice,
@@ -32,6 +31,7 @@ from fedstill.report.markup import (
     sentence,
 )
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
+from fedstill.running.groups import Group
 
 # Pictures of features and units: t-SNE, classes on a circle, and which class each unit stands for.
 

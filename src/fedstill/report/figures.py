@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from fedstill.report.groups import Group
-from fedstill.report.numbers import Spread
 from fedstill.report.series import Series, class_means, elapsed, over_seeds
+from fedstill.running.groups import Group, Spread
 
 Figure = dict[str, Any]
 

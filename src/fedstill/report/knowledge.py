@@ -29,10 +29,9 @@ from fedstill.report.figures import (
     rounded,
     whole_numbers,
 )
-from fedstill.report.groups import Group
 from fedstill.report.markup import Html, choice, figure, grid, key, labelled, section, sentence
-from fedstill.report.numbers import spread
 from fedstill.report.series import Look, Series, looks, of_runs, over_seeds, reading
+from fedstill.running.groups import Group, spread
 
 # What local training keeps: in-local and out-local accuracy over rounds and as bars, and prediction
 # consistency.

@@ -18,7 +18,6 @@ from fedstill.report.figures import (
     named,
     rounded,
 )
-from fedstill.report.groups import Group
 from fedstill.report.knowledge import measured
 from fedstill.report.markup import (
     Html,
@@ -32,6 +31,7 @@ from fedstill.report.markup import (
     sentence,
 )
 from fedstill.report.series import Look, looks, over_seeds, reading
+from fedstill.running.groups import Group
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
 SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style
-from fedstill.report.groups import Group
+from fedstill.running.groups import Group
 
 
 @dataclass(frozen=True)

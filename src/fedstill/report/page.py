@@ -19,17 +19,6 @@ from fedstill.report.costs import megabytes, seconds_by_measure, seconds_by_phas
 from fedstill.report.data_split import data_section, heterogeneity, sensitivity, split_section
 from fedstill.report.features import boundaries, joint, sphere, tsne, units
 from fedstill.report.figures import PERCENT, Style, lines, over_seconds
-from fedstill.report.groups import (
-    UNSET,
-    Group,
-    differing,
-    differing_schedule,
-    groups,
-    method_of,
-    said,
-    schedule_cells,
-    split_of,
-)
 from fedstill.report.knowledge import chain, epochs, knowledge, measured
 from fedstill.report.leaks import leaks
 from fedstill.report.markup import (
@@ -47,15 +36,25 @@ from fedstill.report.markup import (
     section,
     sentence,
 )
-from fedstill.report.numbers import Column
-from fedstill.report.runs import Run
 from fedstill.report.series import seconds as seconds_of
-from fedstill.report.summary import NONE, Row, best_first, columns, rows, said_of_order
+from fedstill.report.summary import NONE, Column, Row, best_first, columns, rows, said_of_order
 from fedstill.report.table_files import difference_lines, differences, group_named
 from fedstill.report.tasks import over_tasks
 from fedstill.report.weights import landscape, personal, weight_changes
+from fedstill.running.groups import (
+    UNSET,
+    Group,
+    differing,
+    differing_schedule,
+    groups,
+    method_of,
+    said,
+    schedule_cells,
+    split_of,
+)
 from fedstill.running.journal import VERSIONS
 from fedstill.running.result import Refusals
+from fedstill.running.runs import Run
 
 # Clients that were left out, said beside the numbers: a table without them would look as usual.
 

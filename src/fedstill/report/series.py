@@ -11,10 +11,9 @@ from typing import Any
 
 from fedstill.core.errors import CorruptFile
 from fedstill.measures.base import seconds_at_clients
-from fedstill.report.groups import Group
-from fedstill.report.numbers import Spread, spread
-from fedstill.report.runs import JOURNAL, Run
+from fedstill.running.groups import Group, Spread, spread
 from fedstill.running.journal import Event
+from fedstill.running.runs import JOURNAL, Run
 
 
 @dataclass(frozen=True)

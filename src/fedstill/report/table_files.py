@@ -15,11 +15,10 @@ from pathlib import Path
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import OF_TABLES, as_named, make_folder, refuse_other_kind, write_whole
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.report.groups import Group, differing_schedule, group, schedule_cells
-from fedstill.report.numbers import Column, reported
-from fedstill.report.runs import JOURNAL, Run, find
-from fedstill.report.summary import NONE, best_first, columns, rows
+from fedstill.report.summary import NONE, Column, best_first, columns, rows
+from fedstill.running.groups import Group, differing_schedule, group, schedule_cells
 from fedstill.running.journal import VERSIONS, read_journal
+from fedstill.running.runs import JOURNAL, Run, find
 from fedstill.running.trackers import AboutRun, TensorBoard, Tracker
 from fedstill.running.tracking import RoundNumbers
 
@@ -116,8 +115,8 @@ def difference(group: Group, base: Group, column: Column) -> Difference | None:
 
 
 def _by_seed(group: Group, key: str) -> dict[int, float]:
-    each = {run.seed: reported(run).get(key) for run in group.started}
-    return {seed: value for seed, value in each.items() if value is not None}
+    summaries = {run.seed: run.numbers.summary for run in group.started}
+    return {seed: summary[key] for seed, summary in summaries.items() if key in summary}
 
 
 def _digits(apart: Difference, scale: float) -> list[str]:

@@ -24,10 +24,10 @@ from fedstill.report.figures import (
     named,
     rounded,
 )
-from fedstill.report.groups import Group
 from fedstill.report.knowledge import measured
 from fedstill.report.markup import Html, figure, grid, key, labelled, section, sentence
-from fedstill.report.runs import Run
+from fedstill.running.groups import Group
+from fedstill.running.runs import Run
 
 ABOUT = (
     "Tasks come one after another. At the end of each the model is tested on all of them. "

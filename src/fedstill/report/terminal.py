@@ -16,10 +16,9 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from fedstill.report.groups import Group, differing_schedule, schedule_cells
 from fedstill.report.leaks import HEAD, leak_rows
-from fedstill.report.numbers import COLUMNS, PERSONAL, Column
-from fedstill.report.summary import best_first
+from fedstill.report.summary import COLUMNS, PERSONAL, Column, best_first
+from fedstill.running.groups import Group, differing_schedule, schedule_cells
 from fedstill.running.preparation import Prepared
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.tasks import task_label_counts

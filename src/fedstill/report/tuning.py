@@ -12,9 +12,9 @@ from typing import Any
 from fedstill.core.files import PAGE, write_over
 from fedstill.report.figures import Figure, layout
 from fedstill.report.markup import figure, html_table, section, sentence
-from fedstill.report.numbers import spread
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
+from fedstill.running.groups import spread
 from fedstill.running.tuning import Trial, Tuning
 
 REPORT_SEEDS = 5

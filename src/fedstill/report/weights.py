@@ -17,10 +17,10 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.groups import Group
 from fedstill.report.knowledge import measured
 from fedstill.report.markup import Html, choice, figure, grid, key, labelled, section, sentence
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
+from fedstill.running.groups import Group
 
 # What training does to weights: alignment, divergence and diversity; and on which data local models
 # are good.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,15 @@ from fedstill.core.files import digest, in_shell, named_path, write_whole
 from fedstill.core.records import SERVER, State
 from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
-from fedstill.metrics import tasks as over_tasks
-from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.metrics.queries import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
+from fedstill.running.frame import frame_of_clients, frame_of_events
+from fedstill.running.journal import Event
+from fedstill.running.numbers import RunNumbers, numbers_of
 from fedstill.running.same_run import check_journal
 from fedstill.running.split_file import read_label_counts
-from fedstill.running.tables import frame_of_clients, frame_of_events
 
 if TYPE_CHECKING:
     import pandas
@@ -280,8 +279,7 @@ class Result:
         return Result(accuracy, forgetting, history, model, folder, summary, measures, classes)
 
     def rounds(self) -> pandas.DataFrame:
-        """One row a round: what ``history`` has, with a column for each number; raises ConfigError
-        without pandas.
+        """One row a round: what ``history`` has, with a column for each number.
 
         Names inside names are joined by a dot, and a list over the classes has a column for each:
         ``class_accuracy.3``.
@@ -292,7 +290,7 @@ class Result:
         """One row for each client and stage, from the journal: examples, bytes, losses, seconds,
         who was refused.
 
-        Raises ConfigError without pandas, CorruptFile if the run's directory is gone.
+        Raises CorruptFile if the run's directory is gone.
         """
         events = journals.read_journal(self.directory / "journal.jsonl")
         return frame_of_clients([e for e in events if e["event"] == "client"], self.classes)
@@ -355,43 +353,34 @@ OF_LAST = (
 """What a summary has of the last round, where it is there."""
 
 
-def summary_from_journal(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     """What a summary says that follows from a journal's events, apart from times.
 
     It has the last and the best accuracy and the mean of the last ten, as papers print any of them.
     """
     rounds = [event for event in events if event["event"] == "round"]
-    task_ends = [event for event in events if event["event"] == "task" and event["task"]]
+    classes = [name for event in events[:1] for name in event.get("classes", ())]
+    numbers = RunNumbers(
+        numbers_of([dict(event) for event in events], len(classes)),
+        [event["round"] for event in rounds],
+    )
+    summary = numbers.summary
     last = rounds[-1]
     return {
-        "accuracy": last["accuracy"],
-        **best_and_recent([event["accuracy"] for event in rounds]),
-        "forgetting": last["forgetting"],
+        "accuracy": summary.get("accuracy"),
+        "best_accuracy": summary.get("best_accuracy"),
+        "mean_accuracy_last_10": summary.get("mean_accuracy_last_10"),
+        "forgetting": summary.get("forgetting"),
         **{key: last[key] for key in (*QUERIED, *OF_LAST) if key in last},
-        "bytes_up": sum(event["bytes_up"] for event in rounds),
-        "bytes_down": sum(event["bytes_down"] for event in rounds),
-        **_task_numbers([event["row"] for event in task_ends]),
+        "bytes_up": int(summary["bytes_up"]),
+        "bytes_down": int(summary["bytes_down"]),
+        **numbers.over_tasks,
     }
-
-
-def _task_numbers(rows: Sequence[Any]) -> dict[str, float | None]:
-    """The numbers of the matrix of a run's task ends, (T, T); nothing without one."""
-    if not rows:
-        return {}
-    numbers = {
-        "final_accuracy": over_tasks.final_accuracy(rows),
-        "incremental_accuracy": over_tasks.incremental_accuracy(rows),
-        "average_forgetting": over_tasks.average_forgetting(rows),
-        "backward_transfer": over_tasks.backward_transfer(rows),
-        "learned": over_tasks.learned(rows),
-        "kept": over_tasks.kept_share(rows),
-    }
-    return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
 
 def summary_of(
     settings: Settings,
-    events: Sequence[Mapping[str, Any]],
+    events: Sequence[Event],
     measures: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The run in one mapping; ``measures``: the seconds of each measure in all rounds."""

@@ -5,18 +5,46 @@ other groups.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from fedstill.config.settings import UNSAID
 from fedstill.core.registry import short_name
-from fedstill.report.numbers import Spread, reported, spread
-from fedstill.report.runs import Run, find
+from fedstill.running.journal import Event
+from fedstill.running.runs import Run, find
 from fedstill.running.same_run import settings_but_seed
 
 UNSET = "–"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean over runs and their sample standard deviation, 0 for a single run."""
+
+    mean: float
+    std: float
+    runs: int
+
+    def text(self, scale: float = 1.0, digits: int = 2) -> str:
+        """Mean ± spread; the mean alone if there is one run.
+
+        >>> spread([0.1, 0.3]).text(100), spread([0.5]).text()
+        ('20.00 ± 14.14', '0.50')
+        """
+        mean = f"{scale * self.mean:.{digits}f}"
+        return mean if self.runs == 1 else f"{mean} ± {scale * self.std:.{digits}f}"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Mean and sample standard deviation; None of nothing."""
+    if not values:
+        return None
+    return Spread(
+        statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values)
+    )
 
 
 @dataclass(frozen=True)
@@ -76,9 +104,9 @@ class Group:
         return next((r.classes for r in self.runs if r.classes), [])
 
     def values(self, key: str) -> list[float]:
-        """A measure of each run that has it; ``key`` as in ``numbers.COLUMNS``."""
-        every = [reported(r).get(key) for r in self.started]
-        return [v for v in every if v is not None]
+        """A measure of each run that has it; ``key`` as in a run's summary."""
+        summaries = [run.numbers.summary for run in self.started]
+        return [summary[key] for summary in summaries if key in summary]
 
     def mean_spread(self, key: str) -> Spread | None:
         """Mean and sample standard deviation of a measure over seeds; None if no run has it."""
@@ -91,23 +119,48 @@ def groups(directories: Sequence[Path]) -> list[Group]:
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
+    """Runs by everything but their seed."""
+    return [_group(members.label, members.runs) for members in alike(runs)]
+
+
+class Configured(Protocol):
+    """A run as far as its group depends on it: its settings by dotted key, and its first event."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def start(self) -> Event: ...
+
+
+R = TypeVar("R", bound=Configured)
+
+
+@dataclass(frozen=True)
+class Alike(Generic[R]):
+    """Runs that differ in their seed at most; ``label`` tells them from other runs."""
+
+    label: str
+    runs: Sequence[R]
+
+
+def alike(runs: Sequence[R]) -> list[Alike[R]]:
     """Runs by everything but their seed, and but keys that one of them lacks because it began
     before there were any.
     """
     unsaid = {k for k in UNSAID if any(k not in run.settings for run in runs)}
 
-    def telling(run: Run) -> dict[str, Any]:
+    def telling(run: R) -> dict[str, Any]:
         shared = settings_but_seed(run.settings, run.start)
         return {key: value for key, value in shared.items() if key not in unsaid}
 
-    by_settings: dict[str, list[Run]] = {}
+    by_settings: dict[str, list[R]] = {}
     for run in runs:
-        by_settings.setdefault(json.dumps(telling(run), sort_keys=True, default=str), []).append(
-            run
-        )
+        settings = json.dumps(telling(run), sort_keys=True, default=str)
+        by_settings.setdefault(settings, []).append(run)
     lists = list(by_settings.values())
-    labels = group_labels([telling(runs[0]) for runs in lists])
-    return [_group(label, members) for label, members in zip(labels, lists, strict=True)]
+    labels = group_labels([telling(members[0]) for members in lists])
+    return [Alike(label, members) for label, members in zip(labels, lists, strict=True)]
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedstill.data.client_split import LabelCounts
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
 from fedstill.running.journal import Event, with_later_looks
+from fedstill.running.numbers import Numbers, RunNumbers, numbers_of
 from fedstill.running.same_run import check_config, check_journal
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
@@ -243,19 +245,29 @@ class Run:
         looked more than once; or that it summed up from what clients reported, the last key in the
         event of the round.
         """
-        if "/" in key and (seen := seen_by_round(self.measures, key)):
-            return seen
-        if key == "personal_accuracy" and not self.own_models:
-            return self._for_clients()
-        key, events = key.rpartition("/")[2], [{**self.initial, "round": 0}, *self.rounds]
-        return {e["round"]: float(e[key]) for e in events if isinstance(e.get(key), (int, float))}
+        return self.numbers.by_round(key) or self.numbers.by_round(key.rpartition("/")[2])
+
+    @functools.cached_property
+    def numbers(self) -> RunNumbers:
+        """The run's numbers by metric.
+
+        Beside those of its journal, ``personal_accuracy``: of a run whose clients have no models of
+        their own, what the global model is worth to them.
+        """
+        events = [*self.rounds, *self.clients, *self.measures, *self.task_ends]
+        if self.initial:
+            events.insert(0, self.initial)
+        numbers = numbers_of(events, len(self.classes))
+        if not self.own_models:
+            numbers.append(self._for_clients())
+        return RunNumbers(numbers, [event["round"] for event in self.rounds])
 
     @property
     def own_models(self) -> bool:
         """Whether its clients have models of their own, which were measured."""
         return any("personal_clients" in event for event in self.rounds)
 
-    def _for_clients(self) -> dict[int, float]:
+    def _for_clients(self) -> Numbers:
         """By round, what the global model is worth to the clients; empty where nobody knows their
         label counts.
         """
@@ -266,14 +278,16 @@ class Run:
         shares = {
             mask: self.label_counts.mean_shares(np.array(mask)) for mask in set(known.values())
         }
-        return {
-            number: sum(
+        worth = [
+            sum(
                 float(s) * v
                 for s, v in zip(shares[known[number]], accuracy, strict=True)
                 if v is not None
             )
             for number, accuracy in by_class.items()
-        }
+        ]
+        rounds = np.array(list(by_class), np.int64)
+        return Numbers("personal_accuracy", np.array(worth, np.float64), {"round": rounds})
 
     @property
     def untaught(self) -> tuple[int, int]:
@@ -300,27 +314,43 @@ class Run:
         return own if own and not server.keys() - {0} else server
 
 
-def find(directories: Sequence[Path]) -> list[Run]:
-    """The runs in some directories, or in any folder below them, each once.
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run is read from, and what it is called: the path as a reader finds it."""
 
-    Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
+    path: Path
+    named: Path
+
+
+def run_folders(directories: Iterable[Path]) -> list[RunFolder]:
+    """The folders of runs in some directories and packs, or anywhere below them, each once.
+
+    Raises ConfigError for a directory without runs.
     """
-    folders: dict[Path, tuple[Path, Path]] = {}
+    folders: dict[Path, RunFolder] = {}
     for named in directories:
         directory = readable(named)
         if not directory.is_dir():
             raise ConfigError(
                 f"there is no directory {directory}; name directories of runs, e.g. runs/"
             )
-        run_folders = sorted(_below(directory, folder_of(named)), key=lambda pair: natural(pair[0]))
-        if not run_folders:
+        below = sorted(_below(directory, folder_of(named)), key=lambda folder: natural(folder.path))
+        if not below:
             raise ConfigError(
                 f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}"
             )
-        folders.update({pair[0].resolve(): pair for pair in run_folders})
+        folders.update({folder.path.resolve(): folder for folder in below})
     if not folders:
         raise ConfigError("no directory of runs was named, e.g. runs/")
-    return [read_run(folder, shown) for folder, shown in folders.values()]
+    return list(folders.values())
+
+
+def find(directories: Sequence[Path]) -> list[Run]:
+    """The runs in some directories, or in any folder below them, each once.
+
+    Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
+    """
+    return [read_run(folder.path, folder.named) for folder in run_folders(directories)]
 
 
 def read_run(folder: Path, named: Path | None = None) -> Run:
@@ -370,21 +400,6 @@ def _by_class(events: Sequence[Event], key: str) -> dict[int, list[float | None]
     }
 
 
-def seen_by_round(events: Sequence[Event], key: str) -> dict[int, float]:
-    """The number ``measure/key/key`` by round, from events of measures; the mean where it is there
-    more than once.
-    """
-    measure, *path = key.split("/")
-    by_round: dict[int, list[float]] = {}
-    for event in events:
-        value: Any = event if event["measure"] == measure else None
-        for part in path:
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if isinstance(value, (int, float)):
-            by_round.setdefault(event["round"], []).append(float(value))
-    return {number: sum(each) / len(each) for number, each in by_round.items()}
-
-
 def natural(folder: Path) -> list[tuple[str, float, str]]:
     """What to sort folders by, so that 10 comes after 9.
 
@@ -398,14 +413,14 @@ def natural(folder: Path) -> list[tuple[str, float, str]]:
     ]
 
 
-def _below(directory: Path, named: Path) -> Iterator[tuple[Path, Path]]:
+def _below(directory: Path, named: Path) -> Iterator[RunFolder]:
     """The folders of runs, and what each is called below ``named``; none that is hidden: a pack may
     be half read.
     """
     for config in directory.rglob(CONFIG):
         hidden = any(name.startswith(".") for name in config.relative_to(directory).parts)
         if any((config.parent / name).is_file() for name in (JOURNAL, SUMMARY)) and not hidden:
-            yield config.parent, named / config.parent.relative_to(directory)
+            yield RunFolder(config.parent, named / config.parent.relative_to(directory))
     for packed in packs_below(directory):
         yield from _below(readable(packed), named / folder_of(packed).relative_to(directory))
 

@@ -1,0 +1,335 @@
+"""Runs as pandas frames: all numbers of many runs in one long frame, which is
+``fedstill.load_runs``, and the rounds and clients of one run in two wide ones.
+
+The long frame is built column by column from the arrays of ``running.numbers``. Runs are read one
+after another and only the chosen numbers are kept, so that hundreds of runs fit in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.files import RUN_TABLE, as_named, named_path, refuse_other_kind, write_over
+from fedstill.metrics.values import Values
+from fedstill.running.archive import readable
+from fedstill.running.groups import alike
+from fedstill.running.journal import Event, read_journal
+from fedstill.running.numbers import BY_CLASS, Numbers
+from fedstill.running.runs import Run, read_run, run_folders
+from fedstill.running.same_run import check_journal
+
+if TYPE_CHECKING:
+    import pandas
+
+SUMMARY = "summary"
+"""Metrics below this name describe a whole run."""
+
+INDEX_TYPES = {
+    "stage": np.int32,
+    "round": np.int32,
+    "epoch": np.int16,
+    "task": np.int16,
+    "client": np.int32,
+}
+"""The axes that have numbers in the frame, and their types."""
+
+
+def load_runs(
+    paths: Path | str | Sequence[Path | str], metrics: Collection[str] | str | None = None
+) -> pandas.DataFrame:
+    """The numbers of runs as one long table, a row for each number.
+
+    ``paths``: directories of runs or comparisons, or packs of them (``NAME.runs.tar.xz``); a run
+    need not be finished. ``metrics``: which to load; unset, all. The name ``loss`` also stands for
+    all names below it, such as ``loss/ce``.
+
+    The columns are ``run`` (its path), ``group`` (what tells its settings from those of the other
+    runs), ``seed``, ``stage``, ``round`` (0: before training), ``epoch``, ``task`` (from 1),
+    ``client`` (-1: the server), ``class``, ``metric`` and ``value``. A number about the whole
+    federation has no client, one about the whole round no stage, and one about the whole run
+    (``summary/accuracy``) no round. What was not measured has no row. Accuracies and forgetting are
+    shares in [0, 1], times are in seconds.
+
+    Raises ConfigError for a path without runs, CorruptFile for a damaged run, UnknownName for a
+    metric that none of the runs has.
+    """
+    if isinstance(paths, (str, Path)):
+        paths = [paths]
+    if isinstance(metrics, str):
+        metrics = [metrics]
+    folders = run_folders([named_path(path) for path in paths])
+    runs = [_loaded(read_run(folder.path, folder.named), metrics) for folder in folders]
+    if metrics is not None:
+        _check_metrics(metrics, runs)
+    return _frame(runs)
+
+
+# One run after another.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun:
+    """What the frame needs of a run. ``numbers``: those that are loaded; ``metrics``: all names."""
+
+    name: str
+    seed: int
+    settings: Mapping[str, Any]
+    start: Event
+    classes: Sequence[str]
+    numbers: Sequence[Numbers]
+    metrics: Sequence[str]
+
+
+def _loaded(run: Run, metrics: Collection[str] | None) -> LoadedRun:
+    """A run without its events."""
+    numbers = [*run.numbers, *_summary(run)]
+    return LoadedRun(
+        name=str(run.named),
+        seed=run.seed,
+        settings=run.settings,
+        start=run.start,
+        classes=run.classes,
+        numbers=[column for column in numbers if _is_chosen(column.metric, metrics)],
+        metrics=list(dict.fromkeys(column.metric for column in numbers)),
+    )
+
+
+def _summary(run: Run) -> list[Numbers]:
+    summary = run.numbers.summary
+    return [Numbers(f"{SUMMARY}/{name}", np.array([v]), {}) for name, v in summary.items()]
+
+
+def _is_chosen(metric: str, chosen: Collection[str] | None) -> bool:
+    """Whether a metric, or a name above it, is among the chosen ones."""
+    if chosen is None or metric in chosen:
+        return True
+    above = metric.rpartition("/")[0]
+    return bool(above) and _is_chosen(above, chosen)
+
+
+def _check_metrics(chosen: Iterable[str], runs: Sequence[LoadedRun]) -> None:
+    """Raises UnknownName for a metric that no run has, unless none has done a round."""
+    known = dict.fromkeys(metric for run in runs for metric in run.metrics)
+    for name in chosen:
+        if known and not any(_is_chosen(metric, [name]) for metric in known):
+            raise UnknownName("metric", name, known, where="load_runs")
+
+
+# The columns of all runs.
+
+
+def _frame(runs: Sequence[LoadedRun]) -> pandas.DataFrame:
+    import pandas
+
+    labels = {run.name: members.label for members in alike(runs) for run in members.runs}
+    blocks = _Blocks([_Block(run, column) for run in runs for column in run.numbers])
+    columns = {
+        "run": blocks.category([block.run.name for block in blocks.blocks]),
+        "group": blocks.category([labels[block.run.name] for block in blocks.blocks]),
+        "seed": blocks.repeated([block.run.seed for block in blocks.blocks], np.int64),
+        "stage": blocks.indices("stage"),
+        "round": blocks.indices("round"),
+        "epoch": blocks.indices("epoch"),
+        "task": blocks.indices("task"),
+        "client": blocks.indices("client"),
+        "class": blocks.classes(),
+        "metric": blocks.category([block.numbers.metric for block in blocks.blocks]),
+        "value": blocks.values(),
+    }
+    return pandas.DataFrame(columns, copy=False)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of the frame that follow one another: the numbers of one metric of one run."""
+
+    run: LoadedRun
+    numbers: Numbers
+
+
+class _Blocks:
+    """The rows of the frame, block by block; makes its columns."""
+
+    def __init__(self, blocks: Sequence[_Block]) -> None:
+        self.blocks = blocks
+        self._lengths = np.array([len(block.numbers.values) for block in blocks], np.int64)
+        self._ends = np.cumsum(self._lengths)
+        self._rows = int(self._lengths.sum())
+
+    def values(self) -> Values:
+        """The numbers, (rows,)."""
+        values = np.empty(self._rows)
+        for rows, block in self._slices():
+            values[rows] = block.numbers.values
+        return values
+
+    def repeated(self, values: Sequence[int], kind: Any) -> NDArray[Any]:
+        """What is the same in all rows of a block: one value a block, (rows,)."""
+        return np.repeat(np.array(values, kind), self._lengths)
+
+    def category(self, names: Sequence[str]) -> pandas.Categorical:
+        """A column of texts that are the same in all rows of a block."""
+        import pandas
+
+        known = {name: code for code, name in enumerate(dict.fromkeys(names))}
+        codes = self.repeated([known[name] for name in names], _code_type(known))
+        return pandas.Categorical.from_codes(codes, list(known))
+
+    def indices(self, axis: str) -> pandas.arrays.IntegerArray:
+        """What the numbers are about on an axis, missing where they are not about any."""
+        import pandas
+
+        indices = np.zeros(self._rows, INDEX_TYPES[axis])
+        missing = np.ones(self._rows, np.bool_)
+        for rows, block in self._slices():
+            if axis in block.numbers.about:
+                indices[rows] = block.numbers.about[axis]
+                missing[rows] = False
+        return pandas.arrays.IntegerArray(indices, missing)
+
+    def classes(self) -> pandas.Categorical:
+        """The names of the classes that the numbers are about."""
+        import pandas
+
+        names = dict.fromkeys(name for block in self.blocks for name in block.run.classes)
+        known = {name: code for code, name in enumerate(names)}
+        codes = np.full(self._rows, -1, _code_type(known))
+        for rows, block in self._slices():
+            if "class" in block.numbers.about:
+                own_codes = np.array([known[name] for name in block.run.classes])
+                codes[rows] = own_codes[block.numbers.about["class"]]
+        return pandas.Categorical.from_codes(codes, list(known))
+
+    def _slices(self) -> Iterator[tuple[slice, _Block]]:
+        for start, length, block in zip(
+            self._ends - self._lengths, self._lengths, self.blocks, strict=True
+        ):
+            yield slice(start, start + length), block
+
+
+def _code_type(names: Collection[str]) -> Any:
+    """The smallest type of a category's codes."""
+    return np.min_scalar_type(-len(names) - 1)
+
+
+# Events of a journal as a table of pandas: one row an event, one column a number, nested names
+# joined by dots.
+
+
+IDS = ("query", "teachers")
+"""Fields that name classes or clients: one cell of text, ``7, 9``, whatever their number."""
+
+OF_CLASSES = BY_CLASS | {"correct_by_epoch"}
+"""Fields whose columns end with the names of the classes."""
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+    """Rows as a data frame; what a row lacks is missing there."""
+    import pandas
+
+    columns = list(dict.fromkeys(k for row in rows for k in row))
+    return pandas.DataFrame([dict(row) for row in rows], columns=columns)
+
+
+def frame_of_events(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:
+    """Events of one kind, in their order. classes: their names, for what is measured of each
+    class.
+    """
+    return data_frame(
+        [dict(_flat("", {k: v for k, v in e.items() if k != "event"}, classes)) for e in events]
+    )
+
+
+def frame_of_clients(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:
+    """Events of clients: ``refused`` is empty for a reply that was accepted, ``idle`` says who had
+    nothing to do.
+    """
+    whole = [{**e, "refused": e.get("refused", ""), "idle": e.get("idle", False)} for e in events]
+    return frame_of_events(whole, classes)
+
+
+def _flat(name: str, value: Any, classes: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The cells of a value: (column, number, text or truth); None is not a number.
+
+    >>> dict(_flat("", {"loss": {"ce": 0.5}, "label_counts": [1, 2]}, ["cat", "dog"]))
+    {'loss.ce': 0.5, 'label_counts.cat': 1, 'label_counts.dog': 2}
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}" if name else str(key), inner, classes)
+    elif isinstance(value, (list, tuple)):
+        if name.rpartition(".")[2] in IDS:
+            yield name, ", ".join(map(str, value))
+            return
+        for key, inner in zip(_keys(name, value, classes), value, strict=True):
+            yield from _flat(f"{name}.{key}", inner, classes)
+    else:
+        yield name, math.nan if value is None else value
+
+
+def _keys(name: str, values: Sequence[Any], classes: Sequence[str]) -> Sequence[Any]:
+    """What the entries of a list are called: by their client, by their class, or else by their
+    number.
+    """
+    if values and all(isinstance(v, Mapping) and "client" in v for v in values):
+        return [v["client"] for v in values]
+    nested = any(isinstance(v, (Mapping, list, tuple)) for v in values)
+    by_class = (
+        not nested and len(values) == len(classes) and not OF_CLASSES.isdisjoint(name.split("."))
+    )
+    return classes if by_class else range(len(values))
+
+
+# A run's numbers as files for other programs: one table of its rounds, one of its clients.
+
+
+def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
+    """The tables ``rounds`` and ``clients`` of a run, finished or not, with the columns of
+    ``Result``'s.
+
+    Raises CorruptFile for a journal that is damaged or not there.
+    """
+    folder = readable(run)
+    events = read_journal(folder / "journal.jsonl")
+    check_journal(folder, events)
+    classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
+    rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
+    return {
+        "rounds": frame_of_events(rounds, classes),
+        "clients": frame_of_clients(clients, classes),
+    }
+
+
+def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path, int, int]]:
+    """Write these tables to a folder as ``parquet`` or ``csv``, over older ones: (file, rows,
+    columns) of each.
+
+    Raises what ``run_frames`` raises, and ConfigError if the folder cannot be made, or has other
+    files of these names.
+    """
+    frames = run_frames(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from as_named(
+            error, folder
+        )
+    paths = {name: folder / f"{name}.{kind}" for name in frames}
+    for path in paths.values():
+        refuse_other_kind(path, RUN_TABLE)
+    for name, frame in frames.items():
+        data = (
+            frame.to_parquet(index=False)
+            if kind == "parquet"
+            else frame.to_csv(index=False).encode()
+        )
+        write_over(paths[name], data, RUN_TABLE)
+        yield paths[name], *frame.shape

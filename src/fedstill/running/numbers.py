@@ -1,0 +1,357 @@
+"""The numbers of a run, by metric: what every table, figure, tracker and data frame is made of.
+
+``numbers_of`` is the only function that turns a journal's events into numbers. A number has a
+metric, such as ``accuracy`` or ``loss/ce``, and says what it is about: a round, a stage of it, a
+client, a class, a task, an epoch. A number without a client is about the whole federation, and one
+without a stage about the whole round.
+
+A field of an event is a metric of the same name, known or not: a number as it is, a table field by
+field (``divergence/mean_l2``), a list over classes, epochs or tasks as a number for each of them.
+Texts, and lists over anything else, are no numbers of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.metrics import tasks
+from fedstill.metrics.accuracy import best_and_recent
+from fedstill.metrics.values import Values
+from fedstill.running.journal import Event
+
+Indices = NDArray[np.int64]
+
+About = Mapping[str, Indices]
+"""By axis, what each of some numbers is about; an axis that is not there has nothing to say."""
+
+AXES = ("stage", "round", "epoch", "task", "client", "class")
+"""What a number may be about. Tasks count from 1, all others from 0; client -1 is the server."""
+
+OF_ROUND = frozenset({"round"})
+"""The axes of a number that is about a whole round."""
+
+ALWAYS_SUMMED = ("seconds", "bytes_up", "bytes_down")
+"""What every run has in its summary, 0 where it was not recorded."""
+
+SUMMED = ("seconds", "bytes_", "replies", "refused")
+"""How the names of metrics begin that are summed over rounds."""
+
+OF_LAST_ROUND = ("accuracy", "forgetting", "epsilon")
+"""What a run has in its summary only if the last round has it."""
+
+OF_LOOK = frozenset({"round", "stage", "client"})
+"""The axes of a number that a measure saw after a stage."""
+
+NOT_NUMBERS = frozenset({"event", "round", "stage", "name", "client", "measure", "previous"})
+"""Fields of an event that say where it comes from."""
+
+BY_CLASS = frozenset(
+    {
+        "class_accuracy",
+        "personal_class_accuracy",
+        "label_counts",
+        "correct_by_class",
+        "correct_before",
+        "correct_after",
+        "counts",
+        "before",
+        "after",
+        "probe",
+        "trained_counts",
+        "trained_right",
+        "tested_right",
+    }
+)
+"""Fields that hold a number for each class."""
+
+LIST_AXES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(BY_CLASS, ("class",)),
+    "correct_by_epoch": ("epoch", "class"),
+    "scores": ("epoch",),
+    "epsilon": ("client",),
+    "site_by_task": ("task",),
+    "task_accuracy": ("task",),
+    "task_accuracy_by_client": ("task",),
+}
+"""What the numbers of a list are about, by the field's name."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of one metric.
+
+    ``values``: (n,), what was not measured is left out. ``about``: by axis, an index for each
+    number, (n,).
+    """
+
+    metric: str
+    values: Values
+    about: About
+
+
+class RunNumbers:
+    """The numbers of one run, by metric. ``rounds``: those that are done."""
+
+    def __init__(self, columns: Iterable[Numbers], rounds: Sequence[int]) -> None:
+        self.rounds = rounds
+        self._by_metric: dict[str, list[Numbers]] = {}
+        for column in columns:
+            self._by_metric.setdefault(column.metric, []).append(column)
+
+    def __iter__(self) -> Iterator[Numbers]:
+        return chain.from_iterable(self._by_metric.values())
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that the run has, in the order in which they appear in its journal."""
+        return list(self._by_metric)
+
+    def by_round(self, metric: str) -> dict[int, float]:
+        """A metric of the whole federation by round; round 0 is before training."""
+        curve: dict[int, float] = {}
+        for column in self._by_metric.get(metric, ()):
+            if column.about.keys() == OF_ROUND:
+                rounds = column.about["round"].tolist()
+                curve.update(zip(rounds, column.values.tolist(), strict=True))
+        return dict(sorted(curve.items()))
+
+    @functools.cached_property
+    def summary(self) -> dict[str, float]:
+        """One number for each metric of the whole federation; empty before the first round.
+
+        Seconds, bytes and replies are sums over rounds. ``accuracy``, ``forgetting`` and
+        ``epsilon`` are the last round's, all others the latest that was measured. To these come
+        ``best_accuracy``, ``mean_accuracy_last_10`` and, for runs with tasks, ``over_tasks``.
+        """
+        if not self.rounds:
+            return {}
+        numbers: dict[str, float] = {}
+        for metric in (*ALWAYS_SUMMED, *self._by_metric):
+            curve = self.by_round(metric)
+            if metric in OF_LAST_ROUND:
+                curve = {number: curve[number] for number in self.rounds[-1:] if number in curve}
+            if metric in ALWAYS_SUMMED or (curve and metric.startswith(SUMMED)):
+                numbers[metric] = sum(curve.values())
+            elif curve:
+                numbers[metric] = curve[max(curve)]
+
+        accuracies = [v for number, v in self.by_round("accuracy").items() if number > 0]
+        further = {**best_and_recent(accuracies), **self.over_tasks}
+        return numbers | {name: value for name, value in further.items() if value is not None}
+
+    @functools.cached_property
+    def over_tasks(self) -> dict[str, float | None]:
+        """The numbers of the run's accuracy matrix, (T, T); empty before the end of a task."""
+        rows = self._task_rows()
+        if not rows:
+            return {}
+        numbers = {
+            "final_accuracy": tasks.final_accuracy(rows),
+            "incremental_accuracy": tasks.incremental_accuracy(rows),
+            "average_forgetting": tasks.average_forgetting(rows),
+            "backward_transfer": tasks.backward_transfer(rows),
+            "learned": tasks.learned(rows),
+            "kept": tasks.kept_share(rows),
+        }
+        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+
+    def _task_rows(self) -> list[list[float]]:
+        """By task end, the accuracy on each task."""
+        rows: dict[int, list[float]] = {}
+        for column in self._by_metric.get("task_accuracy", ()):
+            count = max(column.about["task"])
+            for number, task, value in zip(
+                column.about["round"], column.about["task"], column.values, strict=True
+            ):
+                row = rows.setdefault(int(number), [math.nan] * count)
+                row[task - 1] = float(value)
+        return [row for number, row in sorted(rows.items()) if number > 0]
+
+
+def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:
+    """The numbers in some events of one run, with the means over clients and looks by round.
+
+    events: of a whole journal, or of its latest round, in order. classes: how many there are.
+    Beside the fields there are three numbers of a whole round: ``loss/TERM``, the mean over
+    accepted clients, weighted by their examples; the mean over a measure's looks; and ``epsilon``,
+    what the client that lost most privacy has spent.
+    """
+    by_kind: dict[str, list[Event]] = {}
+    for event in events:
+        by_kind.setdefault(event["event"], []).append(event)
+
+    rounds = [{**event, "round": 0} for event in by_kind.get("initial", ())]
+    rounds += map(_with_epsilon, by_kind.get("round", ()))
+    clients = by_kind.get("client", [])
+    task_ends = [_task_end(event) for event in by_kind.get("task", ())]
+    return [
+        *_of_events(rounds, classes),
+        *_mean_losses(clients),
+        *_of_measures(by_kind.get("measure", ()), classes),
+        *_of_events(task_ends, classes),
+        *_of_events(clients, classes),
+    ]
+
+
+# Fields of events as numbers.
+
+
+def _of_events(events: Sequence[Event], classes: int, prefix: str = "") -> Iterator[Numbers]:
+    """The numbers in the fields of some events of one kind, which have a round each."""
+    if not events:
+        return
+    reader = _Fields(classes)
+    for keys, alike in _by_place(events).items():
+        about = {key: np.array([event[key] for event in alike], np.int64) for key in keys}
+        names = dict.fromkeys(chain.from_iterable(alike))
+        for name in names:
+            if name not in NOT_NUMBERS:
+                metric = f"{prefix}/{name}" if prefix else name
+                yield from reader.numbers(metric, [event.get(name) for event in alike], about)
+
+
+def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
+    """What measures saw: in each look, and the mean over a round's looks."""
+    by_measure: dict[str, list[Event]] = {}
+    for event in events:
+        by_measure.setdefault(event["measure"], []).append(event)
+    for measure, looks in by_measure.items():
+        for column in _of_events(looks, classes, measure):
+            yield column
+            if column.about.keys() <= OF_LOOK:
+                equal = np.ones_like(column.values)
+                yield _mean_by_round(column.metric, column.about["round"], column.values, equal)
+
+
+def _by_place(events: Sequence[Event]) -> dict[tuple[str, ...], list[Event]]:
+    """Events by the axes that they name."""
+    by_place: dict[tuple[str, ...], list[Event]] = {}
+    for event in events:
+        keys = tuple(key for key in ("round", "stage", "client") if key in event)
+        by_place.setdefault(keys, []).append(event)
+    return by_place
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Turns a field of some events into numbers. ``classes``: how many there are."""
+
+    classes: int
+
+    def numbers(
+        self, metric: str, cells: Sequence[Any], about: About, axes: Sequence[str] | None = None
+    ) -> Iterator[Numbers]:
+        """The numbers in one field.
+
+        cells: what each event has in it, None where it lacks the field. axes: what lists in it are
+        about; unset, what their name says.
+        """
+        kinds = set(map(type, cells))
+        if kinds & {int, float}:
+            at = [i for i, cell in enumerate(cells) if type(cell) in (int, float)]
+            values = np.array([cells[i] for i in at], np.float64)
+            yield Numbers(metric, values, _taken(about, at))
+        if dict in kinds:
+            at = [i for i, cell in enumerate(cells) if type(cell) is dict]
+            yield from self._of_tables(metric, [cells[i] for i in at], _taken(about, at))
+        if list in kinds:
+            at = [i for i, cell in enumerate(cells) if type(cell) is list]
+            axes = self._axes(metric) if axes is None else axes
+            yield from self._of_lists(metric, [cells[i] for i in at], _taken(about, at), axes)
+
+    def _of_tables(
+        self, metric: str, tables: Sequence[Mapping[str, Any]], about: About
+    ) -> Iterator[Numbers]:
+        """Fields of a field; or a number for each client, where the keys are clients."""
+        if metric.endswith("_by_client"):
+            clients = [int(client) for table in tables for client in table]
+            cells = list(chain.from_iterable(table.values() for table in tables))
+            repeated = _repeated(about, list(map(len, tables)))
+            yield from self.numbers(metric, cells, {**repeated, "client": np.array(clients)})
+            return
+        for key in dict.fromkeys(chain.from_iterable(tables)):
+            cells = [table.get(key) for table in tables]
+            yield from self.numbers(f"{metric}/{key}", cells, about)
+
+    def _of_lists(
+        self, metric: str, lists: Sequence[Sequence[Any]], about: About, axes: Sequence[str]
+    ) -> Iterator[Numbers]:
+        """The numbers of lists over an axis; none of lists over anything else."""
+        cells = list(chain.from_iterable(lists))
+        lengths = list(map(len, lists))
+        repeated = _repeated(about, lengths)
+        if cells and all(type(cell) is dict and "client" in cell for cell in cells):
+            clients = np.array([cell["client"] for cell in cells])
+            tables = [{k: v for k, v in cell.items() if k != "client"} for cell in cells]
+            yield from self._of_tables(metric, tables, {**repeated, "client": clients})
+            return
+        if not axes or (axes[0] == "class" and set(lengths) != {self.classes}):
+            return
+        indices = np.concatenate([np.arange(length) for length in lengths])
+        if axes[0] == "task":
+            indices += 1
+        yield from self.numbers(metric, cells, {**repeated, axes[0]: indices}, axes[1:])
+
+    def _axes(self, metric: str) -> Sequence[str]:
+        if metric.startswith("by_epoch/"):
+            return ("epoch",)
+        return LIST_AXES.get(metric.rpartition("/")[2], ())
+
+
+def _taken(about: About, at: Sequence[int]) -> About:
+    """What the numbers at some positions are about."""
+    if all(len(at) == len(indices) for indices in about.values()):
+        return about
+    return {axis: indices[at] for axis, indices in about.items()}
+
+
+def _repeated(about: About, lengths: Sequence[int]) -> About:
+    return {axis: np.repeat(indices, lengths) for axis, indices in about.items()}
+
+
+def _task_end(event: Event) -> Event:
+    """The end of a task with fields whose names say what they are."""
+    end = {"round": event["round"], "task_accuracy": event.get("row")}
+    if "clients" in event:
+        end["task_accuracy_by_client"] = event["clients"]
+    return end
+
+
+# Numbers of a whole round that follow from those of clients and looks.
+
+
+def _with_epsilon(event: Event) -> Event:
+    """A round with the largest epsilon of its clients; as it is where nothing bounds one."""
+    privacy = event.get("privacy")
+    epsilons = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
+    if not epsilons or None in epsilons:
+        return event
+    return {**event, "epsilon": float(max(epsilons))}
+
+
+def _mean_losses(clients: Sequence[Event]) -> Iterator[Numbers]:
+    """By term and round, the mean over the accepted clients, weighted by their examples."""
+    trained = [event for event in clients if "loss" in event and not event.get("refused")]
+    for term in dict.fromkeys(chain.from_iterable(event["loss"] for event in trained)):
+        measured = [event for event in trained if event["loss"].get(term) is not None]
+        rounds = np.array([event["round"] for event in measured], np.int64)
+        losses = np.array([event["loss"][term] for event in measured], np.float64)
+        examples = np.array([event.get("examples") or 0 for event in measured], np.float64)
+        yield _mean_by_round(f"loss/{term}", rounds, losses, examples)
+
+
+def _mean_by_round(metric: str, rounds: Indices, values: Values, weights: Values) -> Numbers:
+    """The weighted mean of each round; none of a round without weight."""
+    # Sums are in the order of the journal, so that they have the same bits everywhere.
+    sums = np.bincount(rounds, weights * values)
+    weight = np.bincount(rounds, weights)
+    there = np.flatnonzero(weight)
+    return Numbers(metric, sums[there] / weight[there], {"round": there})

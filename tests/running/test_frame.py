@@ -1,0 +1,161 @@
+"""The numbers of runs in one frame: every one is in the journal, and says what it is about."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+
+import fedstill
+import toys
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.running.archive import pack
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
+from run_bits import stopped
+
+COLUMNS = [
+    "run",
+    "group",
+    "seed",
+    "stage",
+    "round",
+    "epoch",
+    "task",
+    "client",
+    "class",
+    "metric",
+    "value",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods, one of them with two seeds and a measure."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (1, 2):
+        run(
+            toys.toy(seed=seed, measure=["divergence", "epochs"]),
+            folder / f"avg{seed}",
+            toys.blobs(),
+        )
+    run(toys.toy("fedntd", seed=1), folder / "ntd", toys.blobs())
+    return folder
+
+
+def chosen(frame: pandas.DataFrame, name: str, metric: str) -> pandas.DataFrame:
+    """The rows of a metric of the run in a folder of this name."""
+    return frame[frame["run"].str.endswith(name) & (frame["metric"] == metric)]
+
+
+def test_the_frame_has_one_row_a_number_and_says_what_it_is_about(runs: Path) -> None:
+    frame = fedstill.load_runs(runs)
+    assert list(frame.columns) == COLUMNS
+    assert {str(frame[name].dtype) for name in ("run", "group", "class", "metric")} == {"category"}
+    assert (
+        set(frame["group"]) >= {'fedavg, measure=["divergence", "epochs"]'}
+        or len(set(frame["group"])) == 2
+    )
+    events = read_journal(runs / "avg2/journal.jsonl")
+    rounds = [event for event in events if event["event"] == "round"]
+    accuracy = chosen(frame, "avg2", "accuracy")
+    assert set(accuracy["seed"]) == {2}
+    after_training = accuracy[accuracy["round"] > 0]
+    assert list(after_training["value"]) == [event["accuracy"] for event in rounds]
+    assert accuracy[["stage", "client", "class", "task", "epoch"]].isna().all(axis=None)
+
+    by_class = chosen(frame, "avg2", "class_accuracy")
+    last = by_class[by_class["round"] == rounds[-1]["round"]]
+    assert list(last["value"]) == rounds[-1]["class_accuracy"]
+    assert list(last["class"]) == events[0]["classes"]
+
+
+def test_a_client_has_rows_of_its_own_and_the_round_the_mean_over_clients(runs: Path) -> None:
+    frame = fedstill.load_runs(runs / "ntd", metrics=["loss", "examples"])
+    clients = [e for e in read_journal(runs / "ntd/journal.jsonl") if e["event"] == "client"]
+    for term in ("ce", "not_true"):
+        rows = chosen(frame, "ntd", f"loss/{term}")
+        of_clients = rows[rows["client"].notna()]
+        assert list(of_clients["value"]) == [event["loss"][term] for event in clients]
+        assert list(of_clients["client"]) == [event["client"] for event in clients]
+        assert list(of_clients["stage"]) == [event["stage"] for event in clients]
+        of_round = rows[rows["client"].isna()].set_index("round")["value"]
+        first = [event for event in clients if event["round"] == 1]
+        total = sum(event["examples"] for event in first)
+        mean = sum(event["examples"] * event["loss"][term] for event in first) / total
+        assert of_round[1] == pytest.approx(mean, rel=1e-12)
+
+
+def test_measures_epochs_and_a_whole_run_have_rows(runs: Path) -> None:
+    frame = fedstill.load_runs(runs)
+    events = read_journal(runs / "avg1/journal.jsonl")
+    rounds = [event for event in events if event["event"] == "round"]
+    looks = [event for event in events if event.get("measure") == "divergence"]
+    seen = chosen(frame, "avg1", "divergence/mean_l2")
+    assert list(seen[seen["stage"].notna()]["value"]) == [look["mean_l2"] for look in looks]
+
+    (stage,) = rounds[-1]["by_epoch"]
+    by_epoch = chosen(frame, "avg1", f"by_epoch/{stage}/in_local_accuracy")
+    last = by_epoch[by_epoch["round"] == rounds[-1]["round"]]
+    assert list(last["value"]) == rounds[-1]["by_epoch"][stage]["in_local_accuracy"]
+    assert list(last["epoch"]) == list(range(len(last)))
+
+    (best,) = chosen(frame, "avg1", "summary/best_accuracy").to_dict("records")
+    assert best["value"] == max(event["accuracy"] for event in rounds)
+    assert pandas.isna(best["round"])
+    (sent,) = chosen(frame, "avg1", "summary/bytes_up")["value"]
+    assert sent == sum(event["bytes_up"] for event in rounds)
+
+
+def test_only_the_metrics_that_are_asked_for_are_loaded(runs: Path) -> None:
+    whole = fedstill.load_runs(runs)
+    frame = fedstill.load_runs([runs / "avg1", runs / "ntd"], metrics=["accuracy", "loss"])
+    assert set(frame["metric"]) == {"accuracy", "loss/ce", "loss/not_true"}
+    same = whole[whole["metric"].isin(list(frame["metric"].cat.categories))]
+    assert len(same[~same["run"].str.endswith("avg2")]) == len(frame)
+    assert set(fedstill.load_runs(runs, "forgetting")["metric"]) == {"forgetting"}
+    with pytest.raises(UnknownName, match="acuracy"):
+        fedstill.load_runs(runs, ["acuracy"])
+    with pytest.raises(ConfigError, match="nowhere"):
+        fedstill.load_runs(runs / "nowhere")
+
+
+def test_stopped_and_packed_runs_have_the_same_rows(tmp_path: Path) -> None:
+    stopped(toys.toy(), tmp_path / "runs/half", 2)
+    before = fedstill.load_runs(tmp_path / "runs")
+    assert set(before[before["metric"] == "accuracy"]["round"]) == {0, 1}
+    pack(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs")
+    packed = fedstill.load_runs(tmp_path / "runs.runs.tar.xz")
+    pandas.testing.assert_frame_equal(before, packed)
+
+
+def test_numbers_of_a_client_and_unknown_fields_are_metrics(tmp_path: Path) -> None:
+    result = run(toys.toy(), tmp_path / "run", toys.blobs())
+    journal = result.directory / "journal.jsonl"
+    (result.directory / "summary.json").unlink()
+    shutil.rmtree(result.directory / "checkpoints")
+    lines = journal.read_text().splitlines()
+    further = '"auc":0.75,"auc_by_client":{"0":0.5,"3":1.0},"named":{"deep":{"er":2}},"text":"no"'
+    lines = [line.replace('"accuracy":', f'{further},"accuracy":') for line in lines]
+    journal.write_text("\n".join(lines) + "\n")
+    frame = fedstill.load_runs(result.directory)
+    rounds = frame[frame["round"] == 2]
+    assert list(rounds[rounds["metric"] == "auc"]["value"]) == [0.75]
+    by_client = rounds[rounds["metric"] == "auc_by_client"]
+    assert dict(zip(by_client["client"], by_client["value"], strict=True)) == {0: 0.5, 3: 1.0}
+    assert list(rounds[rounds["metric"] == "named/deep/er"]["value"]) == [2.0]
+    assert "text" not in set(frame["metric"])
+
+
+def test_pandas_is_not_imported_by_commands_that_do_not_need_it() -> None:
+    code = (
+        "import sys, fedstill; from fedstill.cli import call; call(['--help']); "
+        "fedstill.run, fedstill.load_runs; sys.exit('pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
