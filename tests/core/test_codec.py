@@ -160,3 +160,9 @@ def test_a_gradient_does_not_travel() -> None:
 def test_what_is_no_payload_is_not_encoded(payload: Payload) -> None:
     with pytest.raises(BadPayload):
         encode(payload)
+
+
+def test_groups_of_other_names_are_not_taken_for_numbered_ones() -> None:
+    weights = {"w": torch.zeros(1)}
+    payload = Payload({"3": weights, "peer.4": weights, "peers.5": weights, "peer.x": weights})
+    assert list(payload.many("peer")) == [4]

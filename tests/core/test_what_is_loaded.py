@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 FILES = 47
-LINES = 8_840
+LINES = 8_818
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [

@@ -1,6 +1,6 @@
 """The federated loop.
 
-- The loop: ``rounds``, ``extensions``, ``schedule``, ``topology``, ``results``, ``census``.
+- The loop: ``rounds``, ``extensions``, ``topology``, ``results``, ``census``.
 - Methods: ``method``, ``work``, ``capabilities``, ``aggregation``, ``labels``, ``teachers``.
 - Records: ``records``, ``payload``, ``stream``, ``trees``, ``codec``.
 - Checks of replies and of a user's code: ``screen``, ``reports``, ``checks``, ``user_code``.

@@ -167,10 +167,8 @@ def shown(value: Any) -> str:
         return value.isoformat()
     try:
         text = repr(list(value) if isinstance(value, tuple) else value)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # an integer of thousands of digits, or tables in tables in tables
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits, or tables in tables in tables.
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 

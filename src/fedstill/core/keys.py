@@ -87,7 +87,10 @@ def global_state() -> list[torch.Tensor]:
 
 
 def has_moved(since: list[torch.Tensor]) -> bool:
-    """Whether anything has drawn from them since ``global_state``."""
+    """Whether anything has drawn from them since ``global_state``.
+
+    If CUDA was first used in between, only the CPU's generator is compared.
+    """
     return any(not torch.equal(a, b) for a, b in zip(global_state(), since, strict=False))
 
 

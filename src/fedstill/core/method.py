@@ -24,17 +24,10 @@ class Method:
     The base class is federated averaging; a method overrides what it does differently. The flags of
     ``needs``, ``adds`` and ``permits`` are in ``fedstill.core.capabilities``.
 
-    A complete method, and three rounds of it, in which four clients learn to tell dark grey from
-    light:
+    A complete method, FedProx with a count of the examples seen:
 
-    >>> import torch
     >>> import fedstill
-    >>> from fedstill.data.sources import from_tensors
-    >>> from fedstill.config.resolve import settle
-    >>> from fedstill.running.preparation import prepare
     >>> from fedstill.losses import proximal
-    >>> from fedstill.core.rounds import RunContext, run_round
-    >>> from fedstill.core.rounds import Schedule
     >>> @dataclass(frozen=True)
     ... class Near(fedstill.Method):
     ...     mu: float = 0.1
@@ -49,33 +42,8 @@ class Method:
     ...     def begin(self, payload, client_state, view, world):
     ...         return fedstill.TrainingStart(payload.params, constants={"start": payload.params})
     ...     def terms(self, step, start):
-    ...         return {
-    ...             **super().terms(step, start),
-    ...             "near": proximal(step.params, start["start"], self.mu),
-    ...         }
-    >>> grey, light = (
-    ...     torch.arange(256, dtype=torch.uint8).reshape(256, 1, 1, 1),
-    ...     torch.arange(256) // 128,
-    ... )
-    >>> data = from_tensors("grey", train=(grey, light), test=(grey, light))
-    >>> what = fedstill.Experiment(
-    ...     model="logistic", partition="iid", topology={"clients": 4}, engine="serial"
-    ... )
-    >>> ready = prepare(settle(what), data)
-    >>> near, world = Near(), ready.world
-    >>> schedule = Schedule(near, ready.settings.schedule.topology)
-    >>> context = RunContext(schedule, world, ready.engine())
-    >>> state = near.initial_state(world)
-    >>> while state.round <= 3:
-    ...     state = run_round(state, schedule(state.round, world), context)
-    ...     logits = near.predictors(state, world)["global"](
-    ...         torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1)
-    ...     )
-    ...     accuracy = (logits.argmax(1) == light).double().mean()
-    ...     print(f"{state.extra['seen']} examples, accuracy {accuracy:.2f}")
-    256 examples, accuracy 0.50
-    512 examples, accuracy 0.70
-    768 examples, accuracy 0.83
+    ...         near = proximal(step.params, start["start"], self.mu)
+    ...         return {**super().terms(step, start), "near": near}
     """
 
     topology: ClassVar[str] = "parallel"

@@ -91,10 +91,10 @@ class Payload(Mapping[str, Group]):
         >>> list(Payload(many("peer", {3: {"w": torch.zeros(1)}})).many("peer"))
         [3]
         """
-        ids = sorted(
-            int(i) for i in (g.removeprefix(name + ".") for g in self._groups) if i.isdecimal()
-        )
-        return {i: self.tensors(f"{name}.{i}") for i in ids}
+        prefix = f"{name}."
+        suffixes = [g.removeprefix(prefix) for g in self._groups if g.startswith(prefix)]
+        ids = sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())
+        return {i: self.tensors(f"{prefix}{i}") for i in ids}
 
     @property
     def nbytes(self) -> int:

@@ -86,8 +86,8 @@ def noise_probe(
 
     model: a module or a function from (samples, *input_shape) to logits (samples, C); a module is
     run in evaluation mode, and each of its parts put back into the mode it had. samples >= 1. Gives
-    (C,) >= 0, summing to 1, without
-    gradient: classes that the model was trained on have large entries.
+    (C,) >= 0, summing to 1, without gradient: classes that the model was trained on have large
+    entries.
 
     Source: QKT, eq. 2.
     Reading: the noise is N(0, 1) in the space after normalisation, one draw for all models of one

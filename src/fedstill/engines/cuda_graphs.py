@@ -219,8 +219,11 @@ class Recorder:
 
         stepped = self.act(inputs)
         terms = {name: value.detach().clone() for name, value in stepped.items()}
-        if len(self.state()) != len(state) or terms.keys() != recording.terms.keys():
+        if len(self.state()) != len(state):
             self._refuse("momentum begins late")
+            return terms
+        if terms.keys() != recording.terms.keys():
+            self._refuse("its terms have other names than those of the recorded step")
             return terms
         end = _copies(state)
         random_state_at_end = torch.cuda.get_rng_state()

@@ -2,8 +2,8 @@
 among themselves.
 
 With p, q the softmax of teacher and student at one temperature, y the label, and p~, q~ the softmax
-over the C-1 other
-classes: ``KL(p || q) = KL((p_y, 1 - p_y) || (q_y, 1 - q_y)) + (1 - p_y) KL(p~ || q~)``, that is
+over the C-1 other classes:
+``KL(p || q) = KL((p_y, 1 - p_y) || (q_y, 1 - q_y)) + (1 - p_y) KL(p~ || q~)``, that is
 ``kd = tckd + (1 - p_y) nckd``; also ``kd = target_kl + nckd_slice``.
 
 Source: Zhao et al., "Decoupled Knowledge Distillation" (DKD).

@@ -44,10 +44,9 @@ def masked_kl(
     ``tau² sum_c mask_c p_c (log p_c - log q_c)``.
 
     student, teacher: (B, C) float logits, p and q their softmax over all C classes, not
-    renormalised over the mask;
-    mask: (C,) or (B, C), any dtype, >= 0; temperature tau > 0. Gives (B,) of the student's dtype,
-    in nats. It may be
-    negative: only the whole sum is a divergence. A mask of ones gives ``kd``.
+    renormalised over the mask; mask: (C,) or (B, C), any dtype, >= 0; temperature tau > 0. Gives
+    (B,) of the student's dtype, in nats. It may be negative: only the whole sum is a divergence. A
+    mask of ones gives ``kd``.
 
     Source: QKT, eq. 4.
     Reading: the paper prints ``p log q`` as its element, which falls when the student is worse; the

@@ -6,8 +6,7 @@ Aggregation" (2025), and its code; the sums of AFL lead to the same layer.
 Symbols: rho = ``ridge``; M = ``width``; G = gram, P = cross, the sums of e e^T and e y^T, y
 one-hot.
 Stages: ``train``, in which clients are idle from the second task on; after each task ``sums``, of
-all clients that are
-there: nothing is trained.
+all clients that are there: nothing is trained.
 State: the global parameters, of the network with the random layer from the end of the first task
 on; gram = G so far, (M+1, M+1); cross = P so far, (M+1, C), both in float64.
 Memory: gram, cross = the client's own sums of the task that it was last in, without ``groups``;

@@ -2,8 +2,8 @@
 public images.
 
 Source: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning" (2020),
-Algorithm 1 with its
-AvgLogits: the target is the softmax of the plain mean of the sampled clients' logits.
+Algorithm 1 with its AvgLogits: the target is the softmax of the plain mean of the sampled clients'
+logits.
 Symbols: tau = ``temperature`` (1 in the paper, whose code multiplies the divergence by tau^2, as
 here).
 State: the global parameters; model.N = what client N sent in this round, until the server has

@@ -394,9 +394,8 @@ def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
         return True
     try:
         return _draws_in_forward(m.train(training), example(spec, 2))
-    except (
-        Exception
-    ):  # the run's own examples, which it will be given, tell whether it can take any
+    except Exception:
+        # The examples of the run will show whether the network can take any.
         return False
     finally:
         m.eval()
@@ -415,8 +414,8 @@ def needs_two_examples(spec: ModelSpec, norm: str = "batch") -> bool:
 
 
 def joins_last_example(spec: ModelSpec, plan: Plan, examples: int) -> bool:
-    """Whether the last example of an epoch joins the batch before it, for a network cannot be
-    trained on it alone.
+    """Whether the last example of an epoch joins the batch before it, because the network cannot be
+    trained on one example alone.
     """
     return plan.leaves_one_over(examples) and needs_two_examples(spec, plan.norm)
 
