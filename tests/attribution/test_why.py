@@ -135,8 +135,9 @@ def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_pat
     folder = tmp_path / "copy"
     shutil.copytree(run, folder)
     before = looks_of(folder)
-    add_looks(folder, [{**before[0], "game": "absent"}, {"round": 2, "stage": 0, "parts": {}}])
-    add_looks(folder, [{"round": 2, "stage": 0, "parts": {"later": []}}])
+    look = {"event": "measure", "measure": "contributions", "round": 2, "stage": 0}
+    add_looks(folder, [{**before[0], "game": "absent"}, {**look, "parts": {}}])
+    add_looks(folder, [{**look, "parts": {"later": []}}])
     assert [(e["round"], e.get("game")) for e in looks_of(folder)] == [
         (2, None),
         (3, "absent"),

@@ -115,11 +115,14 @@ def test_a_poisoned_run_goes_on_to_the_same_bits_and_is_reported(
 def test_a_number_that_nobody_can_compute_with_is_read_as_null(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     long = "9" * 400
+    where = '"round":1,"stage":0,"name":"train"'
     path.write_text(
-        f'{{"event":"client","client":1,"mine":{long}}}\n'
-        f'{{"event":"round","seconds_clients":{long}}}\n'
+        '{"event":"start","classes":["a"]}\n'
+        f'{{"event":"client",{where},"client":1,"mine":{long}}}\n'
+        '{"event":"round","round":1,"accuracy":0.5,"class_accuracy":[0.5],"bytes_up":1,'
+        f'"bytes_down":1,"seconds_clients":{long}}}\n'
     )
-    client, round = read_journal(path)
+    _, client, round = read_journal(path)
     assert client["mine"] is None
     assert round["seconds_clients"] is None
 
@@ -134,5 +137,5 @@ def test_a_line_that_is_no_event_is_named_with_its_number(whole: Path, tmp_path:
     path = tmp_path / "journal.jsonl"
     path.write_text((whole / "journal.jsonl").read_text() + "[1, 2]\n")
     number = len(path.read_text().splitlines())
-    with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number}, is not an event"):
+    with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number}: is not an event"):
         read_journal(path)

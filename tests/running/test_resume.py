@@ -176,11 +176,11 @@ CUTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "last round has accuracy 0.125",
     ),
     "more": (
-        lambda b: b + b'{"event":"task"}\n',
-        "it ends in the event 'task', and not in 'round'",
+        lambda b: b + b'{"event":"resumed","round":2,"stage":0,"before":{},"versions":{}}\n',
+        "it ends in the event 'resumed', and not in 'round'",
     ),
     "a client": (
-        lambda b: b + b'{"event":"client"}\n',
+        lambda b: b + b'{"event":"client","round":3,"stage":0,"name":"train","client":0}\n',
         "it ends in the event 'client', and not in 'round'",
     ),
     "half": (lambda b: b + b'{"event":"ta', "half a line"),
