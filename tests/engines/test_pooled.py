@@ -20,11 +20,12 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Payload, Stage, TrainingStart, View, World
 from fedstill.core.work import ClientWork
-from fedstill.engines.client_memory import Memory, StoredMemory
+from fedstill.engines.client_memory import Memory
 from fedstill.engines.cores import workers
 from fedstill.engines.pooled import LIGHT_FLOPS, PooledEngine
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.stored_memory import StoredMemory
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -4,6 +4,7 @@ FEDSTILL_TEST_DEVICE.
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,7 @@ from fedstill.core.records import State
 from fedstill.engines import precision
 from fedstill.running import same_run
 from fedstill.running.compare import BYTES_ON_CARD, jobs_that_fit
-from fedstill.running.journal import VERSIONS, Journal, read_journal
+from fedstill.running.journal import VERSIONS, Journal
 
 CARD, OTHER = "NVIDIA A100 (CUDA 12.4, cuDNN 90100)", "NVIDIA H100 (CUDA 13.0, cuDNN 91900)"
 
@@ -39,7 +40,7 @@ def test_a_resume_on_another_card_is_said_and_noted(
     with caplog.at_level(logging.WARNING), closing(Journal(tmp_path / "journal.jsonl")) as journal:
         same_run.note_versions(journal, [start], State(params={}, round=2), "cuda")
     assert f"was run with card {CARD} and goes on with card {OTHER}" in caplog.text
-    (event,) = read_journal(tmp_path / "journal.jsonl")
+    event = json.loads((tmp_path / "journal.jsonl").read_text())
     assert event["versions"] == {"card": OTHER}
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 
-from fedstill.core.codec import OWN_ENTRIES, decode, encode
-from fedstill.core.errors import BadPayload, CorruptFile
-from fedstill.core.files import digest, make_folder, remove, write_together
 from fedstill.core.records import KEEP, NOTHING, Keep, Payload, Stage
 
 Version = tuple[str, str]
@@ -19,7 +15,7 @@ class Memory:
     committed.
 
     remembered: what some clients remember already. ``index``: the version that counts of each
-    client whose memory is a file; none here (``StoredMemory``).
+    client whose memory is a file; none here (``running.stored_memory``).
     """
 
     def __init__(self, remembered: Mapping[int, Payload] | None = None) -> None:
@@ -67,61 +63,3 @@ class Memory:
 
     def prune(self, names: Collection[str]) -> None:
         """Delete files that no checkpoint names."""
-
-
-class StoredMemory(Memory):
-    """The memories of all clients, in one file for each client and stage.
-
-    A file that ``index`` does not name does not count.
-    """
-
-    def __init__(self, folder: Path, index: Mapping[int, Version] | None = None) -> None:
-        super().__init__()
-        self.folder = folder
-        self.index.update(index or {})
-
-    def in_process(self) -> Memory:
-        return Memory({client: self.load(client) for client in self.index})
-
-    def load(self, client: int) -> Payload:
-        """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one
-        that was written.
-        """
-        if client not in self.index:
-            return NOTHING
-        name, sha = self.index[client]
-        path = self.folder / name
-        try:
-            data = path.read_bytes()
-            if digest(data) != sha:
-                raise BadPayload("its SHA-256 is not the one noted")
-            return decode(data, entries=OWN_ENTRIES)
-        except (OSError, BadPayload) as error:
-            raise CorruptFile(
-                f"{path}, the memory of client {client}, cannot be used: {error}"
-            ) from error
-
-    def forget(self, client: int) -> None:
-        self.index.pop(client, None)
-
-    def write(self, stage: Stage, states: Mapping[int, Payload]) -> None:
-        if not states:
-            return
-        make_folder(self.folder)
-        versions: dict[int, Version] = {}
-
-        def files() -> Iterator[tuple[Path, bytes]]:
-            # One at a time: the encoded states of all clients may not fit into memory.
-            for client, state in states.items():
-                data = encode(state)
-                name = f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
-                versions[client] = (name, digest(data))
-                yield self.folder / name, data
-
-        write_together(files())
-        self.index.update(versions)
-
-    def prune(self, names: Collection[str]) -> None:
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in names:
-                remove(path)

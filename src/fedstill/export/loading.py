@@ -28,7 +28,6 @@ from fedstill.data.cache import about_of
 from fedstill.data.dataset import Dataset
 from fedstill.data.form import IMAGES, MANY, About
 from fedstill.data.sources.catalog import KNOWN, Known
-from fedstill.engines.client_memory import StoredMemory
 from fedstill.engines.frozen_teachers import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
 from fedstill.methods.fit import Queries
@@ -46,6 +45,7 @@ from fedstill.running.remote import remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
 from fedstill.running.start_weights import body_of
+from fedstill.running.stored_memory import StoredMemory
 from fedstill.running.world import RunWorld, started, world_of
 
 # What a run's model takes, and what normalises it: as its journal says; of older runs, the

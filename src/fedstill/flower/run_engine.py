@@ -14,7 +14,6 @@ from fedstill.config.settings import Settings
 from fedstill.core.files import digest
 from fedstill.core.records import Examples
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import StoredMemory
 from fedstill.flower.client_app import Does, client_app
 from fedstill.flower.engine import FlowerEngine, Truth
 from fedstill.flower.facts import Facts
@@ -25,6 +24,7 @@ from fedstill.flower.site import Clerk
 from fedstill.flower.site_data import Ready
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.running.preparation import Prepared
+from fedstill.running.stored_memory import StoredMemory
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:

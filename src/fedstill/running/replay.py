@@ -19,13 +19,14 @@ from fedstill.core.process_settings import process_settings, torch_threads
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import extended_world, run_round
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Memory, StoredMemory
+from fedstill.engines.client_memory import Memory
 from fedstill.engines.precision import steady
 from fedstill.engines.serial import SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
 from fedstill.running.preparation import Prepared, prepare_again
+from fedstill.running.stored_memory import StoredMemory
 
 # ---- other clients -------------------------------------------------------------------------------
 
