@@ -52,8 +52,8 @@ def journal(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
 def rounds(accuracies: Sequence[Sequence[float]], **more: Any) -> list[dict[str, Any]]:
     """A journal of so many rounds with these class accuracies."""
     start: list[dict[str, Any]] = [
-        {"event": "start"},
-        {"event": "initial", "class_accuracy": [0.0, 0.0]},
+        {"event": "start", "classes": ["a", "b"]},
+        {"event": "initial", "accuracy": 0.0, "class_accuracy": [0.0, 0.0]},
     ]
     shared = {
         "event": "round",
@@ -119,7 +119,7 @@ def test_a_run_that_diverged_counts_as_its_last_good_round(tmp_path: Path) -> No
 
 def test_tasks_are_scored_by_class_at_their_ends(tmp_path: Path) -> None:
     """Two tasks of one class: class 0 has 8 of 10 right, then 2; class 1 none, then 6."""
-    stream = {"stream": {"classes": [[0], [1]]}}
+    stream = {"stream": {"classes": [[0], [1]], "first_rounds": [1, 2]}}
     ends = [
         {
             "event": "task",
@@ -157,12 +157,13 @@ def test_tasks_are_scored_by_class_at_their_ends(tmp_path: Path) -> None:
 
 def test_peers_are_scored_by_client_before_and_after(tmp_path: Path) -> None:
     answers = [
-        {"client": 0, "average_accuracy_before": 0.5, "average_accuracy": 0.7},
-        {"client": 1, "average_accuracy_before": 0.6, "average_accuracy": 0.4},
+        {"client": 0, "query": [1], "average_accuracy_before": 0.5, "average_accuracy": 0.7},
+        {"client": 1, "query": [0], "average_accuracy_before": 0.6, "average_accuracy": 0.4},
     ]
     own = score_of(journal(tmp_path, asked(rounds([(0.1, 0.1)], answers=answers))), 1)
     assert (own.learned, own.accuracy) == (pytest.approx(0.65), pytest.approx(0.55))
-    answers = [{"client": 0, "average_accuracy_before": None, "average_accuracy": 0.7}]
+    lone = {"client": 0, "query": [1], "average_accuracy_before": None, "average_accuracy": 0.7}
+    answers = [lone]
     assert score_of(journal(tmp_path, asked(rounds([(0.1, 0.1)], answers=answers))), 1).kept == 1
     assert score_of(
         journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1

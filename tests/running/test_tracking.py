@@ -99,12 +99,13 @@ def test_the_loss_of_a_round_is_the_mean_over_clients_weighted_by_their_examples
 
 def test_refused_clients_and_absent_losses_do_not_count() -> None:
     gather = RoundNumbers()
-    sent = {"event": "client", "examples": 3, "loss": {"ce": 2.0}}
+    where = {"event": "client", "round": 1, "stage": 0}
+    sent = {**where, "client": 0, "examples": 3, "loss": {"ce": 2.0}}
     for event in (
         sent,
         {**sent, "refused": "late"},
         {**sent, "loss": {"ce": None}},
-        {"event": "client", "idle": True},
+        {**where, "client": 1, "idle": True},
     ):
         assert gather.take(event) is None
     looks = [
