@@ -18,11 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
-from annotated_types import Interval
-from pydantic import BaseModel, ConfigDict
 
 from fedstill.benchmark.entries import CPU, ENTRY, RUN_FILES, Entered, place_of, portable, run_place
 from fedstill.benchmark.scoring import Do, completed, events_of, matrix_of, score_from, score_of
@@ -47,29 +45,6 @@ NEAR = 1e-9
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """The errors of files that hold something else than they should."""
-
-Count = Annotated[int, Interval(ge=0)]
-Share = Annotated[float, Interval(ge=0, le=1)]
-
-
-class JournalEvent(BaseModel):
-    """The fields of a journal's events that a score or a summary is computed from."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    round: Count = 0
-    client: int = 0
-    test_counts: list[Count] = []
-    accuracy: Share | None = None
-    class_accuracy: list[Share | None] = []
-    personal_class_accuracy: list[Share | None] = []
-    answers: list[dict[str, Any]] = []
-    forgetting: float | None = None
-    correct: list[list[Count]] = []
-    totals: list[list[Count]] = []
-    row: list[Share | None] = []
-    bytes_up: Count = 0
-    bytes_down: Count = 0
-    seconds_cpu: Annotated[float, Interval(ge=0)] = 0.0
 
 
 def suite_of(entry: Entered, method_file: Path | None = None) -> Suite:
@@ -210,9 +185,7 @@ def _check_settings(entry: Entered, run: Variant, config: str) -> None:
 
 
 def _check_journal(events: Sequence[Event], expected: int, *, diverged: bool) -> None:
-    """Events have their types, and all rounds are there; a run that diverged ends within one."""
-    for event in events:
-        JournalEvent.model_validate(event)
+    """All rounds are there; a run that diverged ends within one."""
     rounds = [event["round"] for event in events if event["event"] == "round"]
     clients = [event["round"] for event in events if event["event"] == "client"]
     complete = len(rounds) == expected

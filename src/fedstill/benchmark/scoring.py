@@ -16,6 +16,7 @@ from fedstill.metrics import tasks as over
 from fedstill.metrics.values import Values
 from fedstill.running.compare import Outcome
 from fedstill.running.journal import Event, read_journal
+from fedstill.running.numbers import RunNumbers
 from fedstill.running.variants import Variant
 
 # The numbers that the ranking takes from a run's journal: how much was learned, how much of it was
@@ -114,22 +115,27 @@ def score_of(folder: Path, asked: int) -> Score:
 
 def score_from(events: Sequence[Event], asked: int) -> Score:
     """The score of a journal's events; raises KeyError or another error where one is missing."""
-    rounds = [e for e in events if e["event"] == "round"]
-    rows, ends = matrix_of(events, asked), task_rows(events)
-    alike = np.zeros(rows.shape[1])
-    learned = over.learned(rows, alike)
-    own, unknown = len(ends) > 1, len(rows) == 1 < asked
+    numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
+    rows = matrix_of(events, asked)
+    columns = np.zeros(rows.shape[1])
+    learned = over.learned(rows, columns)
+    kept = 0.0
+    if len(rows) == 1 < asked:
+        kept = math.nan
+    elif learned > 0:
+        kept = over.kept_share(rows, columns)
+    forgetting = numbers.summary.get("forgetting", math.nan)
     return Score(
-        accuracy=over.final_accuracy(rows, alike),
+        accuracy=over.final_accuracy(rows, columns),
         learned=learned,
-        kept=math.nan if unknown else over.kept_share(rows, alike) if learned > 0 else 0.0,
-        forgetting=_number(rounds[-1].get("forgetting")) if rounds else 0.0,
-        average_forgetting=over.average_forgetting(ends) if own else math.nan,
-        backward_transfer=over.backward_transfer(ends) if own else math.nan,
-        bytes_up=sum(e["bytes_up"] for e in rounds),
-        bytes_down=sum(e["bytes_down"] for e in rounds),
-        seconds_cpu=sum(e.get("seconds_cpu", 0.0) for e in rounds),
-        rounds=len(rounds),
+        kept=kept,
+        forgetting=forgetting if numbers.rounds else 0.0,
+        average_forgetting=_number(numbers.over_tasks.get("average_forgetting")),
+        backward_transfer=_number(numbers.over_tasks.get("backward_transfer")),
+        bytes_up=int(numbers.summary.get("bytes_up", 0)),
+        bytes_down=int(numbers.summary.get("bytes_down", 0)),
+        seconds_cpu=numbers.summary.get("seconds_cpu", 0.0),
+        rounds=len(numbers.rounds),
     )
 
 
@@ -139,31 +145,50 @@ def matrix_of(events: Sequence[Event], asked: int) -> Values:
     Rows are task ends where there are tasks; before and after where clients asked; else means of
     successive rounds. Columns are classes, or tasks that are domains, or clients that asked.
     """
-    rounds = [e for e in events if e["event"] == "round"]
-    if rounds and "queries" in events[0]:
-        answers = rounds[-1]["answers"]
-        return np.array(
-            [
-                [_number(a[key]) for a in answers]
-                for key in ("average_accuracy_before", "average_accuracy")
-            ]
-        )
-    ends = [e for e in events if e["event"] == "task" and e["task"]]
-    if "stream" in events[0]:
-        tasks = len(events[0]["stream"]["classes"])
-        rows = [_end(e) for e in ends] or [_end(next(e for e in events if e["event"] == "task"))]
-        return np.array(rows + rows[-1:] * (tasks - len(rows)))
-    initial = next(e for e in events if e["event"] == "initial")
-    by_round = [_by_class(e) for e in rounds] or [_by_class(initial)]
+    start = events[0]
+    rounds = [event for event in events if event["event"] == "round"]
+    if rounds and "queries" in start:
+        return _before_and_after(rounds[-1]["answers"])
+    if "stream" in start:
+        ends = [event for event in events if event["event"] == "task"]
+        return _by_task_end(ends, len(start["stream"]["classes"]))
+    by_round = _by_round(events)
     by_round += by_round[-1:] * (asked - len(by_round))
-    first = len(by_round) % SUCCESSIVE if len(by_round) > SUCCESSIVE else 0
+    first = 0
+    if len(by_round) > SUCCESSIVE:
+        first = len(by_round) % SUCCESSIVE
     starts = range(first, len(by_round), SUCCESSIVE)
-    return np.array([np.mean(by_round[start : start + SUCCESSIVE], axis=0) for start in starts])
+    return np.array([np.mean(by_round[i : i + SUCCESSIVE], axis=0) for i in starts])
+
+
+def _before_and_after(answers: Sequence[Mapping[str, Any]]) -> Values:
+    """Two rows, the average accuracy of each client that asked: alone, and then."""
+    before = [_number(answer["average_accuracy_before"]) for answer in answers]
+    after = [_number(answer["average_accuracy"]) for answer in answers]
+    return np.array([before, after])
+
+
+def _by_task_end(ends: Sequence[Event], tasks: int) -> Values:
+    """A row for each task; one that did not end counts as the last one that did."""
+    rows = [_end(end) for end in ends if end["task"]]
+    if not rows:
+        rows = [_end(ends[0])]  # of the untrained model
+    return np.array(rows + rows[-1:] * (tasks - len(rows)))
+
+
+def _by_round(events: Sequence[Event]) -> list[list[float]]:
+    """The accuracy of each class after each round, or of the initial model without a round."""
+    evaluated = [event for event in events if event["event"] in ("start", "initial", "round")]
+    rows = RunNumbers.of(evaluated).class_accuracy()
+    numbers = [number for number in rows if number > 0] or [0]
+    return [[_number(value) for value in rows[number]] for number in numbers]
 
 
 def task_rows(events: Sequence[Event]) -> list[list[float]]:
     """The accuracy on each task at each task's end, (T, T); empty without tasks."""
-    return [[_number(v) for v in e["row"]] for e in events if e["event"] == "task" and e["task"]]
+    ends = [event for event in events if event["event"] == "task"]
+    rows = RunNumbers.of(ends).task_accuracy()
+    return [[_number(value) for value in row] for number, row in rows.items() if number > 0]
 
 
 def _end(event: Mapping[str, Any]) -> list[float]:
@@ -174,14 +199,6 @@ def _end(event: Mapping[str, Any]) -> list[float]:
         c / n if n else math.nan
         for c, n in zip(event["correct"][0], event["totals"][0], strict=True)
     ]
-
-
-def _by_class(event: Mapping[str, Any]) -> list[float]:
-    """The accuracy of each class: the server's model's, or the mean over clients' own."""
-    known = event.get("class_accuracy") or ()
-    if not any(v is not None for v in known):
-        known = event["personal_class_accuracy"]
-    return [_number(v) for v in known]
 
 
 def _number(value: float | None) -> float:

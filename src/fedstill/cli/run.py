@@ -144,10 +144,9 @@ def list_(
 
 def _last_seen(result: Result, key: str) -> float | None:
     """A number of the last measured round; None if no measure gave it."""
-    from fedstill.running.numbers import RunNumbers, numbers_of
+    from fedstill.running.numbers import RunNumbers
 
-    numbers = RunNumbers(numbers_of(result.measures, len(result.classes)), rounds=())
-    curve = numbers.by_round(key)
+    curve = RunNumbers.of(result.measures).by_round(key)
     return curve.get(max(curve, default=0))
 
 

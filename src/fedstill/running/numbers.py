@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -98,30 +98,74 @@ class Numbers:
 
 
 class RunNumbers:
-    """The numbers of one run, by metric. ``rounds``: those that are done."""
+    """The numbers of one run, by metric.
 
-    def __init__(self, columns: Iterable[Numbers], rounds: Sequence[int]) -> None:
+    ``rounds``: those that are done. ``classes``: how many the run has.
+    """
+
+    def __init__(self, columns: Iterable[Numbers], rounds: Sequence[int], classes: int) -> None:
         self.rounds = rounds
+        self.classes = classes
         self._by_metric: dict[str, list[Numbers]] = {}
         for column in columns:
             self._by_metric.setdefault(column.metric, []).append(column)
 
+    @staticmethod
+    def of(events: Sequence[Event]) -> RunNumbers:
+        """The numbers in a journal, or in some of its events, the first one among them."""
+        classes = 0
+        if events and events[0]["event"] == "start":
+            classes = len(events[0]["classes"])
+        rounds = [event["round"] for event in events if event["event"] == "round"]
+        return RunNumbers(numbers_of(events, classes), rounds, classes)
+
     def __iter__(self) -> Iterator[Numbers]:
         return chain.from_iterable(self._by_metric.values())
-
-    @property
-    def metrics(self) -> list[str]:
-        """The metrics that the run has, in the order in which they appear in its journal."""
-        return list(self._by_metric)
 
     def by_round(self, metric: str) -> dict[int, float]:
         """A metric of the whole federation by round; round 0 is before training."""
         curve: dict[int, float] = {}
-        for column in self._by_metric.get(metric, ()):
-            if column.about.keys() == OF_ROUND:
-                rounds = column.about["round"].tolist()
-                curve.update(zip(rounds, column.values.tolist(), strict=True))
+        for column in self._about(metric, OF_ROUND):
+            rounds = column.about["round"].tolist()
+            curve.update(zip(rounds, column.values.tolist(), strict=True))
         return dict(sorted(curve.items()))
+
+    def class_accuracy(self) -> dict[int, list[float | None]]:
+        """The accuracy of each class by round, (C,) shares; None for a class without test examples.
+
+        Of the server's model; if there is none after training, the mean over the clients' own.
+        """
+        server = self._rows("class_accuracy", "class", self.classes)
+        clients = self._rows("personal_class_accuracy", "class", self.classes)
+        is_of_clients = clients and not server.keys() - {0}
+        return clients if is_of_clients else server
+
+    def task_accuracy(self) -> dict[int, list[float | None]]:
+        """The accuracy on each task by the round in which a task ended; at round 0, the untrained
+        model's.
+        """
+        columns = self._about("task_accuracy", {"round", "task"})
+        tasks = max((int(column.about["task"].max()) for column in columns), default=0)
+        # Tasks count from 1.
+        rows = self._rows("task_accuracy", "task", tasks + 1)
+        return {number: row[1:] for number, row in rows.items()}
+
+    @functools.cached_property
+    def over_tasks(self) -> dict[str, float | None]:
+        """The numbers of the run's accuracy matrix, (T, T); empty before the end of a task."""
+        ends = [row for number, row in self.task_accuracy().items() if number > 0]
+        if not ends:
+            return {}
+        rows = np.array(ends, np.float64)
+        numbers = {
+            "final_accuracy": tasks.final_accuracy(rows),
+            "incremental_accuracy": tasks.incremental_accuracy(rows),
+            "average_forgetting": tasks.average_forgetting(rows),
+            "backward_transfer": tasks.backward_transfer(rows),
+            "learned": tasks.learned(rows),
+            "kept": tasks.kept_share(rows),
+        }
+        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
     @functools.cached_property
     def summary(self) -> dict[str, float]:
@@ -147,33 +191,20 @@ class RunNumbers:
         further = {**best_and_recent(accuracies), **self.over_tasks}
         return numbers | {name: value for name, value in further.items() if value is not None}
 
-    @functools.cached_property
-    def over_tasks(self) -> dict[str, float | None]:
-        """The numbers of the run's accuracy matrix, (T, T); empty before the end of a task."""
-        rows = self._task_rows()
-        if not rows:
-            return {}
-        numbers = {
-            "final_accuracy": tasks.final_accuracy(rows),
-            "incremental_accuracy": tasks.incremental_accuracy(rows),
-            "average_forgetting": tasks.average_forgetting(rows),
-            "backward_transfer": tasks.backward_transfer(rows),
-            "learned": tasks.learned(rows),
-            "kept": tasks.kept_share(rows),
-        }
-        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+    def _about(self, metric: str, axes: Set[str]) -> list[Numbers]:
+        """The numbers of a metric that are about these axes and no others."""
+        return [c for c in self._by_metric.get(metric, ()) if c.about.keys() == axes]
 
-    def _task_rows(self) -> list[list[float]]:
-        """By task end, the accuracy on each task."""
-        rows: dict[int, list[float]] = {}
-        for column in self._by_metric.get("task_accuracy", ()):
-            count = max(column.about["task"])
-            for number, task, value in zip(
-                column.about["round"], column.about["task"], column.values, strict=True
-            ):
-                row = rows.setdefault(int(number), [math.nan] * count)
-                row[task - 1] = float(value)
-        return [row for number, row in sorted(rows.items()) if number > 0]
+    def _rows(self, metric: str, axis: str, length: int) -> dict[int, list[float | None]]:
+        """By round, a number for each index of an axis; None where there is none."""
+        rows: dict[int, list[float | None]] = {}
+        for column in self._about(metric, {"round", axis}):
+            rounds = column.about["round"].tolist()
+            indices = column.about[axis].tolist()
+            for number, index, value in zip(rounds, indices, column.values.tolist(), strict=True):
+                row = rows.setdefault(number, [None] * length)
+                row[index] = value
+        return dict(sorted(rows.items()))
 
 
 def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:

@@ -27,7 +27,7 @@ from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import Event
-from fedstill.running.numbers import RunNumbers, numbers_of
+from fedstill.running.numbers import RunNumbers
 from fedstill.running.same_run import check_journal
 from fedstill.running.split_file import read_label_counts
 
@@ -359,11 +359,7 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     It has the last and the best accuracy and the mean of the last ten, as papers print any of them.
     """
     rounds = [event for event in events if event["event"] == "round"]
-    classes = [name for event in events[:1] for name in event.get("classes", ())]
-    numbers = RunNumbers(
-        numbers_of([dict(event) for event in events], len(classes)),
-        [event["round"] for event in rounds],
-    )
+    numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
     summary = numbers.summary
     last = rounds[-1]
     return {

@@ -19,7 +19,7 @@ from fedstill.data.client_split import LabelCounts
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
 from fedstill.running.journal import Event, with_later_looks
-from fedstill.running.numbers import Numbers, RunNumbers, numbers_of
+from fedstill.running.numbers import Numbers, RunNumbers
 from fedstill.running.same_run import check_config, check_journal
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
@@ -95,40 +95,17 @@ class Run:
         Beside those of its journal, ``personal_accuracy``: of a run whose clients have no models of
         their own, what the global model is worth to them.
         """
-        events = [*self.rounds, *self.clients, *self.measures, *self.task_ends]
-        if self.initial:
-            events.insert(0, self.initial)
-        numbers = numbers_of(events, len(self.classes))
-        if not self.own_models:
-            numbers.append(self._for_clients())
-        return RunNumbers(numbers, [event["round"] for event in self.rounds])
+        events = [self.start, self.initial, *self.rounds, *self.clients, *self.measures]
+        numbers = RunNumbers.of([event for event in (*events, *self.task_ends) if event])
+        if self.own_models:
+            return numbers
+        personal = _worth_to_clients(numbers.class_accuracy(), self.label_counts)
+        return RunNumbers([*numbers, personal], numbers.rounds, numbers.classes)
 
     @property
     def own_models(self) -> bool:
         """Whether its clients have models of their own, which were measured."""
         return any("personal_clients" in event for event in self.rounds)
-
-    def _for_clients(self) -> Numbers:
-        """By round, what the global model is worth to the clients; empty where nobody knows their
-        label counts.
-        """
-        by_class = self.class_accuracy() if len(self.label_counts) else {}
-        known = {
-            number: tuple(v is not None for v in accuracy) for number, accuracy in by_class.items()
-        }
-        shares = {
-            mask: self.label_counts.mean_shares(np.array(mask)) for mask in set(known.values())
-        }
-        worth = [
-            sum(
-                float(s) * v
-                for s, v in zip(shares[known[number]], accuracy, strict=True)
-                if v is not None
-            )
-            for number, accuracy in by_class.items()
-        ]
-        rounds = np.array(list(by_class), np.int64)
-        return Numbers("personal_accuracy", np.array(worth, np.float64), {"round": rounds})
 
     @property
     def untaught(self) -> tuple[int, int]:
@@ -148,11 +125,32 @@ class Run:
         Of the server's model; if it has none, of the clients' own, the mean over them in rounds
         where they measured.
         """
-        events = [{**self.initial, "round": 0}, *self.rounds]
-        server, own = (
-            _by_class(events, key) for key in ("class_accuracy", "personal_class_accuracy")
+        return self.numbers.class_accuracy()
+
+
+def _worth_to_clients(
+    class_accuracy: Mapping[int, Sequence[float | None]], label_counts: LabelCounts
+) -> Numbers:
+    """By round, the accuracy of the global model on test examples in the clients' proportions of
+    classes; empty where nobody knows their label counts.
+    """
+    if not len(label_counts):
+        class_accuracy = {}
+    known = {
+        number: tuple(v is not None for v in accuracy)
+        for number, accuracy in class_accuracy.items()
+    }
+    shares = {mask: label_counts.mean_shares(np.array(mask)) for mask in set(known.values())}
+    worth = [
+        sum(
+            float(share) * value
+            for share, value in zip(shares[known[number]], accuracy, strict=True)
+            if value is not None
         )
-        return own if own and not server.keys() - {0} else server
+        for number, accuracy in class_accuracy.items()
+    ]
+    rounds = np.array(list(class_accuracy), np.int64)
+    return Numbers("personal_accuracy", np.array(worth, np.float64), {"round": rounds})
 
 
 @dataclass(frozen=True)
@@ -223,12 +221,6 @@ def read_run(folder: Path, named: Path | None = None) -> Run:
         task_ends=by_name.get("task", []),
         named=named or folder,
     )
-
-
-def _by_class(events: Sequence[Event], key: str) -> dict[int, list[float | None]]:
-    return {
-        e["round"]: e[key] for e in events if any(value is not None for value in e.get(key) or ())
-    }
 
 
 def natural(folder: Path) -> list[tuple[str, float, str]]:

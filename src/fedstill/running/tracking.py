@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
@@ -50,23 +52,23 @@ class RoundNumbers:
         number = event.get("round", 0)
         numbers: dict[str, float] = {}
         for column in numbers_of(self._events, len(self._classes)):
-            numbers |= self._scalars(column, number)
+            numbers.update(self._scalars(column, number))
         self._events = []
         return number, numbers
 
-    def _scalars(self, column: Numbers, number: int) -> dict[str, float]:
-        """What trackers are sent of one metric in a round."""
-        values = column.values[column.about["round"] == number].tolist()
+    def _scalars(self, column: Numbers, number: int) -> Iterator[tuple[str, float]]:
+        """Name and value of what trackers are sent of one metric in a round."""
         name = column.metric.removeprefix("others/")
-        if column.about.keys() == OF_ROUND:
-            return {name: value for value in values}
-        if name.endswith("class_accuracy") and column.about.keys() == {"round", "class"}:
-            classes = column.about["class"].tolist()
-            return {
-                f"{name}/{self._classes[index]}": value
-                for index, value in zip(classes, values, strict=True)
-            }
-        return {}
+        axes = column.about.keys()
+        of_classes = name.endswith("class_accuracy") and axes == {"round", "class"}
+        if axes != OF_ROUND and not of_classes:
+            return
+        here = np.flatnonzero(column.about["round"] == number)
+        for index in here:
+            place = name
+            if of_classes:
+                place = f"{name}/{self._classes[column.about['class'][index]]}"
+            yield place, float(column.values[index])
 
 
 # The trackers of one run: told what its journal is told, and kept from harming it.
