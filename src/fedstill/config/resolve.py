@@ -42,6 +42,7 @@ from fedstill.config.validation import (
     NO_EFFECT,
     NOT_A_TABLE,
     UNKNOWN_KEY,
+    UNKNOWN_NAME,
     PackageTable,
     Problem,
     WrongConfig,
@@ -54,13 +55,14 @@ from fedstill.config.validation import (
     validated,
 )
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import Count, as_table
+from fedstill.core.fields import Count, as_table, shown
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.screen import Failures
 from fedstill.data.form import cut_times
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
+from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown_metric
 
 
 def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
@@ -296,6 +298,7 @@ class Parts:
             device=_device(top),
             measure=tuple(measure),
             start_from=start,
+            metrics=_metrics(top),
         )
         check_precision(top.precision, top.device)
         measures(top.measure)
@@ -484,6 +487,29 @@ def _threads(value: Any) -> tuple[int, int]:
     if value == "auto":
         return 1, 1
     return (value, value) if isinstance(value, int) else value
+
+
+def _metrics(top: TopKeys) -> tuple[str, ...]:
+    """The metrics of the run, the one that ranks among them; raises WrongConfig for names that are
+    no metrics.
+    """
+    problems = [_unknown_metric("metrics", name, RECORDED) for name in top.metrics]
+    problems.append(_unknown_metric("rank_by", top.rank_by, RANKING))
+    wrong = [problem for problem in problems if problem.hint]
+    if wrong:
+        raise WrongConfig(wrong)
+    names = [*top.metrics, top.rank_by]
+    return tuple(dict.fromkeys(name for name in names if name != ACCURACY))
+
+
+def _unknown_metric(key: str, name: str, known: Sequence[str]) -> Problem:
+    """The problem of a name that is no metric; without a hint if it is one."""
+    return Problem(
+        code=UNKNOWN_NAME,
+        key=key,
+        reason=f"unknown metric {shown(name)}",
+        hint=unknown_metric(name, known),
+    )
 
 
 def _device(top: TopKeys) -> Any:

@@ -38,7 +38,15 @@ CAME_LATER = {
 
 Table = TypeVar("Table", bound=PackageTable)
 
-WRITTEN_IF_SET = ("start_from", "start_from_partial", "train_only", "keep_updates")
+WRITTEN_IF_SET = (
+    "start_from",
+    "start_from_partial",
+    "train_only",
+    "keep_updates",
+    "metrics",
+    "rank_by",
+    "positive_class",
+)
 """Keys that stand in a config only where they are set."""
 
 
@@ -135,7 +143,11 @@ class Settings(TopKeys):
         """
         names = [f.name for f in fields(TopKeys) if f.name not in WRITTEN_IF_SET]
         top = {name: getattr(self, name) for name in names}
-        set_keys = {name: value for name in WRITTEN_IF_SET if (value := getattr(self, name))}
+        set_keys = {
+            name: getattr(self, name)
+            for name in WRITTEN_IF_SET
+            if getattr(self, name) != getattr(TopKeys, name)
+        }
         named = self.named
         tables = {
             "data": self.data.table,

@@ -27,6 +27,7 @@ from fedstill.core.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 from fedstill.core.stream import Head
 from fedstill.data.form import Broken, Kind, Missing, Mode, Value
 from fedstill.engines.precision import Precision
+from fedstill.metrics.classification import ACCURACY
 
 # The table ``[stream]`` of a config: the clock of a run's tasks; the kind that it names cuts the
 # data.
@@ -181,6 +182,14 @@ class TopKeys:
     """
     keep_updates: bool = False
     """Whether every reply that was accepted is kept, under updates/ in the run's directory."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of models on test sets beside accuracy, such as auc or f1."""
+    rank_by: str = ACCURACY
+    """The metric by which comparisons are ordered, the best round is chosen and fields are
+    tuned.
+    """
+    positive_class: str = ""
+    """With two classes, the name of the positive one; empty: the last."""
 
 
 class DataTable(Table):

@@ -1,0 +1,383 @@
+"""Metrics of classification beside accuracy, from a confusion matrix and from scores.
+
+``METRICS`` is the table of all of them. A class without a test example is left out, as everywhere
+in fedstill. A metric is None where nothing is left, where it needs two classes and the test set has
+one, and where it needs scores and a score is not finite.
+
+With two classes, precision, recall, specificity, ROC AUC, average precision and Brier score are
+those of the positive class, as scikit-learn has them. With more, they are means over the classes,
+each against the rest; the Brier score is the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstill.core.errors import suggestion
+from fedstill.metrics.values import Values
+
+CALIBRATION_BINS = 15
+"""Bins of equal width of the confidence, for the expected calibration error."""
+
+LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
+"""The log loss takes lower probabilities as this one, as scikit-learn does."""
+
+ACCURACY = "accuracy"
+"""The metric that every run has; it is not in ``METRICS``."""
+
+CONFUSION = "confusion"
+"""The name under which a run records its confusion matrix. It is no number, so it ranks nothing."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of examples of which some are positive, (m,) each.
+
+    ``weights``: how many examples each entry stands for.
+    """
+
+    is_positive: NDArray[np.bool_]
+    scores: Values
+    weights: Values
+
+    @property
+    def has_two_classes(self) -> bool:
+        """Whether there are positive and negative examples."""
+        positives = self.weights[self.is_positive].sum()
+        return bool(0 < positives < self.weights.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """What a model predicts on a test set.
+
+    ``confusion``: (C, C) counts of examples, rows are labels, columns are predicted classes.
+    ``positive``: the positive class if there are two. ``by_class``: the probability of each class,
+    where the examples of the class are positive, (C,). ``confidence``: the probability of the
+    predicted class, where right predictions are positive. Without scores, the last two are empty
+    and None.
+    """
+
+    confusion: NDArray[np.int64]
+    positive: int
+    by_class: Sequence[Scores] = ()
+    confidence: Scores | None = None
+
+    @staticmethod
+    def of(logits: Tensor, labels: Tensor, positive: int) -> Predictions:
+        """The predictions in logits (n, C) for labels (n,). Probabilities are the softmax of the
+        logits in float64; there are no scores if a logit is not finite.
+        """
+        logits, labels = logits.detach().cpu(), labels.cpu()
+        classes = logits.shape[1]
+        predicted = logits.argmax(1)
+        cells = torch.bincount(labels * classes + predicted, minlength=classes * classes)
+        confusion = cells.reshape(classes, classes).numpy()
+        if not logits.isfinite().all():
+            return Predictions(confusion=confusion, positive=positive)
+        probabilities = torch.softmax(logits.double(), 1)
+        weights = np.ones(len(labels))
+        by_class = [
+            Scores((labels == c).numpy(), probabilities[:, c].numpy(), weights)
+            for c in range(classes)
+        ]
+        is_right = (predicted == labels).numpy()
+        highest = probabilities.gather(1, predicted[:, None])[:, 0].numpy()
+        confidence = Scores(is_right, highest, weights)
+        return Predictions(
+            confusion=confusion, positive=positive, by_class=by_class, confidence=confidence
+        )
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return len(self.confusion)
+
+    @property
+    def present(self) -> list[int]:
+        """The classes with a test example."""
+        present: list[int] = np.flatnonzero(self.confusion.sum(1)).tolist()
+        return present
+
+    @property
+    def averaged(self) -> list[int]:
+        """The classes over which a metric of single classes is averaged: those with a test example,
+        or of two classes the positive one.
+        """
+        if self.classes == 2:
+            return [c for c in self.present if c == self.positive]
+        return self.present
+
+
+# ---- formulas on the confusion matrix ------------------------------------------------------------
+
+
+def balanced_accuracy(predictions: Predictions) -> float:
+    """The mean over classes of their accuracy."""
+    return _mean_of_classes("recall_score", predictions, predictions.present)
+
+
+def f1(predictions: Predictions) -> float:
+    """The mean over classes of the harmonic mean of precision and recall, also for two classes."""
+    return _mean_of_classes("f1_score", predictions, predictions.present)
+
+
+def f1_weighted(predictions: Predictions) -> float:
+    """The same mean, with the classes weighted by their test examples."""
+    return _mean_of_classes("f1_score", predictions, predictions.present, "weighted")
+
+
+def precision(predictions: Predictions) -> float:
+    """The share of right answers among the predictions of a class; 0 if it is never predicted."""
+    return _mean_of_classes("precision_score", predictions, predictions.averaged)
+
+
+def recall(predictions: Predictions) -> float:
+    """The share of a class's examples that are predicted right: its sensitivity."""
+    return _mean_of_classes("recall_score", predictions, predictions.averaged)
+
+
+def specificity(predictions: Predictions) -> float:
+    """The share of the examples of all other classes that are not predicted as the class."""
+    counts = predictions.confusion
+    others = counts.sum() - counts.sum(1)
+    false_positives = counts.sum(0) - counts.diagonal()
+    chosen = predictions.present
+    if predictions.classes == 2:
+        chosen = [predictions.positive]
+    shares = [1 - false_positives[c] / others[c] for c in chosen if others[c] > 0]
+    return _mean(shares)
+
+
+def _mean_of_classes(
+    score: str, predictions: Predictions, classes: Sequence[int], average: str = "macro"
+) -> float:
+    """A score of scikit-learn's, averaged over some classes."""
+    from sklearn import metrics
+
+    if not classes:
+        return math.nan
+    labels, predicted = np.indices(predictions.confusion.shape)
+    function: Any = getattr(metrics, score)
+    value = function(
+        labels.ravel(),
+        predicted.ravel(),
+        labels=classes,
+        average=average,
+        sample_weight=predictions.confusion.ravel(),
+        zero_division=0,
+    )
+    return float(value)
+
+
+# ---- formulas on scores --------------------------------------------------------------------------
+
+
+def auc(predictions: Predictions) -> float:
+    """The area under the ROC curve: the share of pairs of a positive and a negative example in
+    which the positive one has the higher score; equal scores count one half.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    return _mean_of_rankings(roc_auc_score, predictions)
+
+
+def average_precision(predictions: Predictions) -> float:
+    """The mean of the precision at each threshold, weighted by the growth of the recall."""
+    from sklearn.metrics import average_precision_score
+
+    return _mean_of_rankings(average_precision_score, predictions)
+
+
+def log_loss(predictions: Predictions) -> float:
+    """The mean over examples of -log of their own class's probability."""
+    total = 0.0
+    for scores in predictions.by_class:
+        own = scores.scores[scores.is_positive]
+        losses = -np.log(np.maximum(own, LEAST_PROBABILITY))
+        total += float(scores.weights[scores.is_positive] @ losses)
+    return _divided(total, float(predictions.confusion.sum()))
+
+
+def brier(predictions: Predictions) -> float:
+    """The mean over examples of the squared error of the probabilities, summed over the classes; of
+    two classes, that of the positive one.
+    """
+    chosen = list(predictions.by_class)
+    if predictions.classes == 2:
+        chosen = [predictions.by_class[predictions.positive]]
+    total = 0.0
+    for scores in chosen:
+        errors = (scores.scores - scores.is_positive) ** 2
+        total += float(scores.weights @ errors)
+    return _divided(total, float(predictions.confusion.sum()))
+
+
+def ece(predictions: Predictions) -> float:
+    """The expected calibration error: the mean over examples of the difference between confidence
+    and accuracy in 15 bins of equal width.
+
+    Source: Guo et al., "On Calibration of Modern Neural Networks" (2017).
+    """
+    scores = predictions.confidence
+    if scores is None:
+        return math.nan
+    # A bin includes its upper end, as in the source.
+    edges = np.arange(1, CALIBRATION_BINS) / CALIBRATION_BINS
+    bins = np.digitize(scores.scores, edges, right=True)
+    confidence = np.bincount(bins, scores.weights * scores.scores, CALIBRATION_BINS)
+    right = np.bincount(bins, scores.weights * scores.is_positive, CALIBRATION_BINS)
+    return _divided(float(np.abs(right - confidence).sum()), float(scores.weights.sum()))
+
+
+def _mean_of_rankings(score: Callable[..., float], predictions: Predictions) -> float:
+    """A score of scikit-learn's on the scores of each class against the rest; the mean over the
+    classes that have positive and negative examples.
+    """
+    values = []
+    for label in predictions.averaged:
+        scores = predictions.by_class[label]
+        if scores.has_two_classes:
+            values.append(score(scores.is_positive, scores.scores, sample_weight=scores.weights))
+    return _mean(values)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _divided(float(sum(values)), len(values))
+
+
+def _divided(total: float, count: float) -> float:
+    return total / count if count > 0 else math.nan
+
+
+# ---- the table of metrics ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric: its name in a config and a journal, its title in tables, and its formula.
+
+    ``needs_scores``: whether it needs probabilities, and not only predicted classes. ``is_share``:
+    whether it is a share in [0, 1], which tables show in percent.
+    """
+
+    name: str
+    title: str
+    formula: Callable[[Predictions], float]
+    larger_is_better: bool = True
+    needs_scores: bool = False
+    is_share: bool = True
+
+    @property
+    def description(self) -> str:
+        """What it is, in one line."""
+        first = (self.formula.__doc__ or "").split("\n\n")[0]
+        return " ".join(first.split()).removesuffix(".")
+
+    def value(self, predictions: Predictions) -> float | None:
+        """The metric of some predictions; None where it is not defined."""
+        if self.needs_scores and not predictions.by_class:
+            return None
+        value = self.formula(predictions)
+        return value if math.isfinite(value) else None
+
+
+_ALL = (
+    Metric(name="balanced_accuracy", title="balanced accuracy", formula=balanced_accuracy),
+    Metric(name="f1", title="macro F1", formula=f1),
+    Metric(name="f1_weighted", title="weighted F1", formula=f1_weighted),
+    Metric(name="precision", title="precision", formula=precision),
+    Metric(name="recall", title="recall", formula=recall),
+    Metric(name="specificity", title="specificity", formula=specificity),
+    Metric(name="auc", title="ROC AUC", formula=auc, needs_scores=True),
+    Metric(
+        name="average_precision",
+        title="average precision",
+        formula=average_precision,
+        needs_scores=True,
+    ),
+    Metric(
+        name="log_loss",
+        title="log loss",
+        formula=log_loss,
+        larger_is_better=False,
+        needs_scores=True,
+        is_share=False,
+    ),
+    Metric(
+        name="brier",
+        title="Brier score",
+        formula=brier,
+        larger_is_better=False,
+        needs_scores=True,
+        is_share=False,
+    ),
+    Metric(
+        name="ece",
+        title="calibration error",
+        formula=ece,
+        larger_is_better=False,
+        needs_scores=True,
+    ),
+)
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
+"""All metrics beside accuracy, by name."""
+
+RECORDED = (*METRICS, CONFUSION)
+"""The names that the key ``metrics`` takes."""
+
+RANKING = (ACCURACY, *METRICS)
+"""The names that the key ``rank_by`` takes."""
+
+
+def unknown_metric(name: str, known: Sequence[str]) -> str:
+    """What to write instead of a name that is not among those known; empty if it is."""
+    if name in known:
+        return ""
+    if name == ACCURACY:
+        return "leave it out: every run has accuracy"
+    return suggestion(name, known)
+
+
+def larger_is_better(metric: str) -> bool:
+    """Whether a larger value of a metric is better; so it is of accuracy."""
+    return metric not in METRICS or METRICS[metric].larger_is_better
+
+
+def better(metric: str, new: float | None, old: float | None) -> bool:
+    """Whether a new value of a metric is better than an old one. A value that is None or NaN is
+    never better, and any number is better than it.
+
+    >>> better("auc", 0.9, 0.8), better("log_loss", 0.9, 0.8), better("auc", 0.5, None)
+    (True, False, True)
+    """
+    if new is None or math.isnan(new):
+        return False
+    if old is None or math.isnan(old):
+        return True
+    return new > old if larger_is_better(metric) else new < old
+
+
+def best_round(metric: str, values: Mapping[int, float | None]) -> int | None:
+    """The round with the best value of a metric, the first of equal ones; None without any value.
+
+    values: by round, in order.
+
+    >>> best_round("log_loss", {1: 0.9, 2: 0.4, 3: 0.4}), best_round("auc", {1: None})
+    (2, None)
+    """
+    best: int | None = None
+    for number, value in values.items():
+        old = values[best] if best is not None else None
+        if better(metric, value, old):
+            best = number
+    return best
