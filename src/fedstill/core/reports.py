@@ -86,6 +86,11 @@ def _list_of(check: Callable[[Any], bool], most: int = MAX_NUMBERS) -> Callable[
     )
 
 
+def _table(value: Any) -> bool:
+    """A table of numbers; what it is made of, the server checks where it reads it."""
+    return isinstance(value, Mapping) and _is_plain(value, 4, MAX_FIELD)
+
+
 counts = _list_of(is_count)
 
 ENGINE: Mapping[str, Callable[[Any], bool]] = {
@@ -100,6 +105,8 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "seconds_reused": _seconds,
     "site_accuracy": _share,
     "site_by_task": _list_of(lambda v: v is None or _share(v)),
+    "site_metrics": _table,
+    "site_scores": _table,
 }
 """What the engine reports, and what that must look like."""
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedstill.core.extensions import ClientHook
 from fedstill.core.records import RULED_OUT, SERVER, Examples, Stage, Tensors, View, World
 from fedstill.data.inputs import Inputs
-from fedstill.engines.passes import correct_by_class
+from fedstill.engines.passes import Outputs, correct_by_class, outputs_by_example
+from fedstill.metrics.classification import NO_METRICS, Predictions, RunMetrics, as_histograms
 from fedstill.models.contract import predictor
 
 
@@ -60,26 +61,67 @@ class AtClient:
 
 @dataclass(frozen=True)
 class OwnTestSets(ClientHook):
-    """Tests a client's model on the client's own test set, or on those of its tasks."""
+    """Tests a client's model on the client's own test set, or on those of its tasks.
+
+    ``metrics``: what is measured beside accuracy. ``as_histograms``: whether the client is a real
+    site, which sends counts and histograms of its scores in place of the metrics.
+    """
+
+    metrics: RunMetrics = NO_METRICS
+    as_histograms: bool = False
 
     def measured(self, seen: AtClient) -> dict[str, Any]:
-        """``site_accuracy``, and with tasks ``site_by_task``; nothing without a test set."""
+        """``site_accuracy``, with tasks ``site_by_task``, and ``site_metrics`` or ``site_scores``;
+        nothing without a test set.
+        """
         if seen.view.tests:
-            return _tested_by_task(seen)
+            return self._tested_by_task(seen)
         test = seen.view.test
         if test is None or len(test) == 0:
             return {}
-        return {"site_accuracy": sum(seen.correct_by_class(seen.end, test)) / len(test)}
+        if not self.metrics.names:
+            return {"site_accuracy": sum(seen.correct_by_class(seen.end, test)) / len(test)}
+        outputs = outputs_by_example(predictor(seen.view.model, seen.end), test, seen.inputs)
+        labels = test.labels.cpu()
+        right = int((outputs.predicted == labels).sum())
+        return {"site_accuracy": right / len(test), **self._metrics(outputs, labels)}
+
+    def _metrics(self, outputs: Outputs, labels: Tensor) -> dict[str, Any]:
+        """The metrics of some outputs, or the histograms of which the server computes them."""
+        predictions = Predictions.of(
+            outputs.logits, outputs.predicted, labels, self.metrics.positive
+        )
+        if self.as_histograms:
+            return {"site_scores": as_histograms(predictions)}
+        return {"site_metrics": self.metrics.of(predictions)}
+
+    def _tested_by_task(self, seen: AtClient) -> dict[str, Any]:
+        """The accuracy of a real site's model on its own test sets of the tasks so far, among the
+        classes seen by then.
+
+        ``site_by_task``: the accuracy on each task, None if the site has no test examples of it or
+        the task is still to come. ``site_accuracy`` and metrics: on all of them.
+        """
+        tests = seen.view.tests
+        outputs = _outputs_among_seen(seen)
+        right = {t: int((outputs[t].predicted == tests[t].labels.cpu()).sum()) for t in tests}
+        by_task: list[float | None] = [None] * seen.world.stream.tasks
+        for task, count in right.items():
+            by_task[task] = count / len(tests[task])
+        examples = sum(len(test) for test in tests.values())
+        fields = {"site_accuracy": sum(right.values()) / examples, "site_by_task": by_task}
+        if not self.metrics.names:
+            return fields
+        joined = Outputs(
+            torch.cat([outputs[task].logits for task in tests]),
+            torch.cat([outputs[task].predicted for task in tests]),
+        )
+        labels = torch.cat([test.labels.cpu() for test in tests.values()])
+        return {**fields, **self._metrics(joined, labels)}
 
 
-def _tested_by_task(seen: AtClient) -> dict[str, Any]:
-    """The accuracy of a real site's model on its own test sets of the tasks so far, among the
-    classes seen by then.
-
-    ``site_by_task``: the accuracy on each task, None if the site has no test examples of it or the
-    task is still to come. ``site_accuracy``: on all of them.
-    """
-    tests = seen.view.tests
+def _outputs_among_seen(seen: AtClient) -> dict[int, Outputs]:
+    """What the client's model gives for its test sets by task, among the classes seen so far."""
     stream = seen.world.stream
     classes_seen = torch.zeros(seen.classes, dtype=torch.bool)
     classes_seen[list(stream.seen(stream.task(seen.stage.round)))] = True
@@ -89,12 +131,7 @@ def _tested_by_task(seen: AtClient) -> dict[str, Any]:
         logits = predict(x)
         return logits.where(classes_seen.to(logits.device), RULED_OUT)
 
-    correct: dict[int, int] = {}
-    for task, test in tests.items():
-        counts = correct_by_class(logits_of_seen, test, seen.inputs, seen.classes)
-        correct[task] = int(counts.sum())
-    by_task: list[float | None] = [None] * stream.tasks
-    for task, count in correct.items():
-        by_task[task] = count / len(tests[task])
-    examples = sum(len(test) for test in tests.values())
-    return {"site_accuracy": sum(correct.values()) / examples, "site_by_task": by_task}
+    return {
+        task: outputs_by_example(logits_of_seen, test, seen.inputs)
+        for task, test in seen.view.tests.items()
+    }

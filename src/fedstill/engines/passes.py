@@ -213,6 +213,35 @@ def correct_by_class(
     return counted_right(predicted, examples.labels, classes).cpu()
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What a predictor gives for examples, on the CPU: logits (n, C) and the predicted classes
+    (n,).
+    """
+
+    logits: Tensor
+    predicted: Tensor
+
+    def take(self, positions: Tensor) -> Outputs:
+        """The outputs for some of the examples."""
+        return Outputs(self.logits[positions], self.predicted[positions])
+
+
+def outputs_by_example(
+    predict: Predict, examples: Examples, inputs: Inputs, workers: int = 1
+) -> Outputs:
+    """Logits and predicted classes of at least one example; ``workers`` as in ``by_shard``."""
+    shards = by_shard(_logits_and_class, predict, examples, inputs, workers)
+    logits = torch.cat([shard[0] for shard in shards])
+    predicted = torch.cat([shard[1] for shard in shards])
+    return Outputs(logits.detach().cpu(), predicted.cpu())
+
+
+def _logits_and_class(logits: Tensor) -> tuple[Tensor, Tensor]:
+    # The class is chosen on the device, as where logits are not needed.
+    return logits, logits.argmax(1)
+
+
 def _most_likely(logits: Tensor) -> Tensor:
     return logits.argmax(1)
 

@@ -28,7 +28,7 @@ from fedstill.running.cautions import log_once
 from fedstill.running.client_data import ClientData
 from fedstill.running.compatibility import check_at_site
 from fedstill.running.data_sums import column_moments
-from fedstill.running.preparation import Prepared, site_views
+from fedstill.running.preparation import Prepared, run_metrics, site_views
 from fedstill.running.public_data import NOISE, ExampleForm, public_copy, reading_like
 from fedstill.running.splitting import cut_into_tasks, stream_of
 from fedstill.running.standardisation import STANDARDISED, UNSCALED, Scaler, unscaled
@@ -434,7 +434,15 @@ def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
     world = _world(settings, facts, own.public)
     sites = site_views(settings, world, facts.inputs(settings), data)
     check_at_site(settings, world, sites)
-    return Ready(settings, Prepared(settings, own.read, world, sites, scaler=own.scaler))
+    prepared = Prepared(
+        settings=settings,
+        dataset=own.read,
+        world=world,
+        sites=sites,
+        scaler=own.scaler,
+        metrics=run_metrics(settings, facts.classes),
+    )
+    return Ready(settings, prepared)
 
 
 def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Ready:
@@ -459,7 +467,15 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
     world = replace(_world(settings, facts, own.public), stream=stream)
     sites = site_views(settings, world, facts.inputs(settings), data)
     check_at_site(settings, world, sites)
-    return Ready(settings, Prepared(settings, own.read, world, sites, scaler=own.scaler), own)
+    prepared = Prepared(
+        settings=settings,
+        dataset=own.read,
+        world=world,
+        sites=sites,
+        scaler=own.scaler,
+        metrics=run_metrics(settings, facts.classes),
+    )
+    return Ready(settings, prepared, own)
 
 
 def _had(train: Mapping[int, Examples], now: int, kept: bool) -> dict[int, Examples]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import suggestion
+from fedstill.core.reports import is_count
 from fedstill.metrics.values import Values
 
 CALIBRATION_BINS = 15
@@ -72,13 +73,13 @@ class Predictions:
     confidence: Scores | None = None
 
     @staticmethod
-    def of(logits: Tensor, labels: Tensor, positive: int) -> Predictions:
-        """The predictions in logits (n, C) for labels (n,). Probabilities are the softmax of the
-        logits in float64; there are no scores if a logit is not finite.
+    def of(logits: Tensor, predicted: Tensor, labels: Tensor, positive: int) -> Predictions:
+        """The predictions in logits (n, C) and predicted classes (n,) for labels (n,), on the CPU.
+
+        Probabilities are the softmax of the logits in float64; there are no scores if a logit is
+        not finite.
         """
-        logits, labels = logits.detach().cpu(), labels.cpu()
         classes = logits.shape[1]
-        predicted = logits.argmax(1)
         cells = torch.bincount(labels * classes + predicted, minlength=classes * classes)
         confusion = cells.reshape(classes, classes).numpy()
         if not logits.isfinite().all():
@@ -258,6 +259,163 @@ def _divided(total: float, count: float) -> float:
     return total / count if count > 0 else math.nan
 
 
+# ---- predictions as counts and histograms, which a real site sends in place of scores ------------
+
+
+SCORE_BINS = 2000
+"""Bins of the log-odds of a class's probability, of equal width from -20 to 20."""
+
+LARGEST_LOG_ODDS = 20.0
+"""Log-odds beyond this, probabilities within 2e-9 of 0 or 1, are in the first or last bin."""
+
+CONFIDENCE_BINS = 100 * CALIBRATION_BINS
+"""Bins of equal width of the confidence: whole parts of those of the calibration error."""
+
+
+def as_histograms(predictions: Predictions) -> dict[str, Any]:
+    """Predictions as counts that a journal can hold: the confusion matrix, for each class a
+    histogram of its probability, and one of the confidence. A histogram lists the bins that are not
+    empty, and the positive and negative examples in each.
+    """
+    report: dict[str, Any] = {"confusion": predictions.confusion.tolist()}
+    if predictions.confidence is None:
+        return report
+    report["by_class"] = [
+        _histogram(scores, _score_bins(scores.scores)) for scores in predictions.by_class
+    ]
+    confidence = predictions.confidence
+    report["confidence"] = _histogram(confidence, _confidence_bins(confidence.scores))
+    return report
+
+
+def from_histograms(report: Mapping[str, Any], positive: int) -> Predictions:
+    """The predictions in counts: each example has the score of the middle of its bin.
+
+    An AUC from them differs from the exact one by at most half the share of pairs of a positive and
+    a negative example that are in the same bin (``auc_error``). A log loss differs by at most 0.01
+    if no log-odds is beyond 20, a Brier score by 0.005 a class, a calibration error by 1/3000.
+    """
+    confusion = np.array(report["confusion"], np.int64)
+    if "by_class" not in report:
+        return Predictions(confusion=confusion, positive=positive)
+    middles = _probabilities_of_bins()
+    by_class = [_scores(histogram, middles) for histogram in report["by_class"]]
+    confidences = (np.arange(CONFIDENCE_BINS) + 0.5) / CONFIDENCE_BINS
+    return Predictions(
+        confusion=confusion,
+        positive=positive,
+        by_class=by_class,
+        confidence=_scores(report["confidence"], confidences),
+    )
+
+
+def auc_error(predictions: Predictions) -> float | None:
+    """How far the AUC from histograms may be from the exact one: half the share of pairs of a
+    positive and a negative example with equal scores; the mean over the classes of the AUC.
+    """
+    bounds = []
+    for label in predictions.averaged:
+        scores = predictions.by_class[label] if predictions.by_class else None
+        if scores is not None and scores.has_two_classes:
+            bounds.append(_tied_pairs(scores) / 2)
+    bound = _mean(bounds)
+    return bound if math.isfinite(bound) else None
+
+
+def _tied_pairs(scores: Scores) -> float:
+    """The share of pairs of a positive and a negative example that have equal scores."""
+    values, places = np.unique(scores.scores, return_inverse=True)
+    positives = np.bincount(places, scores.weights * scores.is_positive, len(values))
+    negatives = np.bincount(places, scores.weights * ~scores.is_positive, len(values))
+    return float(positives @ negatives / (positives.sum() * negatives.sum()))
+
+
+def _score_bins(probabilities: Values) -> NDArray[np.int64]:
+    from scipy.special import logit
+
+    width = 2 * LARGEST_LOG_ODDS / SCORE_BINS
+    bins: Values = np.floor((logit(probabilities) + LARGEST_LOG_ODDS) / width)
+    return np.clip(bins, 0, SCORE_BINS - 1).astype(np.int64)
+
+
+def _probabilities_of_bins() -> Values:
+    from scipy.special import expit
+
+    width = 2 * LARGEST_LOG_ODDS / SCORE_BINS
+    middles: Values = expit((np.arange(SCORE_BINS) + 0.5) * width - LARGEST_LOG_ODDS)
+    return middles
+
+
+def _confidence_bins(confidences: Values) -> NDArray[np.int64]:
+    edges = np.arange(1, CONFIDENCE_BINS) / CONFIDENCE_BINS
+    bins: NDArray[np.int64] = np.digitize(confidences, edges, right=True)
+    return bins
+
+
+def _histogram(scores: Scores, bins: NDArray[np.int64]) -> dict[str, list[int]]:
+    filled, places = np.unique(bins, return_inverse=True)
+    positives = np.bincount(places[scores.is_positive], minlength=len(filled))
+    negatives = np.bincount(places[~scores.is_positive], minlength=len(filled))
+    return {
+        "bins": filled.tolist(),
+        "positives": positives.tolist(),
+        "negatives": negatives.tolist(),
+    }
+
+
+def _scores(histogram: Mapping[str, Sequence[int]], middles: Values) -> Scores:
+    bins = np.array(histogram["bins"], np.int64)
+    counts = np.array([*histogram["positives"], *histogram["negatives"]], np.float64)
+    is_positive = np.repeat([True, False], len(bins))
+    return Scores(is_positive, np.tile(middles[bins], 2), counts)
+
+
+def wrong_histograms(report: Any, classes: int) -> str:
+    """Why a report cannot have come from ``as_histograms``; empty if it can.
+
+    classes: 0 if they are not known.
+    """
+    if not isinstance(report, Mapping):
+        return "it is no table"
+    confusion = report.get("confusion")
+    if not isinstance(confusion, list) or not _is_square(confusion, classes or len(confusion)):
+        return "its confusion matrix is malformed"
+    if report.keys() == {"confusion"}:
+        return ""
+    by_class = report.get("by_class")
+    if report.keys() != {"confusion", "by_class", "confidence"} or not isinstance(by_class, list):
+        return "it has other fields"
+    examples = int(np.sum(confusion))
+    histograms = [(histogram, SCORE_BINS) for histogram in by_class]
+    histograms.append((report["confidence"], CONFIDENCE_BINS))
+    are_wellformed = all(_is_histogram(table, bins, examples) for table, bins in histograms)
+    if len(by_class) != len(confusion) or not are_wellformed:
+        return "a histogram is malformed"
+    return ""
+
+
+def _is_square(matrix: list[Any], rows: int) -> bool:
+    return len(matrix) == rows and all(_are_counts(row) and len(row) == rows for row in matrix)
+
+
+def _is_histogram(histogram: Any, bins: int, examples: int) -> bool:
+    if not isinstance(histogram, Mapping):
+        return False
+    if histogram.keys() != {"bins", "positives", "negatives"}:
+        return False
+    if not all(map(_are_counts, histogram.values())):
+        return False
+    filled = histogram["bins"]
+    counts = [*histogram["positives"], *histogram["negatives"]]
+    if len(counts) != 2 * len(filled) or len(histogram["positives"]) != len(filled):
+        return False
+    return all(number < bins for number in filled) and sum(counts) == examples
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(is_count(value) for value in values)
+
+
 # ---- the table of metrics ------------------------------------------------------------------------
 
 
@@ -337,6 +495,41 @@ RECORDED = (*METRICS, CONFUSION)
 
 RANKING = (ACCURACY, *METRICS)
 """The names that the key ``rank_by`` takes."""
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """The metrics that a run records. ``names``: of ``RECORDED``. ``positive``: the positive class
+    if there are two.
+    """
+
+    names: Sequence[str] = ()
+    positive: int = 0
+
+    @property
+    def numbers(self) -> list[str]:
+        """The metrics that are numbers."""
+        return [name for name in self.names if name != CONFUSION]
+
+    def of_logits(self, logits: Tensor, predicted: Tensor, labels: Tensor) -> dict[str, Any]:
+        """The metrics of ``Predictions.of``."""
+        return self.of(Predictions.of(logits, predicted, labels, self.positive))
+
+    def of(self, predictions: Predictions) -> dict[str, Any]:
+        """The metrics by name, as a journal has them: numbers, None where one is not defined, and
+        the confusion matrix as lists.
+        """
+        values: dict[str, Any] = {}
+        for name in self.names:
+            if name == CONFUSION:
+                values[name] = predictions.confusion.tolist()
+            else:
+                values[name] = METRICS[name].value(predictions)
+        return values
+
+
+NO_METRICS = RunMetrics()
+"""Those of a run that records accuracy only."""
 
 
 def unknown_metric(name: str, known: Sequence[str]) -> str:

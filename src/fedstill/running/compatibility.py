@@ -31,6 +31,7 @@ from fedstill.core.errors import (
     FedstillError,
     IncompatibleMethod,
     UnknownName,
+    suggestion,
 )
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, ModelSpec, Stage
@@ -243,6 +244,22 @@ def untrained_domain(data: ReadData) -> str:
     return ""
 
 
+def unknown_positive_class(data: ReadData) -> str:
+    """A positive class that the data set lacks, or beside more than one other class."""
+    name = data.settings.positive_class
+    classes = data.dataset.classes
+    if len(classes) != 2:
+        return (
+            f"positive_class = {name!r} is for two classes, and {data.dataset.name} has "
+            f"{len(classes)}: metrics are means over all of them; leave it out"
+        )
+    if name in classes:
+        return ""
+    return (
+        f"positive_class = {name!r} is no class of {data.dataset.name}; {suggestion(name, classes)}"
+    )
+
+
 DATA_RULES: tuple[Rule[ReadData], ...] = (
     Rule(lambda data: not data.settings.on_sites, single_class, DataError),
     Rule(lambda data: bool(data.settings.data.augment), augmented_numbers, ConfigError),
@@ -253,6 +270,7 @@ DATA_RULES: tuple[Rule[ReadData], ...] = (
     ),
     Rule(lambda data: data.settings.data.public_resize, resized_numbers, ConfigError),
     Rule(cuts_tasks_by_column, untrained_domain, ConfigError),
+    Rule(lambda data: bool(data.settings.positive_class), unknown_positive_class, ConfigError),
 )
 """What settings ask of the data set, checked before it is split."""
 

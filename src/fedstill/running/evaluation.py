@@ -19,8 +19,16 @@ from fedstill.core.results import Predictors, RoundResult
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
-from fedstill.engines.passes import by_shard, correct_by_class, correct_by_example, counted_right
+from fedstill.engines.passes import (
+    Outputs,
+    by_shard,
+    correct_by_class,
+    correct_by_example,
+    counted_right,
+    outputs_by_example,
+)
 from fedstill.metrics import class_accuracy
+from fedstill.metrics.classification import CONFUSION, NO_METRICS, RunMetrics
 from fedstill.metrics.local_models import personal_answers
 from fedstill.metrics.values import Values
 from fedstill.running.preparation import Prepared
@@ -34,23 +42,33 @@ CountRight = Callable[[Predict, Examples], Tensor]
 """Counts a predictor's right answers on a test set by class: (C,)."""
 
 
+Measured = Callable[[Predict, Examples], Fields]
+"""Gives a predictor's metrics on a test set, by name."""
+
+
 @dataclass(frozen=True)
 class RightAnswers:
-    """Right answers by class (C,): with the likeliest of the classes seen so far, and of all."""
+    """Right answers by class (C,): with the likeliest of the classes seen so far, and of all.
+
+    ``metrics``: those that the run records, with the likeliest of all classes.
+    """
 
     among_seen: Tensor
     among_all: Tensor
+    metrics: Fields = field(default_factory=dict)
 
 
 class Evaluation:
     """Tests the server's models on the common test set. Observers share its passes.
 
-    With tasks, one pass counts the right answers among the classes seen so far, and among all.
+    With tasks, one pass counts the right answers among the classes seen so far, and among all. The
+    same pass gives the metrics that the run records.
     """
 
     def __init__(self, prepared: Prepared) -> None:
         self._sites = prepared.sites
         self._world = prepared.world
+        self._metrics = prepared.metrics
         self._passes: dict[tuple[int, int, tuple[int, ...]], RightAnswers] = {}
         self._predictors: Predictors = {}
 
@@ -59,15 +77,21 @@ class Evaluation:
         # Passes are known by their predictor's id, so the predictors must live as long.
         self._passes = {}
         self._predictors = predictors
-        if self._sites.tasks is None:
+        has_tasks = self._sites.tasks is not None
+        if not has_tasks and not self._metrics.names:
             return evaluated(predictors, self._sites, self._world.classes)
         stream = self._world.stream
-        seen = stream.seen(stream.task(round)) if round > 0 else ()
+        seen: Collection[int] = ()
+        if has_tasks and round > 0:
+            seen = stream.seen(stream.task(round))
 
         def count(predict: Predict, test: Examples) -> Tensor:
             return self.right_answers(predict, test, seen).among_all
 
-        return evaluated(predictors, self._sites, self._world.classes, count)
+        def measure(predict: Predict, test: Examples) -> Fields:
+            return self.right_answers(predict, test, seen).metrics
+
+        return evaluated(predictors, self._sites, self._world.classes, count, measure)
 
     def right_answers(
         self, predict: Predict, test: Examples, seen: Collection[int]
@@ -84,15 +108,40 @@ class Evaluation:
         is_seen[list(seen or range(classes))] = True
         is_seen = is_seen.to(test.labels.device)
 
-        def both(logits: Tensor) -> tuple[Tensor, Tensor]:
-            return logits.where(is_seen, RULED_OUT).argmax(1), logits.argmax(1)
+        def outputs(logits: Tensor) -> _ShardOutputs:
+            return _ShardOutputs(
+                among_seen=logits.where(is_seen, RULED_OUT).argmax(1),
+                among_all=logits.argmax(1),
+                logits=logits.detach().cpu() if self._metrics.names else None,
+            )
 
-        shards = by_shard(both, predict, test, self._sites.inputs, workers())
-        counts = [
-            counted_right([shard[k] for shard in shards], test.labels, classes) for k in (0, 1)
-        ]
-        among_seen, among_all = torch.stack(counts).cpu()
-        return RightAnswers(among_seen, among_all)
+        shards = by_shard(outputs, predict, test, self._sites.inputs, workers())
+        among_seen = counted_right([shard.among_seen for shard in shards], test.labels, classes)
+        among_all = counted_right([shard.among_all for shard in shards], test.labels, classes)
+        return RightAnswers(
+            among_seen=among_seen.cpu(),
+            among_all=among_all.cpu(),
+            metrics=self._measured(shards, test),
+        )
+
+    def _measured(self, shards: Sequence[_ShardOutputs], test: Examples) -> Fields:
+        """The metrics that the run records, from the outputs of a whole pass."""
+        logits = [shard.logits for shard in shards if shard.logits is not None]
+        if not logits:
+            return {}
+        predicted = torch.cat([shard.among_all for shard in shards])
+        return self._metrics.of_logits(torch.cat(logits), predicted.cpu(), test.labels.cpu())
+
+
+@dataclass(frozen=True)
+class _ShardOutputs:
+    """The likeliest classes (n,) of a shard's examples, among those seen so far and among all, and
+    the logits (n, C) if the run records metrics.
+    """
+
+    among_seen: Tensor
+    among_all: Tensor
+    logits: Tensor | None
 
 
 def tests_by_class(sites: SiteViews, classes: int) -> list[int]:
@@ -118,13 +167,15 @@ def evaluated(
     sites: SiteViews,
     classes: int,
     right_of: CountRight | None = None,
+    metrics_of: Measured | None = None,
 ) -> dict[str, Any]:
-    """``accuracy`` and ``class_accuracy`` (C,) of the first predictor, those of further ones by
-    name in ``others``.
+    """``accuracy``, ``class_accuracy`` (C,) and metrics of the first predictor, those of further
+    ones by name in ``others``.
 
-    right_of: counts a predictor's right answers by class; unset, in a pass of its own. Models of
-    some clients ("client 3", "cluster 0") all stand in ``others``: none of them is the
-    federation's. None where there is no test set, or no test example of a class.
+    right_of: counts a predictor's right answers by class; unset, in a pass of its own. metrics_of:
+    gives its metrics by name; unset, there are none. Models of some clients ("client 3",
+    "cluster 0") all stand in ``others``: none of them is the federation's. None where there is no
+    test set, or no test example of a class.
     """
     test, totals = sites.common_test, tests_by_class(sites, classes)
     if test is None or not predictors:
@@ -138,6 +189,8 @@ def evaluated(
         )
         by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
         each[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
+        if metrics_of is not None:
+            each[name] |= metrics_of(predict, test)
     first, *others = each
     if of_some_clients(first):
         return {"accuracy": None, "class_accuracy": [None] * classes, "others": each}
@@ -219,16 +272,26 @@ def _why_untrained(world: World) -> str:
 # What answers are worth on the clients' own test sets, where a simulation has such.
 
 
+@dataclass(frozen=True)
+class ClientTest:
+    """What an answer is worth on one client's own test set: its accuracy, and the run's metrics."""
+
+    accuracy: float
+    metrics: Fields = field(default_factory=dict)
+
+
 @dataclass
 class OwnTests(Observer):
     """The clients' own test sets of a run, and what the last answers were worth there.
 
     ``stages``: those after which a client's own model is its answer, as the method says.
+    ``metrics``: those that the run records.
     """
 
     sites: SiteViews
     stages: Collection[str]
-    _personal: dict[int, float] = field(default_factory=dict)
+    metrics: RunMetrics = NO_METRICS
+    _personal: dict[int, ClientTest] = field(default_factory=dict)
 
     @cached_property
     def everyone(self) -> tuple[Examples, Tensor]:
@@ -249,46 +312,97 @@ class OwnTests(Observer):
         """Remember what clients with models of their own reported."""
         is_answer = event["event"] == "client" and event["name"] in self.stages
         if is_answer and "site_accuracy" in event:
-            self._personal[event["client"]] = event["site_accuracy"]
+            self._personal[event["client"]] = ClientTest(
+                event["site_accuracy"], event.get("site_metrics", {})
+            )
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """Fields of a round's event; empty where clients have no tests of their own.
 
         ``own_test_accuracy``: each client's answer on its own test set, the mean over
         clients; ``own_test_worst``: the least of them; ``own_test_by_client``: by client, as text.
+        To these come the run's metrics (``own_test_metrics``).
         """
         if not self.sites.own_tests:
             return {}
         by_client = self._by_client(result.predictors)
         if not by_client:
             return {}
+        accuracies = {client: test.accuracy for client, test in sorted(by_client.items())}
         return {
-            "own_test_accuracy": sum(by_client.values()) / len(by_client),
-            "own_test_worst": min(by_client.values()),
-            "own_test_by_client": {
-                str(client): value for client, value in sorted(by_client.items())
-            },
+            "own_test_accuracy": sum(by_client[c].accuracy for c in by_client) / len(by_client),
+            "own_test_worst": min(accuracies.values()),
+            "own_test_by_client": {str(client): value for client, value in accuracies.items()},
+            **own_test_metrics({c: test.metrics for c, test in by_client.items()}),
         }
 
-    def _by_client(self, predictors: Predictors) -> dict[int, float]:
+    def _by_client(self, predictors: Predictors) -> dict[int, ClientTest]:
         if self.stages and self._personal:
             return dict(self._personal)
         single = {f"client {c}": c for c in self.sites.own_tests if f"client {c}" in predictors}
         if single:
             tests = {c: self.sites.own_tests[c] for c in single.values()}
-            return {c: self._shares(predictors[name], tests[c]) for name, c in single.items()}
+            return {c: self._tested(predictors[name], tests[c]) for name, c in single.items()}
         if not predictors:
             return {}
         examples, owners = self.everyone
-        right = correct_by_example(
-            next(iter(predictors.values())), examples, self.sites.inputs, workers()
-        ).double()
+        predict = next(iter(predictors.values()))
+        if self.metrics.names:
+            return self._tested_together(predict, examples, owners)
+        right = correct_by_example(predict, examples, self.sites.inputs, workers()).double()
         most = int(owners.max()) + 1
         hits, counts = torch.bincount(owners, right, most), torch.bincount(owners, minlength=most)
-        return {c: float(hits[c] / counts[c]) for c in self.sites.own_tests}
+        return {c: ClientTest(float(hits[c] / counts[c])) for c in self.sites.own_tests}
 
-    def _shares(self, predict: Callable[[Tensor], Tensor], examples: Examples) -> float:
-        return float(correct_by_example(predict, examples, self.sites.inputs).double().mean())
+    def _tested(self, predict: Predict, examples: Examples) -> ClientTest:
+        """A predictor on one client's test set."""
+        if self.metrics.names:
+            outputs = outputs_by_example(predict, examples, self.sites.inputs)
+            return self._client_test(outputs, examples.labels.cpu())
+        is_right = correct_by_example(predict, examples, self.sites.inputs)
+        return ClientTest(float(is_right.double().mean()))
+
+    def _tested_together(
+        self, predict: Predict, examples: Examples, owners: Tensor
+    ) -> dict[int, ClientTest]:
+        """A predictor on all own test sets, in one pass."""
+        outputs = outputs_by_example(predict, examples, self.sites.inputs, workers())
+        labels = examples.labels.cpu()
+        tests = {}
+        for client in self.sites.own_tests:
+            own = (owners == client).nonzero().flatten()
+            tests[client] = self._client_test(outputs.take(own), labels[own])
+        return tests
+
+    def _client_test(self, outputs: Outputs, labels: Tensor) -> ClientTest:
+        is_right = outputs.predicted == labels
+        return ClientTest(
+            float(is_right.double().mean()),
+            self.metrics.of_logits(outputs.logits, outputs.predicted, labels),
+        )
+
+
+def own_test_metrics(by_client: Mapping[int, Fields]) -> Fields:
+    """The metrics of answers on clients' own test sets as fields of a round's event.
+
+    ``own_test_METRIC``: the mean over the clients for which it is defined, None if there is none.
+    ``own_test_METRIC_by_client``: by client, as text, where it is defined.
+    ``own_test_confusions``: the confusion matrix by client.
+    """
+    fields: Fields = {}
+    names = dict.fromkeys(name for metrics in by_client.values() for name in metrics)
+    for name in names:
+        values = {
+            str(client): by_client[client][name]
+            for client in sorted(by_client)
+            if by_client[client].get(name) is not None
+        }
+        if name == CONFUSION:
+            fields["own_test_confusions"] = values
+            continue
+        fields[f"own_test_{name}"] = sum(values.values()) / len(values) if values else None
+        fields[f"own_test_{name}_by_client"] = values
+    return fields
 
 
 # What real sites say of a model at a task's end: its accuracy on their own test sets, by task.

@@ -28,6 +28,7 @@ from fedstill.core.records import World
 from fedstill.core.rounds import RunContext
 from fedstill.engines.at_client import OwnTestSets
 from fedstill.engines.client_measures import ClientMeasures
+from fedstill.metrics.classification import RunMetrics
 from fedstill.running.hostile_clients import hostile_middleware
 from fedstill.running.kept_updates import update_keepers
 
@@ -83,13 +84,20 @@ def run_extensions(prepared: PreparedRun, folder: Path | None = None) -> Extensi
 
 
 def client_extensions(
-    settings: Settings, world: World, measured: ClientMeasures, *, is_real_site: bool
+    settings: Settings,
+    world: World,
+    measured: ClientMeasures,
+    metrics: RunMetrics,
+    *,
+    is_real_site: bool,
 ) -> tuple[ClientHook, ...]:
-    """The hooks of a run's clients. ``measured``: the measures that clients take."""
+    """The hooks of a run's clients. ``measured``: the measures that clients take; ``metrics``:
+    those of models on clients' own test sets.
+    """
     hooks: list[ClientHook] = []
     for part in manifest.client_extensions():
         hooks += part.load()(settings, world, is_real_site)
-    return (*hooks, measured, OwnTestSets())
+    return (*hooks, measured, OwnTestSets(metrics, as_histograms=is_real_site))
 
 
 def site_guards(prepared: PreparedRun, folder: Path) -> tuple[SiteGuard, ...]:

@@ -6,6 +6,7 @@ together, and chooses an engine. Nothing is trained here, and no file is written
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
+from fedstill.metrics.classification import NO_METRICS, RunMetrics
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
 from fedstill.running.data_sums import Moments
@@ -60,7 +62,8 @@ class Prepared:
     settings: with the engine that ``auto`` has chosen. dataset: as it was read. world: what every
     side may know. sites: the data of clients and server. scaler: how the values of examples were
     scaled. notes: what reading and splitting the data left out or did on its own account, a
-    sentence each. client_names: what the data call the clients.
+    sentence each. client_names: what the data call the clients. metrics: those that the run
+    records beside accuracy.
     """
 
     settings: Settings
@@ -70,6 +73,7 @@ class Prepared:
     scaler: Scaler = UNSCALED
     notes: tuple[str, ...] = ()
     client_names: tuple[str, ...] = ()
+    metrics: RunMetrics = NO_METRICS
 
     def engine(
         self, memory: Memory | None = None, *, site: bool = False, measured: bool = True
@@ -92,7 +96,11 @@ class Prepared:
         if measured:
             client_measures = self.client_measures(site=site)
         hooks = client_extensions(
-            settings, self.world, client_measures, is_real_site=site and settings.on_sites
+            settings,
+            self.world,
+            client_measures,
+            self.metrics,
+            is_real_site=site and settings.on_sites,
         )
         return kind(
             world=self.world,
@@ -174,7 +182,16 @@ def prepare(
         scaler=data.scaler,
         notes=(*dataset.about.notes, *data.scaler.notes, *_notes_on_tasks(settings, data.scaler)),
         client_names=data.client_names,
+        metrics=run_metrics(settings, dataset.classes),
     )
+
+
+def run_metrics(settings: Settings, classes: Sequence[str]) -> RunMetrics:
+    """The metrics that a run records, for classes of these names."""
+    positive = len(classes) - 1
+    if settings.positive_class in classes:
+        positive = classes.index(settings.positive_class)
+    return RunMetrics(settings.metrics, positive)
 
 
 def prepare_again(settings: Settings, folder: Path, dataset: Dataset | None = None) -> Prepared:

@@ -119,7 +119,7 @@ def run_observers(
         Forgetting(),
         *extensions.observers,
         OwnAnswers(personal, label_counts, tests_by_class(sites, world.classes)),
-        OwnTests(sites, personal),
+        OwnTests(sites, personal, prepared.metrics),
         TaskEnds(prepared, evaluation),
         Traffic(world, Need.SAME_SHAPES in settings.method.requires()),
         Measures(prepared, extensions.round_hooks, folder, memory),
