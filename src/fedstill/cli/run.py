@@ -164,6 +164,18 @@ def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _metrics(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The metrics that the run has recorded: the last round's, and the best."""
+    from fedstill.metrics.classification import METRICS
+
+    rows = []
+    for name, metric in METRICS.items():
+        for key, place in ((name, "last round"), (f"best_{name}", "best round")):
+            if summary.get(key) is not None:
+                rows.append((f"{metric.title}, {place}", metric.text(summary[key])))
+    return rows
+
+
 def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
     """A number of each round in which clients asked, in order."""
     from fedstill.report import terminal
@@ -184,10 +196,11 @@ def _show(result: Result, again: bool) -> int:
             if s["accuracy"] is not None
             else ()
         ),
+        *_metrics(s),
         *(
-            (m.title, terminal.percent(s[m.key]))
+            (m.title, f"{m.scale * s[m.key]:.{m.digits}f} {m.unit}")
             for m in COLUMNS
-            if m.key.startswith(("query_", "own_test")) and m.key in s
+            if m.key.startswith(("query_", "own_test")) and s.get(m.key) is not None
         ),
         *(
             (m.title, terminal.percent(v))

@@ -423,8 +423,8 @@ def _are_counts(values: Any) -> bool:
 class Metric:
     """A metric: its name in a config and a journal, its title in tables, and its formula.
 
-    ``needs_scores``: whether it needs probabilities, and not only predicted classes. ``is_share``:
-    whether it is a share in [0, 1], which tables show in percent.
+    ``needs_scores``: whether it needs probabilities, and not only predicted classes. ``unit``: in
+    tables; a share in [0, 1] is shown in percent.
     """
 
     name: str
@@ -432,7 +432,25 @@ class Metric:
     formula: Callable[[Predictions], float]
     larger_is_better: bool = True
     needs_scores: bool = False
-    is_share: bool = True
+    unit: str = "%"
+
+    @property
+    def scale(self) -> float:
+        """What a value is multiplied by in tables."""
+        return 100.0 if self.unit == "%" else 1.0
+
+    @property
+    def digits(self) -> int:
+        """The decimals that tables show."""
+        return 2 if self.unit == "%" else 4
+
+    def text(self, value: float) -> str:
+        """A value as people read it.
+
+        >>> METRICS["auc"].text(0.875), METRICS["log_loss"].text(0.5)
+        ('87.50 %', '0.5000 nat')
+        """
+        return f"{self.scale * value:.{self.digits}f} {self.unit}".removesuffix(" 1")
 
     @property
     def description(self) -> str:
@@ -468,7 +486,7 @@ _ALL = (
         formula=log_loss,
         larger_is_better=False,
         needs_scores=True,
-        is_share=False,
+        unit="nat",
     ),
     Metric(
         name="brier",
@@ -476,7 +494,7 @@ _ALL = (
         formula=brier,
         larger_is_better=False,
         needs_scores=True,
-        is_share=False,
+        unit="1",
     ),
     Metric(
         name="ece",

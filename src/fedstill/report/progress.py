@@ -21,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedstill.metrics.classification import METRICS
 from fedstill.report.terminal import percent
 from fedstill.running.compare import Outcome
 
@@ -236,7 +237,9 @@ def _numbers(event: Mapping[str, Any]) -> list[str]:
         for name in ("accuracy", "forgetting")
         if event[name] is not None
     ]
-    return [*own, *server, *refused]
+    measured = [name for name in METRICS if event.get(name) is not None]
+    metrics = [f"{METRICS[name].title} {METRICS[name].text(event[name])}" for name in measured]
+    return [*own, *server, *metrics, *refused]
 
 
 def duration(seconds: float) -> str:

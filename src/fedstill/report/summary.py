@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill import manifest
+from fedstill.metrics.classification import ACCURACY, METRICS
 from fedstill.running.groups import Group, Spread
 from fedstill.running.runs import Run
 
@@ -26,6 +27,27 @@ class Column:
     scale: float
     digits: int
     says: str
+    larger_is_better: bool = True
+
+
+def _metric_columns(prefix: str, title: str, says: str) -> tuple[Column, ...]:
+    """A column for each metric that a run may record.
+
+    prefix: of the key. title: what stands behind the metric's title. says: of what model and data,
+    behind the metric's description.
+    """
+    return tuple(
+        Column(
+            key=f"{prefix}{metric.name}",
+            title=f"{metric.title}{title}",
+            unit=metric.unit,
+            scale=metric.scale,
+            digits=metric.digits,
+            says=f"{metric.description[:1].lower()}{metric.description[1:]}; {says}",
+            larger_is_better=metric.larger_is_better,
+        )
+        for metric in METRICS.values()
+    )
 
 
 PERSONAL = (
@@ -78,6 +100,8 @@ COLUMNS = (
         2,
         "mean drop of the classes below their best earlier round; below 0, they are above it",
     ),
+    *_metric_columns("", "", "of the server's model after the last round"),
+    *_metric_columns("best_", ", best", "of the server's model in the best round"),
     Column(
         "query_average_accuracy",
         "asked: average",
@@ -134,6 +158,11 @@ COLUMNS = (
         100,
         2,
         "the same, of the client where it is lowest",
+    ),
+    *_metric_columns(
+        "own_test_",
+        ", own tests",
+        "of each client's answer on the client's own test set; mean over clients",
     ),
     Column(
         "in_local_accuracy",
@@ -239,26 +268,60 @@ def best_first(compared: Sequence[Group]) -> tuple[list[Group], Column | None]:
     """The groups in the order of their lines, and the number by which they are ranked; None where
     they are as asked.
 
-    Groups of which nobody has that number come last. Equal ones stay in the order asked for.
+    They are ranked by the metric that all of their configs name in ``rank_by``. Groups of which
+    nobody has that number come last. Equal ones stay in the order asked for.
     """
-    column = next(
-        (m for key in BY for m in COLUMNS if m.key == key and any(g.values(key) for g in compared)),
-        None,
-    )
-    if column is None or not any(g.own_models for g in compared):
+    column = _ranking_column(compared) or _own_models_column(compared)
+    if column is None:
         return list(compared), None
+    sign = 1 if column.larger_is_better else -1
 
-    def mean(group: Group) -> float:
+    def score(group: Group) -> float:
         value = group.mean_spread(column.key)
-        return value.mean if value else float("-inf")
+        return sign * value.mean if value else float("-inf")
 
-    return sorted(compared, key=mean, reverse=True), column
+    return sorted(compared, key=score, reverse=True), column
+
+
+def _ranking_column(compared: Sequence[Group]) -> Column | None:
+    """The number of the metric ``rank_by``: on clients' own tests if some of their answers are
+    models of their own; None for accuracy, and if the groups name several metrics.
+    """
+    names = {str(group.settings.get("rank_by", ACCURACY)) for group in compared}
+    if len(names) != 1 or ACCURACY in names:
+        return None
+    (name,) = names
+    keys = [name, f"own_test_{name}"]
+    if any(group.own_models for group in compared):
+        keys.reverse()
+    return _first_measured(keys, compared)
+
+
+def _own_models_column(compared: Sequence[Group]) -> Column | None:
+    """The number by which methods are ranked that leave each client a model of its own; None if no
+    method does.
+    """
+    if not any(group.own_models for group in compared):
+        return None
+    return _first_measured(BY, compared)
+
+
+def _first_measured(keys: Sequence[str], compared: Sequence[Group]) -> Column | None:
+    """The column of the first key that some group has."""
+    by_key = {column.key: column for column in COLUMNS}
+    for key in keys:
+        if key in by_key and any(group.values(key) for group in compared):
+            return by_key[key]
+    return None
 
 
 def said_of_order(column: Column | None) -> str:
     """How the lines are ordered, in a sentence; empty where they are as asked for."""
     if column is None:
         return ""
+    if column.key not in BY:
+        direction = "highest first" if column.larger_is_better else "lowest first"
+        return f'Lines are ranked by "{column.title}", {direction}.'
     why = "Some of these methods leave each client a model of its own, so lines are ranked by"
     return f'{why} "{column.title}": {column.says}.'
 

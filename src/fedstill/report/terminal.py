@@ -16,6 +16,7 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
+from fedstill.metrics.classification import METRICS
 from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.summary import COLUMNS, PERSONAL, Column, best_first
 from fedstill.running.groups import Group, differing_schedule, schedule_cells
@@ -226,9 +227,11 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
     ]
     if not shown:
         shown = among("own_test_accuracy", "own_test_worst")
+        shown += among(*(f"own_test_{metric}" for metric in METRICS))
         if any(group.own_models for group in compared):
             shown += PERSONAL
         shown += among("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
+        shown += among(*METRICS)
     shown += among("epsilon")
     shown += [column for column in COLUMNS if column.key == "seconds"]
 

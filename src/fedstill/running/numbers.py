@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fedstill.metrics import tasks
 from fedstill.metrics.accuracy import best_and_recent
+from fedstill.metrics.classification import METRICS, best_round
 from fedstill.metrics.values import Values
 from fedstill.running.journal import Event
 
@@ -44,7 +45,7 @@ ALWAYS_SUMMED = ("seconds", "bytes_up", "bytes_down")
 SUMMED = ("seconds", "bytes_", "replies", "refused")
 """How the names of metrics begin that are summed over rounds."""
 
-OF_LAST_ROUND = ("accuracy", "forgetting", "epsilon")
+OF_LAST_ROUND = ("accuracy", "forgetting", "epsilon", *METRICS)
 """What a run has in its summary only if the last round has it."""
 
 OF_LOOK = frozenset({"round", "stage", "client"})
@@ -171,9 +172,10 @@ class RunNumbers:
     def summary(self) -> dict[str, float]:
         """One number for each metric of the whole federation; empty before the first round.
 
-        Seconds, bytes and replies are sums over rounds. ``accuracy``, ``forgetting`` and
-        ``epsilon`` are the last round's, all others the latest that was measured. To these come
-        ``best_accuracy``, ``mean_accuracy_last_10`` and, for runs with tasks, ``over_tasks``.
+        Seconds, bytes and replies are sums over rounds. ``accuracy``, ``forgetting``, ``epsilon``
+        and the metrics of ``metrics.classification`` are the last round's, all others the latest
+        that was measured. To these come ``best_accuracy``, ``mean_accuracy_last_10``, the best
+        round's value of each metric and, for runs with tasks, ``over_tasks``.
         """
         if not self.rounds:
             return {}
@@ -188,8 +190,19 @@ class RunNumbers:
                 numbers[metric] = curve[max(curve)]
 
         accuracies = [v for number, v in self.by_round("accuracy").items() if number > 0]
-        further = {**best_and_recent(accuracies), **self.over_tasks}
+        further = {**best_and_recent(accuracies), **self.best_metrics, **self.over_tasks}
         return numbers | {name: value for name, value in further.items() if value is not None}
+
+    @property
+    def best_metrics(self) -> dict[str, float | None]:
+        """The best value of each metric of ``metrics.classification`` in any round."""
+        best: dict[str, float | None] = {}
+        for metric in METRICS:
+            curve = {number: v for number, v in self.by_round(metric).items() if number > 0}
+            number = best_round(metric, curve)
+            if number is not None:
+                best[f"best_{metric}"] = curve[number]
+        return best
 
     def _about(self, metric: str, axes: Set[str]) -> list[Numbers]:
         """The numbers of a metric that are about these axes and no others."""

@@ -21,6 +21,7 @@ from fedstill.core.files import digest, in_shell, named_path, write_whole
 from fedstill.core.records import SERVER, State
 from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
+from fedstill.metrics.classification import METRICS, RECORDED
 from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.metrics.queries import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
@@ -329,6 +330,8 @@ class Result:
         numbers = {name: share(s[key]) for name, key in own.items() if s.get(key) is not None}
         if self.accuracy is not None or not numbers:
             numbers |= {"accuracy": share(self.accuracy), "forgetting": share(self.forgetting)}
+        measured = [metric for name, metric in METRICS.items() if s.get(name) is not None]
+        numbers |= {metric.title: metric.text(s[metric.name]) for metric in measured}
         return numbers
 
     def _repr_html_(self) -> str:
@@ -345,6 +348,10 @@ OF_LAST = (
     "own_test_accuracy",
     "own_test_worst",
     "own_test_by_client",
+    *RECORDED,
+    *(f"own_test_{metric}" for metric in METRICS),
+    *(f"own_test_{metric}_by_client" for metric in METRICS),
+    "own_test_confusions",
     "private_by_client",
     "public_by_client",
     "server_public_accuracy",
@@ -368,6 +375,7 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
         "mean_accuracy_last_10": summary.get("mean_accuracy_last_10"),
         "forgetting": summary.get("forgetting"),
         **{key: last[key] for key in (*QUERIED, *OF_LAST) if key in last},
+        **numbers.best_metrics,
         "bytes_up": int(summary["bytes_up"]),
         "bytes_down": int(summary["bytes_down"]),
         **numbers.over_tasks,
