@@ -221,6 +221,7 @@ def _show(result: Result, again: bool) -> int:
     screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
     if (s["forgetting"] or 0) < 0:
         terminal.tell(screen, BELOW_ZERO)
-    if s.get("refusals"):
-        terminal.tell(screen, f"warning: {s['refusals']}")
+    for warning in ("frequent_class", "refusals"):
+        if s.get(warning):
+            terminal.tell(screen, f"warning: {s[warning]}")
     return 0

@@ -43,8 +43,9 @@ def tune_command(
         seeds: Seeds of each trial's runs. Unset, 100,101,102. The values are to be reported on
             others.
         goal: A number of a run's summary: query_average_accuracy, personal_accuracy,
-            mean_accuracy_last_10, accuracy, best_accuracy, forgetting or personal_forgetting.
-            Unset, the first of these that the runs have.
+            mean_accuracy_last_10, accuracy, best_accuracy, forgetting, personal_forgetting, or a
+            metric that the config records, as auc, best_auc or own_test_auc. Unset, the metric that
+            rank_by names, or else the first of these that the runs have.
         out: The directory of all trials and the page. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedstill.core.files import PAGE, write_over
+from fedstill.metrics.classification import METRICS
 from fedstill.report.figures import Figure, layout
 from fedstill.report.markup import figure, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
 from fedstill.running.groups import spread
-from fedstill.running.tuning import Trial, Tuning
+from fedstill.running.tuning import METRIC_GOALS, Trial, Tuning
 
 REPORT_SEEDS = 5
 """On how many other seeds the chosen values are to be reported."""
@@ -23,17 +25,35 @@ REPORT_SEEDS = 5
 
 def trial_lines(tuning: Tuning) -> tuple[list[str], list[list[str]]]:
     """Head and lines of the table, the best trial first."""
-    head = ["trial", *(d.key for d in tuning.space), f"{tuning.goal or 'goal'} [%]", "seeds", ""]
-    return head, [_line(trial, tuning) for trial in tuning.ranked()]
+    unit = _unit_of(tuning.goal)
+    goal = f"{tuning.goal or 'goal'} [{unit.name}]"
+    head = ["trial", *(d.key for d in tuning.space), goal, "seeds", ""]
+    return head, [_line(trial, tuning, unit) for trial in tuning.ranked()]
 
 
-def _line(trial: Trial, tuning: Tuning) -> list[str]:
+@dataclass(frozen=True)
+class _Unit:
+    """How a goal is shown: its unit, what it is multiplied by, and the decimals."""
+
+    name: str
+    scale: float
+    digits: int
+
+
+def _unit_of(goal: str) -> _Unit:
+    metric = METRICS.get(METRIC_GOALS.get(goal, ""))
+    if metric is None:
+        return _Unit("%", 100, 2)
+    return _Unit(metric.unit, metric.scale, metric.digits)
+
+
+def _line(trial: Trial, tuning: Tuning, unit: _Unit) -> list[str]:
     score = spread(list(trial.scores.values()))
     cells = [json.dumps(trial.values[d.key], ensure_ascii=False).strip('"') for d in tuning.space]
     return [
         str(trial.number),
         *cells,
-        score.text(100) if score else NONE,
+        score.text(unit.scale, unit.digits) if score else NONE,
         str(len(trial.scores)),
         trial.problem,
     ]

@@ -9,12 +9,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from fedstill.config.settings import Settings
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.data.dataset import Dataset
+from fedstill.metrics.classification import ACCURACY
+from fedstill.running.evaluation import tests_by_class
 from fedstill.running.network_checks import notes_on_network
 from fedstill.running.preparation import Prepared
 
@@ -50,6 +54,55 @@ def cautions(prepared: Prepared) -> Iterator[str]:
     yield from _of_classes(prepared.dataset)
     yield from _of_names(prepared)
     yield from _of_tests(prepared)
+    warning = frequent_class_warning(
+        settings,
+        prepared.dataset.classes,
+        tests_by_class(prepared.sites, prepared.world.classes),
+    )
+    if warning:
+        yield warning
+
+
+FREQUENT = 0.8
+"""From this share of the test examples on, a class is so frequent that accuracy says little."""
+
+
+@dataclass(frozen=True)
+class FrequentClass:
+    """A class with most of the test examples, and its share of them."""
+
+    name: str
+    share: float
+
+
+def frequent_class(classes: Sequence[str], test_counts: Sequence[int]) -> FrequentClass | None:
+    """The class that is so frequent in a test set that accuracy says little; None without one.
+
+    test_counts: test examples by class (C,).
+    """
+    total = sum(test_counts)
+    if not total:
+        return None
+    largest = max(test_counts)
+    if largest < FREQUENT * total:
+        return None
+    return FrequentClass(classes[list(test_counts).index(largest)], largest / total)
+
+
+def frequent_class_warning(
+    settings: Settings, classes: Sequence[str], test_counts: Sequence[int]
+) -> str:
+    """A warning about a class so frequent that accuracy says little; empty without one, and for a
+    run that another metric ranks.
+    """
+    frequent = frequent_class(classes, test_counts)
+    if frequent is None or settings.rank_by != ACCURACY:
+        return ""
+    return (
+        f"data: {100 * frequent.share:.1f} % of the test examples are of class {frequent.name!r}, "
+        "so accuracy says little: a model that always predicts it reaches as much; set "
+        'metrics = ["balanced_accuracy", "auc"] and rank_by = "balanced_accuracy"'
+    )
 
 
 def log_cautions(prepared: Prepared) -> None:

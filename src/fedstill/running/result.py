@@ -26,6 +26,7 @@ from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.metrics.queries import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
+from fedstill.running.cautions import frequent_class_warning
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import Event
 from fedstill.running.numbers import RunNumbers
@@ -408,10 +409,19 @@ def summary_of(
         "seed": settings.seed,
         "answer": answer,
         **summary_from_journal(events),
+        **_frequent_class(settings, events[0]),
         **Refusals.of(clients, settings.clients, len(rounds)).summary,
         **seconds,
         "seconds_measures": dict(measures or {}),
     }
+
+
+def _frequent_class(settings: Settings, start: Event) -> dict[str, Any]:
+    """A warning where a class is so frequent in the test set that accuracy says little."""
+    warning = frequent_class_warning(
+        settings, start.get("classes", ()), start.get("test_counts", ())
+    )
+    return {"frequent_class": warning} if warning else {}
 
 
 def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedstill.config.experiment import Experiment
 from fedstill.config.overrides import parse_grid
 from fedstill.core.errors import ConfigError
+from fedstill.metrics.classification import ACCURACY, METRICS, larger_is_better
 from fedstill.running.compare import Outcome
 from fedstill.running.variants import Variant, seeded
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     import optuna
 
 LOWER = ("forgetting", "personal_forgetting")
-"""Goals of which less is better."""
+"""Goals of accuracy of which less is better."""
+
+METRIC_GOALS = {
+    f"{prefix}{name}": name for prefix in ("", "best_", "own_test_") for name in METRICS
+}
+"""Goals that are the metric of a run's last round, of its best round, or on clients' own tests; and
+which metric each is.
+"""
 
 GOALS = (
     "query_average_accuracy",
@@ -30,10 +38,20 @@ GOALS = (
     "accuracy",
     "best_accuracy",
     *LOWER,
+    *METRIC_GOALS,
 )
-"""What may be tuned for: numbers of a run's summary. Without a goal it is the first of these that
-the runs have.
+"""What may be tuned for: numbers of a run's summary. Without a goal it is the metric ``rank_by``
+if that is not accuracy, or else the first of these that the runs have.
 """
+
+
+def minimised(goal: str) -> bool:
+    """Whether less is better of a goal.
+
+    >>> minimised("best_log_loss"), minimised("auc"), minimised("forgetting")
+    (True, False, True)
+    """
+    return goal in LOWER or not larger_is_better(METRIC_GOALS.get(goal, goal))
 
 
 @dataclass(frozen=True)
@@ -133,6 +151,14 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.goal and self.goal not in GOALS:
             raise ConfigError(f"there is no goal {self.goal!r}; choose one of {', '.join(GOALS)}")
+        ranking = self.experiment.rank_by
+        metric = METRIC_GOALS.get(self.goal)
+        if metric is not None and metric not in (*self.experiment.metrics, ranking):
+            raise ConfigError(
+                f"--goal {self.goal}: no run records {metric}; add it with -s metrics={metric}"
+            )
+        if not self.goal and ranking != ACCURACY:
+            self.goal = ranking
         try:
             import optuna
         except ImportError as error:
@@ -142,7 +168,7 @@ class Tuning:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         sampler = optuna.samplers.TPESampler(seed=self.experiment.seed)
         self.study = optuna.create_study(
-            sampler=sampler, direction="minimize" if self.goal in LOWER else "maximize"
+            sampler=sampler, direction="minimize" if minimised(self.goal) else "maximize"
         )
 
     def run(self, trials: int) -> Iterator[Trial]:
@@ -176,6 +202,9 @@ class Tuning:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         there = [g for g in GOALS if summary.get(g) is not None]
         self.goal = self.goal or next(iter(there), "")
+        if self.goal in METRICS and self.goal not in there:
+            # Clients with models of their own have no common model that is tested.
+            self.goal = f"own_test_{self.goal}"
         if self.goal not in there:
             raise ConfigError(
                 f"{folder} has no {self.goal or 'accuracy'}; its goals: "
@@ -185,7 +214,7 @@ class Tuning:
 
     def ranked(self) -> list[Trial]:
         """The trials, the best first, those that failed last."""
-        better = 1 if self.goal in LOWER else -1
+        better = 1 if minimised(self.goal) else -1
         return sorted(
             self.trials,
             key=lambda t: (not t.scores, better * t.mean if t.scores else 0.0, t.number),
