@@ -194,6 +194,7 @@ class Experiment(TopKeys):
     clients: Table = field(default_factory=dict)
     flower: Table = field(default_factory=dict)
     stream: str | Table = field(default_factory=dict)
+    stop: Table = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     base: Path | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict)

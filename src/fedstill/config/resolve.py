@@ -32,6 +32,7 @@ from fedstill.config.tables import (
     ClientsTable,
     DataTable,
     FlowerTable,
+    StopTable,
     StreamTable,
     TopKeys,
     package_tables,
@@ -247,6 +248,7 @@ def _settled(parts: Parts) -> Settings:
         of_clients=parts.clients,
         flower=parts.flower,
         stream=parts.stream.table,
+        stop=parts.stop,
         tables=parts.packages,
         plans=parts.plans,
         method=parts.method.built,
@@ -361,6 +363,11 @@ class Parts:
     def stream(self) -> ReadStream:
         """``[stream]``."""
         return read_stream(self.experiment, self.top.rounds)
+
+    @cached_property
+    def stop(self) -> StopTable:
+        """``[stop]``."""
+        return StopTable.read(self.experiment.table("stop"), "stop")
 
     @cached_property
     def plan_table(self) -> PlanTable:
@@ -536,9 +543,31 @@ def _refuse_contradictions(settings: Settings, device: str) -> None:
     _refuse_with_start(settings)
     check_rounds(settings)
     refuse_with_stream(settings)
+    _refuse_selection(settings)
     for part in manifest.config_checks():
         check = part.load()
         check(settings)
+
+
+def _refuse_selection(settings: Settings) -> None:
+    """Raise WrongConfig for keys of ``[stop]`` without effect, and for rounds of several tasks that
+    would be compared.
+    """
+    stop = settings.stop
+    if stop.min_delta > 0 and stop.patience == 0:
+        raise contradiction(
+            "stop.min_delta",
+            f"= {stop.min_delta} changes only what stop.patience counts",
+            "set stop.patience, or leave stop.min_delta out",
+        )
+    if settings.selects_round and settings.stream.tasks > 1:
+        key = "stop" if settings.stop.is_active else "select_on"
+        raise contradiction(
+            key,
+            "compares rounds, and those of a run with tasks are not comparable: every task changes "
+            "what is learned",
+            f"leave {key} out, or leave [stream] out",
+        )
 
 
 def _refuse_with_start(settings: Settings) -> None:

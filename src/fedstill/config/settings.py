@@ -18,6 +18,7 @@ from fedstill.config.tables import (
     ClientsTable,
     DataTable,
     FlowerTable,
+    StopTable,
     StreamTable,
     TopKeys,
     with_package_tables,
@@ -46,6 +47,7 @@ WRITTEN_IF_SET = (
     "metrics",
     "rank_by",
     "positive_class",
+    "select_on",
 )
 """Keys that stand in a config only where they are set."""
 
@@ -77,6 +79,7 @@ class Settings(TopKeys):
     of_clients: ClientsTable
     flower: FlowerTable
     stream: StreamTable
+    stop: StopTable
     tables: Mapping[str, PackageTable]
     plans: Mapping[str, Plan]
     method: Method
@@ -113,6 +116,11 @@ class Settings(TopKeys):
     def on_tasks(self) -> bool:
         """Whether sites' own data come in tasks."""
         return self.on_sites and self.named.stream.name == SITES
+
+    @property
+    def selects_round(self) -> bool:
+        """Whether rounds are compared: to keep the best one, or to end the run early."""
+        return self.select_on is not None or self.stop.is_active
 
     @property
     def measured_in(self) -> frozenset[int]:
@@ -158,6 +166,7 @@ class Settings(TopKeys):
             "clients": {k: v for k, v in self.of_clients.written.items() if not self._unwritten(k)},
             "flower": self.flower.table,
             "stream": self._stream,
+            "stop": self.stop.table,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
         outer = {name: table.table for name, table in self.tables.items()}
@@ -166,6 +175,8 @@ class Settings(TopKeys):
             del written["flower"]
         if named.stream.name == NO_STREAM:
             del written["stream"]
+        if not self.stop.is_active:
+            del written["stop"]
         return {**top, **set_keys, **written}
 
     @property

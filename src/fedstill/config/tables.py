@@ -134,6 +134,8 @@ class StreamTable(Table):
 Side = Annotated[int, Interval(ge=1, le=4096)]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 Attack = Literal["sign_flip", "scaled", "label_flip"]
+SelectionData = Literal["held_out", "public", "test"]
+"""Data on which rounds are compared: held-out training examples, public ones with labels, tests."""
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
 """A way in which training images vary."""
 
@@ -190,6 +192,10 @@ class TopKeys:
     """
     positive_class: str = ""
     """With two classes, the name of the positive one; empty: the last."""
+    select_on: SelectionData | None = None
+    """The data on which the best round is selected, and by which [stop] ends a run; unset: with
+    [stop] held_out if clients hold data out, or else public, and without [stop] no round is.
+    """
 
 
 class DataTable(Table):
@@ -503,6 +509,31 @@ class FlowerTable(Table):
     )
 
 
+class StopTable(Table):
+    """``[stop]``: when a run ends before its last round, by the metric ``rank_by`` on the data of
+    ``select_on``.
+    """
+
+    patience: CountOrZero = Field(
+        default=0,
+        description="The number of rounds in a row without a better one after which the run "
+        "stops; 0: it does not stop for this.",
+    )
+    min_delta: NonNegative = Field(
+        default=0.0,
+        description="By how much a round must be better to count as better for patience.",
+    )
+    target: float | None = Field(
+        default=None,
+        description="The value at which the run stops; unset: there is none.",
+    )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the run can end before its last round."""
+        return self.patience > 0 or self.target is not None
+
+
 # All tables that are records, those of outer packages among them, as the manifest lists them.
 
 
@@ -521,6 +552,7 @@ def record_tables() -> Mapping[str, type[Table]]:
         "data": DataTable,
         "clients": ClientsTable,
         "flower": FlowerTable,
+        "stop": StopTable,
     }
     return with_package_tables(inner, package_tables())
 

@@ -104,6 +104,7 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "seconds_measuring": _seconds,
     "seconds_reused": _seconds,
     "site_accuracy": _share,
+    "held_out_accuracy": _share,
     "site_by_task": _list_of(lambda v: v is None or _share(v)),
     "site_metrics": _table,
     "site_scores": _table,

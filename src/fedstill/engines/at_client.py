@@ -120,6 +120,24 @@ class OwnTestSets(ClientHook):
         return {**fields, **self._metrics(joined, labels)}
 
 
+@dataclass(frozen=True)
+class HeldOutTests(ClientHook):
+    """Tests a client's own model on the examples that the client holds out.
+
+    ``stages``: those after which the model is the client's answer, in the order of their names.
+    """
+
+    stages: tuple[str, ...]
+
+    def measured(self, seen: AtClient) -> dict[str, Any]:
+        """``held_out_accuracy``; nothing in other stages, and without held-out examples."""
+        held_out = seen.view.validation
+        if seen.stage.name not in self.stages or held_out is None:
+            return {}
+        right = sum(seen.correct_by_class(seen.end, held_out))
+        return {"held_out_accuracy": right / len(held_out)}
+
+
 def _outputs_among_seen(seen: AtClient) -> dict[int, Outputs]:
     """What the client's model gives for its test sets by task, among the classes seen so far."""
     stream = seen.world.stream

@@ -5,6 +5,14 @@ tables.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from fedstill.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedstill.export.trained_model import TrainedModel
 
 
 def export_command(
@@ -14,6 +22,7 @@ def export_command(
     pt2: Path | None = None,
     folder: Path | None = None,
     client: str | None = None,
+    round_: Annotated[str | None, Parameter(name="--round")] = None,
     parquet: Path | None = None,
     csv: Path | None = None,
 ) -> int:
@@ -30,19 +39,25 @@ def export_command(
             safetensors alone.
         client: Whose model, by number or name, for methods that answer with a model for each
             client.
+        round_: The round whose model is written: best, or the number of a round that was kept.
+            Unset, the last one.
         parquet: A folder for rounds.parquet and clients.parquet: one row a round, and one for each
             client and stage.
         csv: A folder for the same tables as CSV.
     """
-    from fedstill.core.errors import ConfigError
-
     if not (onnx or pt2 or folder or parquet or csv):
         raise ConfigError(
             "export: say what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or "
             "--csv DIR"
         )
     if onnx or pt2 or folder:
-        _write_model(run, onnx, pt2, folder, client)
+        model = _loaded(run, client, round_)
+        _write_model(run, model, onnx, pt2, folder)
+    elif client is not None or round_ is not None:
+        option = "--client" if client is not None else "--round"
+        raise ConfigError(
+            f"{option} chooses a model, and none is written; add --onnx, --pt2 or --folder"
+        )
     for kind, tables in (("parquet", parquet), ("csv", csv)):
         if tables is not None:
             _write_tables(run, kind, tables)
@@ -56,15 +71,25 @@ def _write_tables(run: Path, kind: str, folder: Path) -> None:
         print(f"{path}: {rows} rows, {columns} columns")
 
 
-def _write_model(
-    run: Path, onnx: Path | None, pt2: Path | None, folder: Path | None, client: str | None
-) -> None:
-    from fedstill.export import programs
+def _loaded(run: Path, client: str | None, round: str | None) -> TrainedModel:
     from fedstill.export.loading import load_model
-    from fedstill.export.upload_folder import write_folder
 
     whose = int(client) if client is not None and client.isdecimal() else client
-    model = load_model(run, whose)
+    if round is None:
+        return load_model(run, whose)
+    if round == "best":
+        return load_model(run, whose, round="best")
+    if not round.isdecimal():
+        raise ConfigError(f"--round {round} must be a whole number or best")
+    return load_model(run, whose, round=int(round))
+
+
+def _write_model(
+    run: Path, model: TrainedModel, onnx: Path | None, pt2: Path | None, folder: Path | None
+) -> None:
+    from fedstill.export import programs
+    from fedstill.export.upload_folder import write_folder
+
     if onnx:
         away = programs.write_onnx(model, onnx)
         print(f"{onnx}: ONNX, {_compared('onnxruntime', away)}")

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -42,8 +42,10 @@ from fedstill.running.directory import settings_of
 from fedstill.running.evaluation import of_some_clients
 from fedstill.running.preparation import read_data, with_pixels
 from fedstill.running.remote import remote_engine
+from fedstill.running.replay import checkpoints_of
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
+from fedstill.running.selection import SELECTION, best_round
 from fedstill.running.start_weights import body_of
 from fedstill.running.stored_memory import StoredMemory
 from fedstill.running.world import RunWorld, started, world_of
@@ -162,7 +164,10 @@ Versions = Mapping[int, tuple[str, str]]
 
 @process_settings()
 def load_model(
-    run: Result | Path | str, client: int | str | None = None, data: Dataset | None = None
+    run: Result | Path | str,
+    client: int | str | None = None,
+    data: Dataset | None = None,
+    round: int | Literal["best"] | None = None,
 ) -> TrainedModel:
     """The model that a run trained, with its normalisation or standardisation inside, in evaluation
     mode.
@@ -170,21 +175,25 @@ def load_model(
     run: a result, or the run's directory; of a run that was stopped, the model of its last
     checkpoint. client: of a method that answers with a model for each client, whose, by number or
     by name; of one that groups clients, which, "cluster 1", as its predictors are named; else left
-    out. data: the run's
-    data set, for a run that an earlier version began and did not write down what normalises the
-    images. Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On
-    the run's test set, in batches of 100, it has the accuracy that the run printed. Where each
-    client standardised its own columns, it takes raw numbers with ``client``, and without it
-    numbers that are standardised. With ``data.features_of`` it takes what the backbone took, which
-    is inside. The data are not read. Raises ConfigError for a directory without models, for a pack,
-    for a client without a model, and where a client must be named; CorruptFile for a file that is
-    damaged.
+    out. data: the run's data set, for a run that an earlier version began and did not write down
+    what normalises the images. round: the round after which the model is taken: "best", or the
+    number of a round whose checkpoint the run kept (``keep_checkpoints_every``); by default the
+    last one.
+
+    Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On the run's
+    test set, in batches of 100, it has the accuracy that the run printed. Where each client
+    standardised its own columns, it takes raw numbers with ``client``, and without it numbers that
+    are standardised. With ``data.features_of`` it takes what the backbone took, which is inside.
+    The data are not read. Raises ConfigError for a directory without models, for a pack,
+    for a client without a model, for a round that was not kept, and where a client must be named;
+    CorruptFile for a file that is damaged.
     """
     folder = run.directory if isinstance(run, Result) else named_path(run)
     _refuse_pack(folder)
     client = plain_value(client)
     settings = settings_of(folder)
-    start = journals.read_journal(folder / "journal.jsonl")[:1]
+    events = journals.read_journal(folder / "journal.jsonl")
+    start = events[:1]
     if not start:
         raise ConfigError(
             f"{folder} has no model yet: it stopped before it began; `fedstill resume "
@@ -197,7 +206,11 @@ def load_model(
     one_client = client if isinstance(client, int) else None
     inputs = inputs_of(folder, settings, start[0], data, one_client)
     world = _world(settings, start[0], inputs)
-    state, versions = _last(folder)
+    if round is None:
+        state, versions = _last(folder)
+    else:
+        number = _best(folder, events) if round == "best" else _number(round)
+        state, versions = _after_round(folder, events, number)
     name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
     about = {
         "model": name,
@@ -305,6 +318,48 @@ def _last(folder: Path) -> tuple[State, Versions]:
         return State(safetensors.torch.load(read_final(path))), {}
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
+
+
+def _best(folder: Path, events: Sequence[journals.Event]) -> int:
+    """The number of the best round of a run."""
+    rounds = [event for event in events if event["event"] == "round"]
+    best = best_round(events[0], rounds)
+    if best is not None:
+        return best.round
+    if SELECTION not in events[0]:
+        raise ConfigError(
+            f"{folder} did not compare its rounds, so none is the best one; run it anew with "
+            "select_on = 'held_out' or with [stop]"
+        )
+    raise ConfigError(f"no round of {folder} has a score yet, so none is the best one")
+
+
+def _number(round: object) -> int:
+    """The number of a round that a caller gave."""
+    number = plain_value(round)
+    if type(number) is not int:
+        raise ConfigError(f"round = {round!r} must be a whole number or 'best'")
+    return number
+
+
+def _after_round(
+    folder: Path, events: Sequence[journals.Event], round: int
+) -> tuple[State, Versions]:
+    """The state after a finished round, from its checkpoint; raises ConfigError if the run kept
+    none.
+    """
+    finished = {event["round"] for event in events if event["event"] == "round"}
+    checkpoints = checkpoints_of(folder)
+    # Of a round, the last stage is kept if any is; positions are in order.
+    last_by_round = {position.round: position for position in checkpoints.positions()}
+    if round not in finished & last_by_round.keys():
+        kept = ", ".join(str(number) for number in last_by_round if number in finished)
+        raise ConfigError(
+            f"{folder} has no checkpoint of round {round}; it kept those of rounds "
+            f"{kept or 'none'} (keep_checkpoints_every keeps more)"
+        )
+    restored = checkpoints.at(last_by_round[round])
+    return restored.state, restored.memory
 
 
 def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Tensor], Tensor]]:

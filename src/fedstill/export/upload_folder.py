@@ -295,7 +295,10 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
         "inputs": model.made_of,
         "trained": model.about,
     }
-    measured = measured_of(read_journal(run / "journal.jsonl"), model.about)
+    events = read_journal(run / "journal.jsonl")
+    # The model may be that of an earlier round than the last one.
+    earlier = [event for event in events if event.get("round", 0) <= model.about["round"]]
+    measured = measured_of(earlier, model.about)
     files = {
         "README.md": model_card(model, measured).encode(),
         "config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(),

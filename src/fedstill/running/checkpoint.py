@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +51,8 @@ class Checkpoints:
 
     ``memory``: the folder of the memory files that they name; they are read and compared too, if it
     is given.
-    ``every``: those after every so many rounds are kept, beside the last ones; 0: none.
+    ``every``: those after every so many rounds are kept, beside the last ones; 0: none. Who saves
+    names further rounds of which one is kept, such as the best one so far.
     """
 
     folder: Path
@@ -72,16 +73,19 @@ class Checkpoints:
         memory: dict[int, tuple[str, str]],
         journal: Mark,
         beside: Callable[[], object] | None = None,
+        *,
+        rounds: Collection[int] = (),
     ) -> list[str]:
         """Write a checkpoint; the names of all memory files that a kept checkpoint still needs.
 
         ``beside``: what else must be durable before it is, waited for at the same time.
+        ``rounds``: of which the last checkpoint is kept, too.
         """
         make_folder(self.objects)
         groups: dict[str, str] = {}
         write_together(self._files(state, memory, journal, groups), beside=beside)
         self._sound.update(groups.values())
-        return self.prune(state)
+        return self.prune(state, rounds)
 
     def latest(self) -> Restored | None:
         """The newest checkpoint that is whole, or None if there never was one.
@@ -228,15 +232,17 @@ class Checkpoints:
         except BadPayload as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
-    def prune(self, state: State) -> list[str]:
+    def prune(self, state: State, rounds: Collection[int] = ()) -> list[str]:
         """Delete what the last three checkpoints up to a state's don't need; the memory files that
         they do need.
+
+        ``rounds``: of which the last checkpoint is kept, too.
         """
         newest = _name(state.round, state.stage)
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()
         memory: set[str] = set()
-        kept = {*names[-CHECKPOINTS_KEPT:], *self._staying(names)}
+        kept = {*names[-CHECKPOINTS_KEPT:], *self._staying(names, rounds)}
         for name in sorted(kept):
             for manifest in self._whole(name):
                 needed.update(manifest["groups"].values())
@@ -250,10 +256,11 @@ class Checkpoints:
                 self._sound.discard(path.stem)
         return sorted(memory)
 
-    def _staying(self, names: Sequence[str]) -> list[str]:
-        """The last ones of every so many rounds."""
-        by_round = {int(name.partition("-")[0]): name for name in names}
-        return [name for round, name in by_round.items() if self.every and round % self.every == 0]
+    def _staying(self, names: Sequence[str], rounds: Collection[int]) -> list[str]:
+        """The last ones of every so many rounds, and of some rounds."""
+        by_round = {_position(name).round: name for name in names}
+        regular = [round for round in by_round if self.every and round % self.every == 0]
+        return [name for round, name in by_round.items() if round in {*regular, *rounds}]
 
     def _whole(self, name: str) -> Iterator[dict[str, Any]]:
         try:

@@ -53,6 +53,7 @@ from fedstill.running.network_checks import (
     trains,
     useless_network,
 )
+from fedstill.running.selection import selection_data
 from fedstill.running.world import RunWorld
 
 Subject = TypeVar("Subject")
@@ -463,6 +464,15 @@ def unfit_measure(run: PlannedRun) -> str:
     return misfit(run.measures, setting)
 
 
+# ---- the best round -----------------------------------------------------------------------------
+
+
+def missing_selection_data(run: PlannedRun) -> str:
+    """Rounds that are to be compared on data that the run lacks."""
+    selection_data(run.settings, run.sites, run.stage_names)  # raises ConfigError
+    return ""
+
+
 # ---- hostile clients and robust means -----------------------------------------------------------
 
 
@@ -598,6 +608,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(averages_robustly, forbidden_robust_mean),
     Rule(averages_robustly, too_few_compared),
     Rule(lambda run: run.settings.keep_updates, unknown_updates, ConfigError),
+    Rule(lambda run: run.settings.selects_round, missing_selection_data, ConfigError),
     Rule(lambda run: run.settings.engine == "vectorised", unstackable_clients, ConfigError),
 )
 """What methods, measures and settings ask of a run."""

@@ -30,6 +30,7 @@ from fedstill.running.recording import RunRecorder, data_fields, examples_seal, 
 from fedstill.running.remote import RunEngine, complete, engine_of, identity_of
 from fedstill.running.result import Result, summary_of, write_result
 from fedstill.running.same_run import check_same, note_versions, start_fields
+from fedstill.running.selection import selection_of
 from fedstill.running.split_file import StoredSplit, restore_split, write_split
 from fedstill.running.tracking import Named, Tracking
 
@@ -94,6 +95,7 @@ class Driver:
         self.split = StoredSplit.of_sites(prepared.sites, world.client_models)
         self.evaluation = Evaluation(prepared)
         extensions = run_extensions(prepared, self.folder)
+        selection = selection_of(prepared)
         memory = self.engine.memory
         local_memory = memory if isinstance(self.engine, SerialEngine) else None
         self.recorder = RunRecorder(
@@ -105,6 +107,7 @@ class Driver:
                 extensions,
                 self.evaluation,
                 self.split,
+                selection=selection,
                 folder=self.folder,
                 memory=local_memory,
             ),
@@ -117,6 +120,7 @@ class Driver:
             },
             rounds=settings.rounds,
             keepers=extensions.keepers,
+            selection=selection,
         )
         self.context: RunContext = run_context(prepared, self.engine, self.recorder, extensions)
 
@@ -168,13 +172,13 @@ class Driver:
             self._on_event(event)
         note_versions(self.journal, events, restored.state, self.prepared.settings.device)
         self.engine.memory.index.update(restored.memory)
-        self.engine.memory.prune(self.checkpoints.prune(restored.state))
+        self.recorder.prune(restored.state)
         return restored.state
 
     def _run_rounds(self, state: State) -> State:
         last = self.prepared.settings.rounds
         self.progress.started(self.folder, max(1, state.round))
-        while state.round <= last:
+        while state.round <= last and not self.recorder.has_stopped:
             number = state.round
             began = time.perf_counter()
             stages = self.context.schedule(number, self.context.world)

@@ -26,11 +26,12 @@ from fedstill.core.extensions import (
 )
 from fedstill.core.records import World
 from fedstill.core.rounds import RunContext
-from fedstill.engines.at_client import OwnTestSets
+from fedstill.engines.at_client import HeldOutTests, OwnTestSets
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.metrics.classification import RunMetrics
 from fedstill.running.hostile_clients import hostile_middleware
 from fedstill.running.kept_updates import update_keepers
+from fedstill.running.selection import clients_test_held_out
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def client_extensions(
     hooks: list[ClientHook] = []
     for part in manifest.client_extensions():
         hooks += part.load()(settings, world, is_real_site)
+    if clients_test_held_out(settings):
+        hooks.append(HeldOutTests(tuple(sorted(settings.method.personal))))
     return (*hooks, measured, OwnTestSets(metrics, as_histograms=is_real_site))
 
 

@@ -27,6 +27,7 @@ from fedstill.running.journal import Journal
 from fedstill.running.observers import Forgetting, Measures, Traffic
 from fedstill.running.preparation import Prepared
 from fedstill.running.progress import Progress
+from fedstill.running.selection import Selection
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.standardisation import Scaler
 from fedstill.running.tasks import TaskEnds
@@ -103,18 +104,20 @@ def run_observers(
     evaluation: Evaluation,
     split: StoredSplit | None,
     *,
+    selection: Selection | None = None,
     folder: Path | None = None,
     memory: Memory | None = None,
 ) -> tuple[Observer, ...]:
     """The observers of a run, in their order; measures come last, because they may give no field of
     another.
 
-    split: None where sites keep their data. folder: the run's directory. memory: what clients
-    remember, if it is in this process.
+    split: None where sites keep their data. selection: compares the rounds, if they are compared.
+    folder: the run's directory. memory: what clients remember, if it is in this process.
     """
     settings, world, sites = prepared.settings, prepared.world, prepared.sites
     label_counts = split.label_counts(world.classes) if split else ()
     personal = settings.method.personal
+    selections = () if selection is None else (selection,)
     return (
         Forgetting(),
         *extensions.observers,
@@ -122,6 +125,7 @@ def run_observers(
         OwnTests(sites, personal, prepared.metrics),
         TaskEnds(prepared, evaluation),
         Traffic(world, Need.SAME_SHAPES in settings.method.requires()),
+        *selections,
         Measures(prepared, extensions.round_hooks, folder, memory),
     )
 
@@ -145,6 +149,8 @@ class RunRecorder:
     start_fields: Fields
     rounds: int
     keepers: Sequence[StageKeeper] = ()
+    selection: Selection | None = None
+    """Compares the rounds; None if they are not compared."""
     stages: int = 1
     """How many stages the round under way has."""
     client_events: list[Event] = field(default_factory=list)
@@ -225,9 +231,29 @@ class RunRecorder:
     def save(self, state: State) -> None:
         """Make the journal and a state durable, and delete what no checkpoint needs any more."""
         needed = self.checkpoints.save(
-            state, dict(self.memory.index), self.journal.mark(), beside=self.journal.sync
+            state,
+            dict(self.memory.index),
+            self.journal.mark(),
+            beside=self.journal.sync,
+            rounds=self.kept_rounds,
         )
         self.memory.prune(needed)
+
+    def prune(self, state: State) -> None:
+        """Delete what no checkpoint up to a state needs any more; a killed run may have left it."""
+        self.memory.prune(self.checkpoints.prune(state, self.kept_rounds))
+
+    @property
+    def kept_rounds(self) -> list[int]:
+        """The rounds of which a checkpoint is kept to the end: the best one so far."""
+        if self.selection is None or self.selection.standing.best is None:
+            return []
+        return [self.selection.standing.best]
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the run ends before its last round."""
+        return self.selection is not None and bool(self.selection.stopped_because)
 
     def cut(self, round: int, stage: int) -> None:
         """Delete what was kept of this stage and of later ones; the run begins or goes on here."""

@@ -31,6 +31,7 @@ from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import Event
 from fedstill.running.numbers import RunNumbers
 from fedstill.running.same_run import check_journal
+from fedstill.running.selection import STOPPED, selection_summary
 from fedstill.running.split_file import read_label_counts
 
 if TYPE_CHECKING:
@@ -366,10 +367,15 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
 
     It has the last and the best accuracy and the mean of the last ten, as papers print any of them.
     """
+    start = next((event for event in events if event["event"] == "start"), {})
     rounds = [event for event in events if event["event"] == "round"]
     numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
     summary = numbers.summary
     last = rounds[-1]
+    selection = selection_summary(start, rounds)
+    if STOPPED in selection:
+        # Measures look in the last round, and a run that stops early does not reach it.
+        last = {**_last_personal(rounds), **last}
     return {
         "accuracy": summary.get("accuracy"),
         "best_accuracy": summary.get("best_accuracy"),
@@ -377,10 +383,19 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
         "forgetting": summary.get("forgetting"),
         **{key: last[key] for key in (*QUERIED, *OF_LAST) if key in last},
         **numbers.best_metrics,
+        **selection,
         "bytes_up": int(summary["bytes_up"]),
         "bytes_down": int(summary["bytes_down"]),
         **numbers.over_tasks,
     }
+
+
+def _last_personal(rounds: Sequence[Event]) -> dict[str, Any]:
+    """What was last measured of the clients' own models; empty if they were not measured."""
+    for event in reversed(rounds):
+        if "personal_clients" in event:
+            return {key: event[key] for key in PERSONAL}
+    return {}
 
 
 def summary_of(
@@ -392,8 +407,9 @@ def summary_of(
     rounds = [event for event in events if event["event"] == "round"]
     clients = [event for event in events if event["event"] == "client"]
 
+    of_journal = summary_from_journal(events)
     answer = "server"
-    if "personal_clients" in rounds[-1]:
+    if "personal_clients" in of_journal:
         answer = "clients"
     seconds = {key: sum(event[key] for event in rounds) for key in ("seconds", "seconds_training")}
     if all("seconds_cpu" in event for event in rounds):
@@ -408,7 +424,7 @@ def summary_of(
         "rounds": settings.rounds,
         "seed": settings.seed,
         "answer": answer,
-        **summary_from_journal(events),
+        **of_journal,
         **_frequent_class(settings, events[0]),
         **Refusals.of(clients, settings.clients, len(rounds)).summary,
         **seconds,

@@ -591,8 +591,9 @@ def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
     nothing.
     """
     rounds = [event for event in events if event["event"] == "round"]
-    if len(rounds) != summary.get("rounds", len(rounds)):
-        return f"it has {len(rounds)} rounds, and summary.json {summary['rounds']}"
+    expected = summary.get("stopped_in_round", summary.get("rounds", len(rounds)))
+    if len(rounds) != expected:
+        return f"it has {len(rounds)} rounds, and summary.json {expected}"
     accuracy = rounds[-1].get("accuracy") if rounds else None
     if accuracy != summary.get("accuracy", accuracy):
         return f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"

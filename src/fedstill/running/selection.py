@@ -1,0 +1,431 @@
+"""The best round of a run, and whether the run stops before its last one.
+
+After every round, the run's models get a score on the data that ``select_on`` names. The scores are
+in the journal, and everything else follows from them: a resumed run has the same best round, and it
+stops in the same one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedstill.config.settings import Settings
+from fedstill.config.tables import SelectionData, StopTable
+from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import Event, Fields, Observer
+from fedstill.core.records import Examples, Plan
+from fedstill.core.results import Predictors, RoundResult
+from fedstill.data.views import SiteViews
+from fedstill.engines.cores import workers
+from fedstill.engines.passes import correct_by_example
+
+if TYPE_CHECKING:
+    from fedstill.running.preparation import Prepared
+
+log = logging.getLogger("fedstill.run")
+
+SELECTION = "selection"
+"""The field of the event ``start`` that says by what rounds are compared."""
+
+SCORE = "selection_score"
+"""The field of a round's event with the score of the round."""
+
+STOPPED = "stopped_because"
+"""The field of the last round's event that says why the run stopped before its last round."""
+
+DATA_NAMES: Mapping[SelectionData, str] = {
+    "held_out": "held-out data",
+    "public": "the public data",
+    "test": "the test set",
+}
+"""What people call the data on which rounds are compared."""
+
+
+# ---- comparing rounds ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the rounds so far compare.
+
+    ``best``: the best round, the first of equal ones; None if none has a score. ``score``: that of
+    the best round. ``reference``: the score that a round must exceed by ``stop.min_delta`` to count
+    as better. ``waited``: the number of rounds since a round counted as better.
+    """
+
+    best: int | None = None
+    score: float | None = None
+    reference: float | None = None
+    waited: int = 0
+
+
+@dataclass(frozen=True)
+class RoundRule:
+    """Compares the scores of rounds, and says when a run stops.
+
+    ``by``: the metric. ``stop``: the table ``[stop]``.
+    """
+
+    by: str
+    larger_is_better: bool
+    stop: StopTable = field(default_factory=lambda: StopTable.read({}, "stop"))
+
+    def is_better(self, score: float, other: float | None, margin: float = 0.0) -> bool:
+        """Whether a score is better than another one by more than a margin; any score is better
+        than none.
+        """
+        if other is None:
+            return True
+        gain = score - other
+        if not self.larger_is_better:
+            gain = -gain
+        return gain > margin
+
+    def after(self, standing: Standing, round: int, score: float | None) -> Standing:
+        """The standing after one more round. A round without a score is not better.
+
+        >>> rule = RoundRule("log_loss", larger_is_better=False)
+        >>> first = rule.after(Standing(), 1, 0.5)
+        >>> rule.after(first, 2, 0.4).best, rule.after(first, 2, 0.6).waited
+        (2, 1)
+        """
+        later = replace(standing, waited=standing.waited + 1)
+        if score is None:
+            return later
+        if self.is_better(score, standing.score):
+            later = replace(later, best=round, score=score)
+        if self.is_better(score, standing.reference, self.stop.min_delta):
+            later = replace(later, reference=score, waited=0)
+        return later
+
+    def reason_to_stop(self, standing: Standing, score: float | None) -> str:
+        """Why a run stops after a round with this score; empty if it goes on.
+
+        ``standing``: after the round.
+        """
+        target = self.stop.target
+        if target is not None and score is not None and not self.is_better(target, score):
+            return f"{self.by} reached {target:g}, stop.target"
+        if 0 < self.stop.patience <= standing.waited:
+            return f"{self.by} did not improve in {standing.waited} rounds, stop.patience"
+        return ""
+
+
+# ---- the data ------------------------------------------------------------------------------------
+
+
+def selection_data(
+    settings: Settings, sites: SiteViews, stages: Collection[str]
+) -> SelectionData | None:
+    """The data on which the rounds of a run are compared; None if they are not compared.
+
+    ``stages``: the names of the run's stages. Raises ConfigError if there are no such data.
+    """
+    if not settings.selects_round:
+        return None
+    if settings.select_on is not None:
+        problem = _problem_with(settings.select_on, settings, sites, stages)
+        if problem:
+            raise ConfigError(f"select_on = {settings.select_on!r}: {problem}")
+        return settings.select_on
+
+    problems = {}
+    candidates: tuple[SelectionData, ...] = ("held_out", "public")
+    for name in candidates:
+        problems[name] = _problem_with(name, settings, sites, stages)
+        if not problems[name]:
+            return name
+    raise ConfigError(
+        f"[stop] needs data on which rounds are compared: {problems['held_out']}; or compare them "
+        "on the test set with select_on = 'test', which makes its numbers too good"
+    )
+
+
+def _problem_with(
+    name: SelectionData, settings: Settings, sites: SiteViews, stages: Collection[str]
+) -> str:
+    """Why rounds cannot be compared on some data, and what to do; empty if they can."""
+    if name == "held_out":
+        return _no_held_out(settings, sites)
+    if name == "public":
+        return _no_public(settings, sites, stages)
+    return _no_test(settings, sites)
+
+
+def _no_held_out(settings: Settings, sites: SiteViews) -> str:
+    if settings.method.personal:
+        plans = {name: settings.plans.get(name) for name in settings.method.personal}
+        without = [name for name, plan in sorted(plans.items()) if not (plan and plan.validation)]
+        if without:
+            return (
+                f"clients hold no examples out in the stage {without[0]!r}; set "
+                f"plan.{without[0]}.validation, 0.1 say"
+            )
+        return ""
+    if settings.data.test_from == "held_out":
+        return ""
+    if not held_out_share(settings.plans):
+        return "clients hold no examples out; set plan.validation, 0.1 say"
+    if settings.on_sites:
+        return (
+            "sites keep the examples that they hold out, and the server cannot score its model on "
+            "them; give the server a test set or labelled public data"
+        )
+    if not len(held_out_examples(settings, sites)):
+        return "every client is too small to hold an example out; set a larger plan.validation"
+    return ""
+
+
+def _no_public(settings: Settings, sites: SiteViews, stages: Collection[str]) -> str:
+    if settings.method.personal:
+        return "clients have models of their own, which are scored on held_out or test data"
+    public = sites.public
+    if public is None or not len(public) or bool((public.labels < 0).any()):
+        return "there are no public examples with labels; set data.public"
+    trained = sorted({*stages} & settings.method.labelled)
+    if trained:
+        return f"the stage {trained[0]!r} trains on the labels of public data; set another"
+    return ""
+
+
+def _no_test(settings: Settings, sites: SiteViews) -> str:
+    if settings.method.personal and not sites.own_tests:
+        return (
+            "clients have models of their own, and no test sets of their own; set "
+            "partition.own_test, or select_on = 'held_out'"
+        )
+    if not settings.method.personal and not len(sites.common_test or ()):
+        return "there is no test set; give the server one with data.name"
+    return ""
+
+
+def clients_test_held_out(settings: Settings) -> bool:
+    """Whether clients test models of their own on what they hold out, to compare rounds by."""
+    is_on_held_out = settings.select_on in (None, "held_out")
+    return settings.selects_round and is_on_held_out and bool(settings.method.personal)
+
+
+def held_out_share(plans: Mapping[str, Plan]) -> float:
+    """The share of its data that a client holds out in every stage in which it trains.
+
+    The examples of a smaller share are among those of a larger one.
+    """
+    shares = [plan.validation for plan in plans.values() if plan.epochs or plan.steps]
+    return min(shares, default=0.0)
+
+
+def held_out_examples(settings: Settings, sites: SiteViews) -> Examples:
+    """What all clients hold out, client by client."""
+    share = held_out_share(settings.plans)
+    clients = range(settings.clients)
+    positions = [sites.division(client, share).held_out for client in clients]
+    return sites.train.take(torch.cat(positions))
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+RoundScore = Callable[[RoundResult, Fields], float | None]
+"""The score of a round, given the fields of its event so far; None if it has none."""
+
+
+def field_score(name: str) -> RoundScore:
+    """The score that is a field of the round's event."""
+
+    def score(result: RoundResult, so_far: Fields) -> float | None:
+        value: float | None = so_far.get(name)
+        return value
+
+    return score
+
+
+@dataclass(frozen=True)
+class ServerScore:
+    """Scores the server's model on examples that this process has."""
+
+    examples: Examples
+    sites: SiteViews
+
+    def __call__(self, result: RoundResult, so_far: Fields) -> float | None:
+        """The accuracy of the first predictor; None without one for all clients."""
+        predict = _common_predictor(result.predictors)
+        if predict is None:
+            return None
+        is_right = correct_by_example(predict, self.examples, self.sites.inputs, workers())
+        return float(is_right.double().mean())
+
+
+def _common_predictor(predictors: Predictors) -> Callable[[Tensor], Tensor] | None:
+    """The predictor that answers for all clients; None if each answers for some."""
+    name = next(iter(predictors), "")
+    is_for_some = name.rpartition(" ")[2].isdecimal()
+    return None if not name or is_for_some else predictors[name]
+
+
+@dataclass
+class Selection(Observer):
+    """Scores every round, and knows the best one and whether the run stops.
+
+    ``on``: the data. ``examples``: how many they are; None if clients have them. ``rounds``: how
+    many the run has at most. ``score_of``: gives a round's score; None where clients with models of
+    their own report it.
+    """
+
+    rule: RoundRule
+    on: SelectionData
+    rounds: int
+    score_of: RoundScore | None
+    stages: frozenset[str] = frozenset()
+    examples: int | None = None
+    standing: Standing = field(default_factory=Standing)
+    stopped_because: str = ""
+    _by_client: dict[int, float] = field(default_factory=dict)
+    """What clients reported of their own models when these were last scored."""
+
+    def start_fields(self) -> Fields:
+        """By what rounds are compared."""
+        fields: Fields = {
+            "on": self.on,
+            "by": self.rule.by,
+            "larger_is_better": self.rule.larger_is_better,
+        }
+        if self.examples is not None:
+            fields["examples"] = self.examples
+        return {SELECTION: fields}
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """The score of the round, and why the run stops if it does."""
+        score = self._score(result, so_far)
+        if score is None and result.number == 1:
+            log.warning(
+                "round 1 has no %s on %s; no round is the best one as long as none has",
+                self.rule.by,
+                DATA_NAMES[self.on],
+            )
+        fields: Fields = {SCORE: score}
+        standing = self.rule.after(self.standing, result.number, score)
+        reason = self.rule.reason_to_stop(standing, score)
+        if reason and result.number < self.rounds:
+            fields[STOPPED] = reason
+        return fields
+
+    def on_event(self, event: Event) -> None:
+        """Remember the standing, and what clients reported."""
+        if event["event"] == "client" and event["name"] in self.stages:
+            if "held_out_accuracy" in event:
+                self._by_client[event["client"]] = event["held_out_accuracy"]
+        elif event["event"] == "round":
+            self.standing = self.rule.after(self.standing, event["round"], event[SCORE])
+            self.stopped_because = event.get(STOPPED, "")
+
+    def _score(self, result: RoundResult, so_far: Fields) -> float | None:
+        if self.score_of is None:
+            reports = self._by_client.values()
+            return sum(reports) / len(reports) if reports else None
+        score = self.score_of(result, so_far)
+        if score is None or not math.isfinite(score):
+            return None
+        return score
+
+
+def selection_of(prepared: Prepared) -> Selection | None:
+    """What compares the rounds of a run; None if they are not compared."""
+    settings = prepared.settings
+    sites = prepared.sites
+    stages = {stage.name for stage in settings.schedule(1, prepared.world)}
+    on = selection_data(settings, sites, stages)
+    if on is None:
+        return None
+
+    selection = Selection(
+        rule=RoundRule("accuracy", larger_is_better=True, stop=settings.stop),
+        on=on,
+        rounds=settings.rounds,
+        score_of=None,
+    )
+    if settings.method.personal:
+        if on == "test":
+            return replace(selection, score_of=field_score("own_test_accuracy"))
+        return replace(selection, stages=frozenset(settings.method.personal))
+    if on == "test" or settings.data.test_from == "held_out":
+        assert sites.common_test is not None  # the rules of a run ask for it
+        tests = len(sites.common_test)
+        return replace(selection, score_of=field_score("accuracy"), examples=tests)
+    examples = sites.public
+    if on == "held_out":
+        examples = held_out_examples(settings, sites)
+    assert examples is not None  # the rules of a run ask for them
+    score = ServerScore(examples, sites)
+    return replace(selection, score_of=score, examples=len(examples))
+
+
+# ---- the best round of a run that has begun ------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestRound:
+    """The best round of a run. ``score``: by the metric ``by`` on the data ``on``. ``accuracy``: on
+    the test set.
+    """
+
+    round: int
+    score: float
+    by: str
+    on: SelectionData
+    accuracy: float | None
+
+    @property
+    def sentence(self) -> str:
+        """By what it was selected, for people.
+
+        >>> BestRound(round=7, score=0.5, by="accuracy", on="held_out", accuracy=0.4).sentence
+        'round 7, selected by accuracy on held-out data'
+        """
+        return f"round {self.round}, selected by {self.by} on {DATA_NAMES[self.on]}"
+
+
+def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
+    """The best round, given a journal's event ``start`` and the events of its rounds; None if the
+    run compares no rounds, or none has a score.
+    """
+    selection: Mapping[str, Any] | None = start.get(SELECTION)
+    if selection is None:
+        return None
+    rule = RoundRule(selection["by"], selection["larger_is_better"])
+    standing = Standing()
+    for event in rounds:
+        standing = rule.after(standing, event["round"], event.get(SCORE))
+    if standing.best is None or standing.score is None:
+        return None
+    accuracy = next(e["accuracy"] for e in rounds if e["round"] == standing.best)
+    return BestRound(
+        round=standing.best,
+        score=standing.score,
+        by=selection["by"],
+        on=selection["on"],
+        accuracy=accuracy,
+    )
+
+
+def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
+    """What a summary says of the best round, and of the round in which the run stopped."""
+    fields: Fields = {}
+    best = best_round(start, rounds)
+    if best is not None:
+        fields = {
+            "best_round": best.round,
+            "best_round_score": best.score,
+            "best_round_accuracy": best.accuracy,
+            "selected_by": best.by,
+            "selected_on": best.on,
+        }
+    if rounds and STOPPED in rounds[-1]:
+        fields["stopped_in_round"] = rounds[-1]["round"]
+        fields[STOPPED] = rounds[-1][STOPPED]
+    return fields
