@@ -46,6 +46,7 @@ SETTINGS = {
     ),
     "peer_to_peer": toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
     "kept_updates": toys.toy("scaffold", rounds=2, keep_updates=True),
+    "stopped_early": toys.stopping_early("scaffold"),
 }
 if toys.has("querying"):
     SETTINGS["asked_again"] = toys.asking_again()

@@ -109,6 +109,16 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
     return Experiment(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def stopping_early(method: object = "fedavg", **changes: object) -> Experiment:
+    """A run whose best round is kept by held-out data, and that stops four rounds after it."""
+    values: dict[str, object] = {
+        "rounds": 20,
+        "stop": {"patience": 4},
+        "plan": {"epochs": 1, "batch": 20, "lr": 0.5, "validation": 0.2},
+    }
+    return toy(method, **{**values, **changes})
+
+
 def asking_again(**changes: object) -> Experiment:
     """QKT with queries that clients raise in the run, twice, the second time with more of their
     data.

@@ -58,6 +58,7 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
             "peer_to_peer": 3,
             "asked_again": 6,
             "kept_updates": 2,
+            "stopped_early": 7,
         }[name]
     )
     assert_same_bits(bits(folder), whole(name))

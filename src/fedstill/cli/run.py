@@ -176,6 +176,23 @@ def _metrics(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _of_selection(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Which round was selected as the best one, by what, and why the run stopped early."""
+    from fedstill.report.terminal import percent
+    from fedstill.running.selection import STOP_REASON, BestRound
+
+    rows = []
+    best = BestRound.of_summary(summary)
+    if best is not None:
+        rows.append(("best round", f"{best.sentence}: {best.score:.4g}"))
+        if best.accuracy is not None and best.on != "test":
+            rows.append((f"accuracy, round {best.round}", percent(best.accuracy)))
+    if STOP_REASON in summary:
+        reached = f"round {summary['stopped_in_round']} of {summary['rounds']}"
+        rows.append(("stopped early", f"in {reached}: {summary[STOP_REASON]}"))
+    return rows
+
+
 def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
     """A number of each round in which clients asked, in order."""
     from fedstill.report import terminal
@@ -209,6 +226,7 @@ def _show(result: Result, again: bool) -> int:
         ),
         *([("gain, query after query", _by_query(result.history, "query_gain"))] if again else []),
         *over_time(s),
+        *_of_selection(s),
         *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
         ("seconds", f"{s['seconds']:.1f}"),
         *(

@@ -42,7 +42,6 @@ from fedstill.running.directory import settings_of
 from fedstill.running.evaluation import of_some_clients
 from fedstill.running.preparation import read_data, with_pixels
 from fedstill.running.remote import remote_engine
-from fedstill.running.replay import checkpoints_of
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
 from fedstill.running.selection import SELECTION, best_round
@@ -296,9 +295,7 @@ def _last(folder: Path) -> tuple[State, Versions]:
     """The state of the last checkpoint; without one, the final model. Raises ConfigError if there
     is neither.
     """
-    restored = Checkpoints(
-        folder / "checkpoints", digest((folder / "config.toml").read_bytes())
-    ).latest()
+    restored = _checkpoints(folder).latest()
     if restored is not None:
         if restored.state.round == 1 and restored.state.stage == 0:
             raise ConfigError(
@@ -318,6 +315,13 @@ def _last(folder: Path) -> tuple[State, Versions]:
         return State(safetensors.torch.load(read_final(path))), {}
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
+
+
+def _checkpoints(folder: Path) -> Checkpoints:
+    """The checkpoints of a run. What clients remember is read only where their models are asked
+    for: it may be on other machines.
+    """
+    return Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes()))
 
 
 def _best(folder: Path, events: Sequence[journals.Event]) -> int:
@@ -349,7 +353,7 @@ def _after_round(
     none.
     """
     finished = {event["round"] for event in events if event["event"] == "round"}
-    checkpoints = checkpoints_of(folder)
+    checkpoints = _checkpoints(folder)
     # Of a round, the last stage is kept if any is; positions are in order.
     last_by_round = {position.round: position for position in checkpoints.positions()}
     if round not in finished & last_by_round.keys():

@@ -125,12 +125,18 @@ class FlowerRuns:
     def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
         """What a client remembers, if it worked in a simulation on this machine.
 
-        Raises ConfigError if its memory is at its site.
+        Raises ConfigError if its memory is at its site, or no longer there.
         """
         desk = Desk(folder / "sites", name_for_clients(folder), client)
         if not desk.place.is_dir():
             raise ConfigError(
                 f"the model of client {client} is at its site: this machine does not have it"
+            )
+        name, _ = version
+        if not (desk.place / name).is_file():
+            raise ConfigError(
+                f"the model of client {client} is no longer at its site, which keeps those of the "
+                "last stages only; another engine keeps them with the checkpoints"
             )
         return desk.remembered(version)
 

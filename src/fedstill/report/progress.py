@@ -304,7 +304,7 @@ def followed_runs(quiet: bool = False, runs: int = 0) -> ManyRuns:
 
 def _all_rounds(outcomes: Sequence[Outcome], runs: int) -> int:
     """The rounds of all runs; those that are not known yet are taken to be like the others."""
-    known = sum(o.rounds for o in outcomes)
+    known = sum(o.due for o in outcomes)
     return known * max(runs, len(outcomes)) // max(1, len(outcomes))
 
 
@@ -343,7 +343,11 @@ class RunBars:
             self._all = self._bar.add_task(
                 "all rounds", total=_all_rounds(outcomes, self.runs), said=""
             )
-        self._bar.update(self._all, completed=sum(o.done for o in outcomes))
+        self._bar.update(
+            self._all,
+            completed=sum(o.done for o in outcomes),
+            total=_all_rounds(outcomes, self.runs),
+        )
         for outcome in outcomes:
             task = self._tasks.get(outcome.variant.folder)
             if outcome.state == "running" and task is None:
@@ -412,4 +416,7 @@ def _name(outcome: Outcome) -> str:
 def _end(outcome: Outcome) -> str:
     if outcome.state != "finished":
         return f"{outcome.state} at round {outcome.done} of {outcome.rounds}"
-    return f"finished, accuracy {percent(outcome.accuracy)}"
+    end = "finished"
+    if outcome.stopped_early:
+        end = f"stopped early in round {outcome.done} of {outcome.rounds}"
+    return f"{end}, accuracy {percent(outcome.accuracy)}"

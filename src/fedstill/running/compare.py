@@ -43,6 +43,7 @@ from fedstill.running.same_run import (
     start_of_journal,
     why_not_same,
 )
+from fedstill.running.selection import STOP_REASON
 from fedstill.running.tracking import wanted
 from fedstill.running.variants import Variant, with_starts
 
@@ -258,17 +259,26 @@ POLL_SECONDS = 0.2
 class Outcome:
     """How far a run has come: rounds done, the last accuracy; what went wrong, if anything did, and
     its traceback.
+
+    ``rounds``: how many were asked for. ``stopped_early``: whether it ended in an earlier one, as
+    ``[stop]`` says.
     """
 
     variant: Variant
     rounds: int
     done: int = 0
     accuracy: float | None = None
+    stopped_early: bool = False
     state: str = "waiting"
     problem: str = ""
     trace: str = ""
     exit_code: int = 0
     _read: int = field(default=0, repr=False)
+
+    @property
+    def due(self) -> int:
+        """How many rounds it has to do, as far as that is known."""
+        return self.done if self.stopped_early else self.rounds
 
     def follow(self) -> None:
         """Read what the run's journal has come to say since the last time; a run that goes on may
@@ -288,6 +298,7 @@ class Outcome:
                 with suppress(ValueError, KeyError):
                     event = json.loads(line)
                     self.done, self.accuracy = event["round"], event["accuracy"]
+                    self.stopped_early = STOP_REASON in event
         self._read += len(whole) + 1 if whole else 0
 
 

@@ -31,7 +31,7 @@ from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import Event
 from fedstill.running.numbers import RunNumbers
 from fedstill.running.same_run import check_journal
-from fedstill.running.selection import STOPPED, selection_summary
+from fedstill.running.selection import STOP_REASON, selection_summary
 from fedstill.running.split_file import read_label_counts
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     summary = numbers.summary
     last = rounds[-1]
     selection = selection_summary(start, rounds)
-    if STOPPED in selection:
+    if STOP_REASON in selection:
         # Measures look in the last round, and a run that stops early does not reach it.
         last = {**_last_personal(rounds), **last}
     return {

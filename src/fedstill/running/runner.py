@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,15 @@ from fedstill.running.progress import OnRound, Progress, Quiet
 from fedstill.running.remote import check_calls, place_of, remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import check_checkpoints, check_config
+from fedstill.running.selection import STOP_REASON
 from fedstill.running.trackers import Track
 from fedstill.running.tracking import behind, send_late, wanted
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
+
+log = logging.getLogger("fedstill.resume")
 
 # An experiment on data in memory: what the data say of model, clients and split, where the
 # experiment says nothing.
@@ -200,7 +204,9 @@ def resume(
     # which one that was killed leaves
     done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()
     if done and not behind(folder, settings, trackers):
-        return Result.of(folder)  # nothing is written, so that the folder may be read only
+        result = Result.of(folder)  # nothing is written, so that the folder may be read only
+        _say_if_stopped_early(result)
+        return result
     with locked(folder):
         if (folder / "summary.json").is_file():
             result = Result.of(folder)
@@ -212,6 +218,18 @@ def resume(
             Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
         ) as driver:
             return driver.go()
+
+
+def _say_if_stopped_early(result: Result) -> None:
+    summary = result.summary
+    if STOP_REASON in summary:
+        log.warning(
+            "%s stopped early in round %d of %d, and does not go on: %s",
+            result.directory,
+            summary["stopped_in_round"],
+            summary["rounds"],
+            summary[STOP_REASON],
+        )
 
 
 def _refuse_debug(debug: bool, settings: Settings) -> None:

@@ -37,7 +37,7 @@ SELECTION = "selection"
 SCORE = "selection_score"
 """The field of a round's event with the score of the round."""
 
-STOPPED = "stopped_because"
+STOP_REASON = "stopped_because"
 """The field of the last round's event that says why the run stopped before its last round."""
 
 DATA_NAMES: Mapping[SelectionData, str] = {
@@ -312,7 +312,7 @@ class Selection(Observer):
         standing = self.rule.after(self.standing, result.number, score)
         reason = self.rule.reason_to_stop(standing, score)
         if reason and result.number < self.rounds:
-            fields[STOPPED] = reason
+            fields[STOP_REASON] = reason
         return fields
 
     def on_event(self, event: Event) -> None:
@@ -322,7 +322,7 @@ class Selection(Observer):
                 self._by_client[event["client"]] = event["held_out_accuracy"]
         elif event["event"] == "round":
             self.standing = self.rule.after(self.standing, event["round"], event[SCORE])
-            self.stopped_because = event.get(STOPPED, "")
+            self.stopped_because = event.get(STOP_REASON, "")
 
     def _score(self, result: RoundResult, so_far: Fields) -> float | None:
         if self.score_of is None:
@@ -380,6 +380,19 @@ class BestRound:
     on: SelectionData
     accuracy: float | None
 
+    @classmethod
+    def of_summary(cls, summary: Mapping[str, Any]) -> BestRound | None:
+        """The best round as a run's summary has it; None if it has none."""
+        if "best_round" not in summary:
+            return None
+        return cls(
+            round=summary["best_round"],
+            score=summary["best_round_score"],
+            by=summary["selected_by"],
+            on=summary["selected_on"],
+            accuracy=summary["best_round_accuracy"],
+        )
+
     @property
     def sentence(self) -> str:
         """By what it was selected, for people.
@@ -425,7 +438,7 @@ def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
             "selected_by": best.by,
             "selected_on": best.on,
         }
-    if rounds and STOPPED in rounds[-1]:
+    if rounds and STOP_REASON in rounds[-1]:
         fields["stopped_in_round"] = rounds[-1]["round"]
-        fields[STOPPED] = rounds[-1][STOPPED]
+        fields[STOP_REASON] = rounds[-1][STOP_REASON]
     return fields
