@@ -338,6 +338,10 @@ def _runs(groups: Sequence[Group]) -> Html:
     for group in groups:
         for run in (*group.runs, *group.repeats):
             state = "finished" if run.finished else "unfinished"
+            if run.stop_reason:
+                state += f", stopped early: {run.stop_reason}"
+            if run.best is not None:
+                state += f", best {run.best.sentence}"
             state += ", left out: another run has this seed" if run in group.repeats else ""
             reached = run.rounds[-1]["round"] if run.rounds else 0
             body.append(

@@ -24,6 +24,7 @@ from rich.progress import (
 from fedstill.metrics.classification import METRICS
 from fedstill.report.terminal import percent
 from fedstill.running.compare import Outcome
+from fedstill.running.selection import STOP_REASON
 
 # How far runs are, on the standard error: bars in a terminal, plain lines in a file or a pipe.
 
@@ -196,10 +197,13 @@ class Lines:
         number, passed = int(event["round"]), self._passed()
         first = self._first
         self._first = first or (number, passed)
-        if not (first is None or number == rounds or self._due()):
+        is_last = number == rounds or STOP_REASON in event
+        if not (first is None or is_last or self._due()):
             return
         each = passed if first is None else (passed - first[1]) / (number - first[0])
-        ahead = f", about {duration(each * (rounds - number))} left" if number < rounds else ""
+        ahead = "" if is_last else f", about {duration(each * (rounds - number))} left"
+        if STOP_REASON in event:
+            ahead = f", stopped early: {event[STOP_REASON]}"
         self._say(
             f"{', '.join([f'round {number} of {rounds}', *_numbers(event)])}, "
             f"{duration(passed)}{ahead}"

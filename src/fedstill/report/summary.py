@@ -85,6 +85,14 @@ COLUMNS = (
     ),
     Column("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
     Column(
+        "best_round_accuracy",
+        "selected round",
+        "%",
+        100,
+        2,
+        "top-1 accuracy of the round that select_on has selected as the best one",
+    ),
+    Column(
         "mean_accuracy_last_10",
         "mean of last 10",
         "%",
@@ -353,7 +361,7 @@ class Row:
 def rows(groups: Sequence[Group]) -> list[Row]:
     """The table: one line a group."""
     return [
-        Row(g.label, g.counted, _note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS})
+        Row(g.label, g.counted, rounds_note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS})
         for g in groups
     ]
 
@@ -371,14 +379,28 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     return [*first, *(m for m in there if m not in (*first, *PERSONAL))]
 
 
-def _note(group: Group) -> str:
-    open_runs = [r for r in group.runs if not r.finished]
-    if not open_runs:
-        return ""
-    reached = [r.rounds[-1]["round"] if r.rounds else 0 for r in open_runs]
-    rounds = f"{min(reached)}" if min(reached) == max(reached) else f"{min(reached)}–{max(reached)}"
-    who = "" if len(group.runs) == 1 else f"{len(open_runs)} of {len(group.runs)} runs "
-    return f"{who}unfinished, at round {rounds} of {open_runs[0].asked}"
+def rounds_note(group: Group) -> str:
+    """Which runs of a group have fewer rounds than they were asked for, and why."""
+    unfinished = [run for run in group.runs if not run.finished]
+    stopped = [run for run in group.runs if run.finished and run.stop_reason]
+    notes = []
+    if unfinished:
+        notes.append(f"{_share_of(group, unfinished)}unfinished, at {_reached(unfinished)}")
+    if stopped:
+        notes.append(f"{_share_of(group, stopped)}stopped early, in {_reached(stopped)}")
+    return "; ".join(notes)
+
+
+def _share_of(group: Group, runs: Sequence[Run]) -> str:
+    return "" if len(group.runs) == 1 else f"{len(runs)} of {len(group.runs)} runs "
+
+
+def _reached(runs: Sequence[Run]) -> str:
+    """The rounds that runs have reached, of those that they were asked for."""
+    reached = [run.rounds[-1]["round"] if run.rounds else 0 for run in runs]
+    first, last = min(reached), max(reached)
+    rounds = f"{first}" if first == last else f"{first}–{last}"
+    return f"round {rounds} of {runs[0].asked}"
 
 
 # What packages add below the table of a comparison.

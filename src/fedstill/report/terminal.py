@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fedstill.metrics.classification import METRICS
 from fedstill.report.leaks import HEAD, leak_rows
-from fedstill.report.summary import COLUMNS, PERSONAL, Column, best_first
+from fedstill.report.summary import COLUMNS, PERSONAL, Column, best_first, rounds_note
 from fedstill.running.groups import Group, differing_schedule, schedule_cells
 from fedstill.running.preparation import Prepared
 from fedstill.running.split_file import StoredSplit
@@ -230,7 +230,13 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
         shown += among(*(f"own_test_{metric}" for metric in METRICS))
         if any(group.own_models for group in compared):
             shown += PERSONAL
-        shown += among("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
+        shown += among(
+            "accuracy",
+            "best_round_accuracy",
+            "mean_accuracy_last_10",
+            "best_accuracy",
+            "forgetting",
+        )
         shown += among(*METRICS)
     shown += among("epsilon")
     shown += [column for column in COLUMNS if column.key == "seconds"]
@@ -243,7 +249,8 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
             spread = group.mean_spread(column.key)
             digits = 1 if column.unit == "%" else column.digits
             cells.append(spread.text(column.scale, digits) if spread else "–")
-        label = group.label if group.finished else f"{group.label}, unfinished"
+        note = rounds_note(group) if group.finished else "unfinished"
+        label = f"{group.label}, {note}" if note else group.label
         rows.append([label, *cells, group.counted])
     titles = [f"{column.title} [{column.unit}]" for column in shown]
     return table(["", *schedule.values(), *titles, "seeds"], rows)

@@ -21,6 +21,7 @@ from fedstill.running.archive import folder_of, packs_below, readable
 from fedstill.running.journal import Event, with_later_looks
 from fedstill.running.numbers import Numbers, RunNumbers
 from fedstill.running.same_run import check_config, check_journal
+from fedstill.running.selection import STOP_REASON, BestRound, best_round
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
 CONFIG = "config.toml"
@@ -71,6 +72,16 @@ class Run:
     def classes(self) -> list[str]:
         """The names of the classes; empty for a run that has not started."""
         return [str(name) for name in self.start.get("classes", [])]
+
+    @property
+    def stop_reason(self) -> str:
+        """Why it stopped before the last round that it was asked for; empty if it did not."""
+        return str(self.rounds[-1].get(STOP_REASON, "")) if self.rounds else ""
+
+    @property
+    def best(self) -> BestRound | None:
+        """Its best round; None if its rounds were not compared."""
+        return best_round(self.start, self.rounds)
 
     def versions(self, name: str) -> list[str]:
         """The versions of fedstill, torch, numpy or Python that it was run with, or the cards, in

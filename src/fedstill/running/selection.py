@@ -37,6 +37,11 @@ SELECTION = "selection"
 SCORE = "selection_score"
 """The field of a round's event with the score of the round."""
 
+BEST = ("best_round", "best_round_score", "best_round_accuracy")
+"""The fields of a round's event with the best round so far: its number, its score, and its accuracy
+on the test set.
+"""
+
 STOP_REASON = "stopped_because"
 """The field of the last round's event that says why the run stopped before its last round."""
 
@@ -55,13 +60,15 @@ DATA_NAMES: Mapping[SelectionData, str] = {
 class Standing:
     """How the rounds so far compare.
 
-    ``best``: the best round, the first of equal ones; None if none has a score. ``score``: that of
-    the best round. ``reference``: the score that a round must exceed by ``stop.min_delta`` to count
-    as better. ``waited``: the number of rounds since a round counted as better.
+    ``best``: the best round, the first of equal ones; None if none has a score. ``score``,
+    ``accuracy``: of the best round, the latter on the test set. ``reference``: the score that a
+    round must exceed by ``stop.min_delta`` to count as better. ``waited``: the number of rounds
+    since a round counted as better.
     """
 
     best: int | None = None
     score: float | None = None
+    accuracy: float | None = None
     reference: float | None = None
     waited: int = 0
 
@@ -88,7 +95,13 @@ class RoundRule:
             gain = -gain
         return gain > margin
 
-    def after(self, standing: Standing, round: int, score: float | None) -> Standing:
+    def after(
+        self,
+        standing: Standing,
+        round: int,
+        score: float | None,
+        accuracy: float | None = None,
+    ) -> Standing:
         """The standing after one more round. A round without a score is not better.
 
         >>> rule = RoundRule("log_loss", larger_is_better=False)
@@ -100,7 +113,7 @@ class RoundRule:
         if score is None:
             return later
         if self.is_better(score, standing.score):
-            later = replace(later, best=round, score=score)
+            later = replace(later, best=round, score=score, accuracy=accuracy)
         if self.is_better(score, standing.reference, self.stop.min_delta):
             later = replace(later, reference=score, waited=0)
         return later
@@ -308,8 +321,14 @@ class Selection(Observer):
                 self.rule.by,
                 DATA_NAMES[self.on],
             )
-        fields: Fields = {SCORE: score}
-        standing = self.rule.after(self.standing, result.number, score)
+        accuracy = result.accuracies["accuracy"]
+        standing = self.rule.after(self.standing, result.number, score, accuracy)
+        fields: Fields = {
+            SCORE: score,
+            "best_round": standing.best,
+            "best_round_score": standing.score,
+            "best_round_accuracy": standing.accuracy,
+        }
         reason = self.rule.reason_to_stop(standing, score)
         if reason and result.number < self.rounds:
             fields[STOP_REASON] = reason
@@ -321,7 +340,9 @@ class Selection(Observer):
             if "held_out_accuracy" in event:
                 self._by_client[event["client"]] = event["held_out_accuracy"]
         elif event["event"] == "round":
-            self.standing = self.rule.after(self.standing, event["round"], event[SCORE])
+            self.standing = self.rule.after(
+                self.standing, event["round"], event[SCORE], event["accuracy"]
+            )
             self.stopped_because = event.get(STOP_REASON, "")
 
     def _score(self, result: RoundResult, so_far: Fields) -> float | None:
@@ -383,7 +404,7 @@ class BestRound:
     @classmethod
     def of_summary(cls, summary: Mapping[str, Any]) -> BestRound | None:
         """The best round as a run's summary has it; None if it has none."""
-        if "best_round" not in summary:
+        if summary.get("best_round") is None:
             return None
         return cls(
             round=summary["best_round"],
@@ -407,37 +428,25 @@ def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
     """The best round, given a journal's event ``start`` and the events of its rounds; None if the
     run compares no rounds, or none has a score.
     """
-    selection: Mapping[str, Any] | None = start.get(SELECTION)
-    if selection is None:
+    if not rounds or rounds[-1].get("best_round") is None:
         return None
-    rule = RoundRule(selection["by"], selection["larger_is_better"])
-    standing = Standing()
-    for event in rounds:
-        standing = rule.after(standing, event["round"], event.get(SCORE))
-    if standing.best is None or standing.score is None:
-        return None
-    accuracy = next(e["accuracy"] for e in rounds if e["round"] == standing.best)
+    last = rounds[-1]
     return BestRound(
-        round=standing.best,
-        score=standing.score,
-        by=selection["by"],
-        on=selection["on"],
-        accuracy=accuracy,
+        round=last["best_round"],
+        score=last["best_round_score"],
+        accuracy=last["best_round_accuracy"],
+        by=start[SELECTION]["by"],
+        on=start[SELECTION]["on"],
     )
 
 
 def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
     """What a summary says of the best round, and of the round in which the run stopped."""
     fields: Fields = {}
-    best = best_round(start, rounds)
-    if best is not None:
-        fields = {
-            "best_round": best.round,
-            "best_round_score": best.score,
-            "best_round_accuracy": best.accuracy,
-            "selected_by": best.by,
-            "selected_on": best.on,
-        }
+    if rounds and SELECTION in start:
+        fields = {name: rounds[-1][name] for name in BEST}
+        fields["selected_by"] = start[SELECTION]["by"]
+        fields["selected_on"] = start[SELECTION]["on"]
     if rounds and STOP_REASON in rounds[-1]:
         fields["stopped_in_round"] = rounds[-1]["round"]
         fields[STOP_REASON] = rounds[-1][STOP_REASON]
