@@ -56,7 +56,7 @@ def test_run_and_resume_say_which_round_is_the_best_and_why_the_run_stopped(
         screen = capsys.readouterr()
         summary = summary_of(tmp_path / "one")
         assert f"round {summary['stopped_in_round']} of 30" in screen.out
-        assert f"round {summary['best_round']}" in screen.out
+        assert f"{summary['best_round']}, by accuracy on" in screen.out
         assert "held-out data" in screen.out
         assert "stop.patience" in screen.out + screen.err
 

@@ -166,6 +166,18 @@ def test_a_callback_is_added_as_the_page_says(
     assert said[5].startswith("stopped after round ")
 
 
+@pytest.mark.uses("export")
+def test_the_best_round_is_kept_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("keep_the_best_round.md", tmp_path, capsys)
+    execute("keep_the_best_round.md", {})
+    card = (tmp_path / "best" / "README.md").read_text()
+    best = read_journal(tmp_path / "run" / "journal.jsonl")[-1]["best_round"]
+    assert f"after round {best} of 100" in card
+
+
 def test_measures_of_both_kinds_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,12 +184,15 @@ def _of_selection(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     best = BestRound.of_summary(summary)
     if best is not None:
-        rows.append(("best round", f"{best.sentence}: {best.score:.4g}"))
+        value = f"{best.round}, by {best.criterion} ({best.score:.4g})"
+        rows.append(("selected round", value))
         if best.accuracy is not None and best.on != "test":
-            rows.append((f"accuracy, round {best.round}", percent(best.accuracy)))
+            rows.append(("accuracy, selected round", percent(best.accuracy)))
     if STOP_REASON in summary:
-        reached = f"round {summary['stopped_in_round']} of {summary['rounds']}"
-        rows.append(("stopped early", f"in {reached}: {summary[STOP_REASON]}"))
+        stopped_in = summary["stopped_in_round"]
+        asked_for = summary["rounds"]
+        value = f"in round {stopped_in} of {asked_for}: {summary[STOP_REASON]}"
+        rows.append(("stopped early", value))
     return rows
 
 

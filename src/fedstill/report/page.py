@@ -341,7 +341,7 @@ def _runs(groups: Sequence[Group]) -> Html:
             if run.stop_reason:
                 state += f", stopped early: {run.stop_reason}"
             if run.best is not None:
-                state += f", best {run.best.sentence}"
+                state += f", round {run.best.round} selected by {run.best.criterion}"
             state += ", left out: another run has this seed" if run in group.repeats else ""
             reached = run.rounds[-1]["round"] if run.rounds else 0
             body.append(

@@ -415,13 +415,13 @@ class BestRound:
         )
 
     @property
-    def sentence(self) -> str:
+    def criterion(self) -> str:
         """By what it was selected, for people.
 
-        >>> BestRound(round=7, score=0.5, by="accuracy", on="held_out", accuracy=0.4).sentence
-        'round 7, selected by accuracy on held-out data'
+        >>> BestRound(round=7, score=0.5, by="accuracy", on="held_out", accuracy=0.4).criterion
+        'accuracy on held-out data'
         """
-        return f"round {self.round}, selected by {self.by} on {DATA_NAMES[self.on]}"
+        return f"{self.by} on {DATA_NAMES[self.on]}"
 
 
 def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
