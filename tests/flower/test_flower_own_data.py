@@ -27,6 +27,7 @@ from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.result import Result
 from fedstill.running.runner import run
 from flowers import needs_flower
 
@@ -201,3 +202,36 @@ def test_real_sites_take_the_measures_that_say_so_and_no_others(tmp_path: Path) 
     assert not any("label_counts" in e or "correct_by_class" in e for e in events), (
         "they stay at the site"
     )
+
+
+@pytest.mark.parametrize("method", ["scaffold", "ditto"])
+def test_rounds_are_compared_on_what_sites_hold_out_as_in_a_simulation(
+    method: str, tmp_path: Path
+) -> None:
+    """A global model is tested by all sites in a stage of its own; no site sends an example."""
+    asked = toys.stopping_early(
+        method, topology={"clients": CLIENTS}, stop={"patience": 2}, measure=(), data={}
+    )
+    whole = run(asked, tmp_path / "whole", toys.blobs())
+    there = sites(simulated(asked), tmp_path)
+    over(asked, there, tmp_path / "there")
+    result = Result.of(tmp_path / "there")
+    scores, expected = (
+        [event["selection_score"] for event in events] for events in (result.history, whole.history)
+    )
+    assert scores == expected
+    for key in ("best_round", "best_round_score", "stopped_in_round", "selected_on"):
+        assert result.summary[key] == whole.summary[key]
+    tested = [e for e in read_journal(tmp_path / "there/journal.jsonl") if "held_out_accuracy" in e]
+    stage = "personal" if method == "ditto" else "held_out_test"
+    assert {event["name"] for event in tested} == {stage}
+    assert len(tested) == CLIENTS * len(result.history)
+
+
+@pytest.mark.uses("privacy")
+def test_with_secure_sums_sites_test_nothing_on_what_they_hold_out(tmp_path: Path) -> None:
+    asked = toys.stopping_early(
+        "moon", topology={"clients": CLIENTS}, measure=(), data={}, privacy={"secure_sum": True}
+    )
+    with pytest.raises(ConfigError, match="secure sums"):
+        over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")

@@ -21,6 +21,7 @@ from fedstill.config.settings import NamedTables, Settings
 from fedstill.config.stages import (
     PlanTable,
     ReadMethod,
+    held_out_share,
     own_plans,
     read_method,
     read_plans,
@@ -383,7 +384,25 @@ class Parts:
     @cached_property
     def schedule(self) -> Schedule:
         """The stages of all rounds."""
-        return schedule_of(self.method.built, self.topology.build(), self.stream.named.name)
+        return schedule_of(
+            self.method.built,
+            self.topology.build(),
+            self.stream.named.name,
+            sites_test_rounds=self._sites_test_rounds,
+        )
+
+    @property
+    def _sites_test_rounds(self) -> bool:
+        """Whether real sites test the global model on what they hold out, to compare rounds by."""
+        on_sites = self.top.engine == "flower" and self.flower.data == "sites"
+        is_hidden = any(table.hides_client_models for table in self.packages.values())
+        if not on_sites or is_hidden or self.method.built.personal:
+            return False
+        if not held_out_share(self.plans):
+            return False
+        if self.top.select_on is None:
+            return self.stop.is_active
+        return self.top.select_on == "held_out"
 
 
 BLOCKING = {UNKNOWN_KEY, NO_EFFECT, CONTRADICTION, NOT_A_TABLE}

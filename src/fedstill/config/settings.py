@@ -24,6 +24,7 @@ from fedstill.config.tables import (
     with_package_tables,
 )
 from fedstill.config.validation import PackageTable
+from fedstill.continual.task_test import HeldOutTestStage
 from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
@@ -121,6 +122,11 @@ class Settings(TopKeys):
     def selects_round(self) -> bool:
         """Whether rounds are compared: to keep the best one, or to end the run early."""
         return self.select_on is not None or self.stop.is_active
+
+    @property
+    def sites_test_rounds(self) -> bool:
+        """Whether real sites test the global model on what they hold out, to compare rounds by."""
+        return any(isinstance(provider, HeldOutTestStage) for provider in self.schedule.providers)
 
     @property
     def measured_in(self) -> frozenset[int]:

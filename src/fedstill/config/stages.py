@@ -23,7 +23,11 @@ from fedstill.config.validation import (
     model_of_record,
     validated,
 )
-from fedstill.continual.task_test import TASK_TEST, TaskTests
+from fedstill.continual.task_test import (
+    TEST_STAGES,
+    HeldOutTestStage,
+    TaskTests,
+)
 from fedstill.core.capabilities import Need
 from fedstill.core.census import CENSUS, CensusStages
 from fedstill.core.errors import ConfigError, UnknownName, suggestion
@@ -37,15 +41,23 @@ from fedstill.core.user_code import returned
 from fedstill.methods.fit import FIT, FITTING, FitStage
 from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
 
-SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS, TASK_TEST})
+SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS}) | TEST_STAGES
 """Stages that a method need not know itself."""
 
 
-def schedule_of(method: Method, topology: Topology, stream_kind: str) -> Schedule:
-    """A run's schedule: the topology's stages, and those that method and tasks ask for."""
+def schedule_of(
+    method: Method, topology: Topology, stream_kind: str, *, sites_test_rounds: bool = False
+) -> Schedule:
+    """A run's schedule: the topology's stages, and those that method, tasks and ``select_on`` ask
+    for.
+
+    ``sites_test_rounds``: whether real sites test the global model after every round.
+    """
     providers: list[StageProvider] = [FitStage(), RidgeStage()]
     if stream_kind == SITES and not method.personal:
         providers.append(TaskTests())
+    if sites_test_rounds:
+        providers.append(HeldOutTestStage())
     if Need.LABEL_COUNTS in method.requires():
         providers.append(CensusStages())
     return Schedule(method, topology, tuple(providers))
@@ -238,6 +250,15 @@ def _refuse_without_effect(plans: PlanTable, method: Method, experiment: Experim
             hint=f"set {keys}",
         )
         raise WrongConfig([problem])
+
+
+def held_out_share(plans: Mapping[str, Plan]) -> float:
+    """The share of its data that a client holds out in every stage in which it trains.
+
+    The examples of a smaller share are among those of a larger one.
+    """
+    shares = [plan.validation for plan in plans.values() if plan.epochs or plan.steps]
+    return min(shares, default=0.0)
 
 
 def own_plans(method: Method, topology: Named) -> dict[str, Plan]:

@@ -1,5 +1,7 @@
-"""The stage ``task_test``: at each task's end, real sites test the global model on their own data
-of the tasks so far.
+"""Stages in which real sites only test the global model on their own data.
+
+``task_test``: at each task's end, on their test sets of the tasks so far. ``held_out_test``: after
+every round, on the examples that they hold out, to compare rounds by.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from fedstill.core.topology import everyone
 from fedstill.core.work import ClientWork
 
 TASK_TEST = "task_test"
-"""The name of the stage."""
+"""The name of the stage at a task's end."""
+
+HELD_OUT_TEST = "held_out_test"
+"""The name of the stage after every round."""
+
+TEST_STAGES = frozenset({TASK_TEST, HELD_OUT_TEST})
+"""The names of both."""
 
 
 class BeTested(ClientWork):
@@ -86,3 +94,17 @@ class TaskTests(StageProvider):
         if round == 0 or not world.stream.ends(round):
             return stages
         return [*stages, Stage(round, 0, TASK_TEST, everyone(world, round))]
+
+
+class HeldOutTestStage(StageProvider):
+    """Provides the stage ``held_out_test``, as the last one of every round."""
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """Who acts in the stage."""
+        return {HELD_OUT_TEST: OnlyTest()}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """A round's stages, before a test by all clients."""
+        if round == 0:
+            return stages
+        return [*stages, Stage(round, 0, HELD_OUT_TEST, everyone(world, round))]

@@ -105,6 +105,7 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "seconds_reused": _seconds,
     "site_accuracy": _share,
     "held_out_accuracy": _share,
+    "held_out_examples": is_count,
     "site_by_task": _list_of(lambda v: v is None or _share(v)),
     "site_metrics": _table,
     "site_scores": _table,

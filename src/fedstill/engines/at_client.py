@@ -122,20 +122,22 @@ class OwnTestSets(ClientHook):
 
 @dataclass(frozen=True)
 class HeldOutTests(ClientHook):
-    """Tests a client's own model on the examples that the client holds out.
+    """Tests a client's model on the examples that the client holds out.
 
-    ``stages``: those after which the model is the client's answer, in the order of their names.
+    ``stages``: those after which it does, in the order of their names.
     """
 
     stages: tuple[str, ...]
 
     def measured(self, seen: AtClient) -> dict[str, Any]:
-        """``held_out_accuracy``; nothing in other stages, and without held-out examples."""
+        """``held_out_accuracy``, and ``held_out_examples``, how many they are; nothing in other
+        stages, and without held-out examples.
+        """
         held_out = seen.view.validation
         if seen.stage.name not in self.stages or held_out is None:
             return {}
         right = sum(seen.correct_by_class(seen.end, held_out))
-        return {"held_out_accuracy": right / len(held_out)}
+        return {"held_out_accuracy": right / len(held_out), "held_out_examples": len(held_out)}
 
 
 def _outputs_among_seen(seen: AtClient) -> dict[int, Outputs]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fedstill.continual.task_test import TASK_TEST
+from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import ClientHook
 from fedstill.core.records import SERVER, Stage
@@ -54,7 +54,7 @@ class ClientMeasures(ClientHook):
 
     def due(self, stage: Stage) -> bool:
         """Whether clients measure in this stage."""
-        if not self.named or stage.name == TASK_TEST:
+        if not self.named or stage.name in TEST_STAGES:
             return False
         return stage.round in self.rounds or (stage.name == FIT and bool(self.rounds))
 

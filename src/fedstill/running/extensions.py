@@ -31,7 +31,7 @@ from fedstill.engines.client_measures import ClientMeasures
 from fedstill.metrics.classification import RunMetrics
 from fedstill.running.hostile_clients import hostile_middleware
 from fedstill.running.kept_updates import update_keepers
-from fedstill.running.selection import clients_test_held_out
+from fedstill.running.selection import stages_of_held_out_tests
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ def client_extensions(
     hooks: list[ClientHook] = []
     for part in manifest.client_extensions():
         hooks += part.load()(settings, world, is_real_site)
-    if clients_test_held_out(settings):
-        hooks.append(HeldOutTests(tuple(sorted(settings.method.personal))))
+    tested = stages_of_held_out_tests(settings)
+    if tested:
+        hooks.append(HeldOutTests(tuple(sorted(tested))))
     return (*hooks, measured, OwnTestSets(metrics, as_histograms=is_real_site))
 
 

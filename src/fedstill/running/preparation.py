@@ -16,10 +16,12 @@ import torch
 from fedstill import manifest
 from fedstill.config.data_table import NO_DATA, unseen_examples
 from fedstill.config.settings import Settings
+from fedstill.config.stages import held_out_share
 from fedstill.config.tables import DataTable
+from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
-from fedstill.core.records import Examples
+from fedstill.core.records import Examples, Plan
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
@@ -35,6 +37,7 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.measures.base import Room, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
+from fedstill.methods.ridge import NO_TRAINING
 from fedstill.metrics.classification import NO_METRICS, RunMetrics
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
@@ -288,7 +291,7 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
         model=world.model,
         passes=lambda spec: ModelPasses(spec, inputs),
         inputs=inputs,
-        plans=dict(settings.plans),
+        plans=_plans_of_views(settings),
         seed=settings.seed,
         public=_on_device(data.public, device),
         common_test=_on_device(data.test, device),
@@ -300,6 +303,15 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
         tasks=tasks,
         flipped=flipped,
     )
+
+
+def _plans_of_views(settings: Settings) -> dict[str, Plan]:
+    """The plan of each stage, as far as it says what clients hold out in it."""
+    plans = dict(settings.plans)
+    if settings.sites_test_rounds:
+        share = held_out_share(settings.plans)
+        plans[HELD_OUT_TEST] = replace(NO_TRAINING, validation=share)
+    return plans
 
 
 def _on_device(examples: Examples | None, device: str) -> Examples | None:

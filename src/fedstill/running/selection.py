@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from fedstill.config.settings import Settings
+from fedstill.config.stages import held_out_share
 from fedstill.config.tables import SelectionData, StopTable
+from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event, Fields, Observer
-from fedstill.core.records import Examples, Plan
+from fedstill.core.records import Examples
 from fedstill.core.results import Predictors, RoundResult
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
@@ -186,12 +188,12 @@ def _no_held_out(settings: Settings, sites: SiteViews) -> str:
         return ""
     if not held_out_share(settings.plans):
         return "clients hold no examples out; set plan.validation, 0.1 say"
-    if settings.on_sites:
+    if settings.on_sites and not settings.sites_test_rounds:
         return (
-            "sites keep the examples that they hold out, and the server cannot score its model on "
-            "them; give the server a test set or labelled public data"
+            "with secure sums no site reports how good a model is on its data; give the server "
+            "public examples with labels, or a test set"
         )
-    if not len(held_out_examples(settings, sites)):
+    if not settings.on_sites and not len(held_out_examples(settings, sites)):
         return "every client is too small to hold an example out; set a larger plan.validation"
     return ""
 
@@ -219,19 +221,13 @@ def _no_test(settings: Settings, sites: SiteViews) -> str:
     return ""
 
 
-def clients_test_held_out(settings: Settings) -> bool:
-    """Whether clients test models of their own on what they hold out, to compare rounds by."""
-    is_on_held_out = settings.select_on in (None, "held_out")
-    return settings.selects_round and is_on_held_out and bool(settings.method.personal)
-
-
-def held_out_share(plans: Mapping[str, Plan]) -> float:
-    """The share of its data that a client holds out in every stage in which it trains.
-
-    The examples of a smaller share are among those of a larger one.
-    """
-    shares = [plan.validation for plan in plans.values() if plan.epochs or plan.steps]
-    return min(shares, default=0.0)
+def stages_of_held_out_tests(settings: Settings) -> frozenset[str]:
+    """The stages after which clients test a model on what they hold out; empty if they do not."""
+    if settings.sites_test_rounds:
+        return frozenset({HELD_OUT_TEST})
+    if settings.selects_round and settings.select_on in (None, "held_out"):
+        return frozenset(settings.method.personal)
+    return frozenset()
 
 
 def held_out_examples(settings: Settings, sites: SiteViews) -> Examples:
@@ -256,6 +252,20 @@ def field_score(name: str) -> RoundScore:
         return value
 
     return score
+
+
+def reported_score(result: RoundResult, so_far: Fields) -> float | None:
+    """The accuracy of the server's model on what all sites hold out, as they reported it in the
+    stage ``held_out_test``.
+    """
+    reports = [event for event in result.client_events if event["name"] == HELD_OUT_TEST]
+    examples = 0
+    right = 0
+    for report in reports:
+        count = report.get("held_out_examples", 0)
+        examples += count
+        right += round(report.get("held_out_accuracy", 0.0) * count)
+    return right / examples if examples else None
 
 
 @dataclass(frozen=True)
@@ -285,9 +295,9 @@ def _common_predictor(predictors: Predictors) -> Callable[[Tensor], Tensor] | No
 class Selection(Observer):
     """Scores every round, and knows the best one and whether the run stops.
 
-    ``on``: the data. ``examples``: how many they are; None if clients have them. ``rounds``: how
-    many the run has at most. ``score_of``: gives a round's score; None where clients with models of
-    their own report it.
+    ``on``: the data. ``examples``: how many they are; None if only clients know. ``rounds``: how
+    many the run has at most. ``score_of``: gives a round's score; None where it is the mean of what
+    clients last reported of models of their own, after ``stages``.
     """
 
     rule: RoundRule
@@ -374,6 +384,8 @@ def selection_of(prepared: Prepared) -> Selection | None:
         if on == "test":
             return replace(selection, score_of=field_score("own_test_accuracy"))
         return replace(selection, stages=frozenset(settings.method.personal))
+    if settings.sites_test_rounds:
+        return replace(selection, score_of=reported_score)
     if on == "test" or settings.data.test_from == "held_out":
         assert sites.common_test is not None  # the rules of a run ask for it
         tests = len(sites.common_test)
