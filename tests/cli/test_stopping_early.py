@@ -91,6 +91,7 @@ def test_the_model_of_the_best_round_is_exported_with_the_numbers_of_that_round(
     assert isinstance(accuracy, float)
     assert f"{100 * accuracy:.1f} %" in card
     assert "trained further" not in card
+    assert f"stopped early, in round {summary['stopped_in_round']} of 30" in card
 
     assert call(["export", "one", "--round", str(best), "--pt2", "same.pt2"]) == 0
     for round in ("1", "last"):
@@ -157,3 +158,19 @@ def test_the_number_of_a_round_is_a_whole_one(config: Path, tmp_path: Path) -> N
     assert call(["run", str(config), "--out", "one", "-q"]) == 0
     with pytest.raises(ConfigError, match="round"):
         fedstill.load_model("one", round=2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.uses("attribution")
+def test_rounds_that_a_stopped_run_does_not_have_are_not_gone_through_again(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["run", str(config), "--out", "one", "-q"]) == 0
+    last = summary_of(tmp_path / "one")["stopped_in_round"]
+    assert isinstance(last, int)
+    capsys.readouterr()
+    words = ["why", "one", "--without", "0", "--from", str(last - 1), "--rounds", "9", "-q"]
+    assert call(words) == 0
+    table = capsys.readouterr().out
+    rounds = [line.split()[0] for line in table.splitlines() if line[:1].isdigit()]
+    assert rounds == [str(last - 1), str(last)]
+    assert call(["why", "one", "--without", "0", "--from", str(last + 1), "-q"]) == 2

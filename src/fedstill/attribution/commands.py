@@ -217,7 +217,8 @@ def _without(
     replay = Replay.of_round(directory, first)
     run = read_run(directory)
     settings = replay.prepared.settings
-    last = min(first + count - 1, settings.rounds)
+    # The run may have stopped early, or be unfinished.
+    last = min(first + count - 1, len(run.rounds))
     if client >= settings.clients:
         return say(f"--without {client}: the run has clients 0 to {settings.clients - 1}", 2)
     if first > last:
@@ -288,9 +289,9 @@ def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
     replay = Replay.of_round(directory, round)
     run = read_run(directory)
     settings = replay.prepared.settings
-    if client >= settings.clients or round > settings.rounds:
+    if client >= settings.clients or round > len(run.rounds):
         return say(
-            f"the run has clients 0 to {settings.clients - 1} and rounds 1 to {settings.rounds}", 2
+            f"the run has clients 0 to {settings.clients - 1} and rounds 1 to {len(run.rounds)}", 2
         )
 
     def exchanges(count: int) -> None:

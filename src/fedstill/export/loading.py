@@ -44,7 +44,7 @@ from fedstill.running.preparation import read_data, with_pixels
 from fedstill.running.remote import remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
-from fedstill.running.selection import SELECTION, best_round
+from fedstill.running.selection import SELECTION, STOP_REASON, best_round
 from fedstill.running.start_weights import body_of
 from fedstill.running.stored_memory import StoredMemory
 from fedstill.running.world import RunWorld, started, world_of
@@ -219,6 +219,8 @@ def load_model(
     if one_client is not None:
         about["own_after"] = sorted(settings.method.personal)
     about |= _counted(start[0])
+    if STOP_REASON in events[-1]:
+        about["stopped_in_round"] = events[-1]["round"]
     if inputs.standardise:
         about["standardised"] = inputs.standardise
     about |= {key: start[0][key] for key in journals.VERSIONS if key in start[0]}

@@ -155,6 +155,9 @@ def _facts(model: TrainedModel) -> dict[str, str]:
         about, "train_examples", f"training {model.inputs.many_or_examples}"
     )
     versions = [f"{k} {about[k]}" for k in ("fedstill", "torch", "numpy", "python") if k in about]
+    rounds = f"{about['rounds']} rounds"
+    if "stopped_in_round" in about:
+        rounds = f"stopped early, in round {about['stopped_in_round']} of {about['rounds']}"
     return {
         "what": f"{name}, after round {about['round']} of {about['rounds']}{status}",
         "network": f"{about['network']}; {numbers:,} parameters",
@@ -163,7 +166,7 @@ def _facts(model: TrainedModel) -> dict[str, str]:
         "method": f"{_with_fields(about, 'method')}{_summary(about['method'])}",
         "data": f"{data}, split by {_with_fields(about, 'partition')} over {about['clients']} "
         "clients",
-        "schedule": f"{_with_fields(about, 'topology')}; {about['rounds']} rounds",
+        "schedule": f"{_with_fields(about, 'topology')}; {rounds}",
         "seed": str(about["seed"]),
         "versions": ", ".join(versions),
     }

@@ -25,7 +25,9 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
+from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare_again
+from fedstill.running.selection import STOP_REASON
 from fedstill.running.stored_memory import StoredMemory
 
 # ---- other clients -------------------------------------------------------------------------------
@@ -116,6 +118,13 @@ class Replay:
         if state.stage >= len(stages):
             return state.round + 1
         return state.round
+
+    @property
+    def last(self) -> int:
+        """The last round of the run; the one in which it stopped, if it stopped early."""
+        events = read_journal(self.folder / "journal.jsonl")
+        stopped = [event["round"] for event in events if STOP_REASON in event]
+        return stopped[-1] if stopped else self.prepared.settings.rounds
 
     @contextmanager
     def session(
@@ -214,7 +223,7 @@ class Session:
         """
         prepared = self.replay.prepared
         if last is None:
-            last = prepared.settings.rounds
+            last = self.replay.last
         while self.state.round <= last:
             number = self.state.round
             is_over = number < self.replay.start
