@@ -17,9 +17,10 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, TooFewReplies
-from fedstill.core.records import Examples
+from fedstill.core.records import Examples, Stage
 from fedstill.core.registry import register
 from fedstill.engines.at_client import AtClient
+from fedstill.engines.client_measures import ClientMeasures
 from fedstill.flower.client_app import client_app
 from fedstill.flower.loopback import LoopbackGrid
 from fedstill.flower.site import Clerk
@@ -235,3 +236,23 @@ def test_with_secure_sums_sites_test_nothing_on_what_they_hold_out(tmp_path: Pat
     )
     with pytest.raises(ConfigError, match="secure sums"):
         over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+
+
+@pytest.mark.parametrize("by", ["auc", "log_loss", "f1"])
+def test_rounds_are_compared_by_histograms_that_sites_send(by: str, tmp_path: Path) -> None:
+    asked = toys.stopping_early(
+        topology={"clients": CLIENTS}, rounds=4, measure=(), data={}, rank_by=by
+    )
+    whole = run(asked, tmp_path / "whole", toys.blobs())
+    over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+    result = Result.of(tmp_path / "there")
+    scores, expected = (
+        [event["selection_score"] for event in events] for events in (result.history, whole.history)
+    )
+    assert scores == pytest.approx(expected, abs=0.0 if by == "f1" else 0.01)
+    assert result.summary["selected_by"] == by
+
+
+def test_a_histogram_that_a_site_makes_up_is_refused() -> None:
+    report = {"held_out_examples": 3, "held_out_histograms": {"confusion": [[3]]}}
+    assert "held_out_histograms" in ClientMeasures().refuses(report, Stage(1, 0, "x", (0,)), 5)

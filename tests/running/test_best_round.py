@@ -295,6 +295,54 @@ def test_public_examples_are_scored_by_their_labels(tmp_path: Path) -> None:
     assert float(right.double().mean()) == result.summary["best_round_score"]
 
 
+@pytest.mark.parametrize("on", ["held_out", "public"])
+def test_rounds_are_compared_by_rank_by_and_of_a_loss_the_least_is_the_best(
+    on: str, tmp_path: Path
+) -> None:
+    experiment = toys.stopping_early(
+        rank_by="log_loss", select_on=on, data={"public": 40}, stop={"patience": 1}
+    ).with_values({"plan.lr": 3.0}, "test")
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    losses = scores(result)
+    assert result.summary["best_round"] == 1 + losses.index(min(losses))
+    assert result.summary["selected_by"] == "log_loss"
+    assert min(losses) < losses[0]
+    assert "log_loss" in result.summary["stopped_because"]
+    assert losses[-1] >= losses[-2] == min(losses)
+
+    settings = settle(experiment.with_values({"data.name": "blobs"}, "test"))
+    sites = prepare(settings, toys.blobs()).sites
+    examples = sites.public if on == "public" else held_out_examples(settings, sites)
+    assert examples is not None
+    logits = load_model(result, round="best")(examples.values).detach().double()
+    loss = torch.nn.functional.cross_entropy(logits, examples.labels)
+    assert float(loss) == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_a_loss_reaches_its_target_from_above(tmp_path: Path) -> None:
+    experiment = toys.stopping_early(rank_by="log_loss", stop={"target": 0.8})
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    assert "target" in result.summary["stopped_because"]
+    assert scores(result)[-1] <= 0.8 < min(scores(result)[:-1])
+
+
+def test_on_the_test_set_the_metric_is_that_of_the_round(tmp_path: Path) -> None:
+    experiment = toys.toy(rank_by="auc", select_on="test")
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    assert scores(result) == [event["auc"] for event in result.history]
+    assert result.summary["best_round_score"] == max(event["auc"] for event in result.history)
+
+
+def test_models_of_clients_own_are_compared_by_rank_by(tmp_path: Path) -> None:
+    experiment = toys.toy("ditto", rank_by="brier", plan=HELD_OUT, select_on="held_out")
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    clients = result.clients()
+    last_reports = clients[clients["held_out_score"].notna()].groupby("client")
+    mean = last_reports["held_out_score"].last().mean()
+    assert mean == pytest.approx(scores(result)[-1])
+    assert result.summary["best_round_score"] == min(scores(result))
+
+
 @pytest.mark.uses("flower")
 @pytest.mark.parametrize("method", ["scaffold", "ditto"])
 def test_over_flower_the_same_round_is_the_best_and_the_run_stops_in_the_same(

@@ -106,6 +106,8 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "site_accuracy": _share,
     "held_out_accuracy": _share,
     "held_out_examples": is_count,
+    "held_out_score": _number_or_none,
+    "held_out_histograms": _table,
     "site_by_task": _list_of(lambda v: v is None or _share(v)),
     "site_metrics": _table,
     "site_scores": _table,

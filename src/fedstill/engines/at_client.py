@@ -15,7 +15,14 @@ from fedstill.core.extensions import ClientHook
 from fedstill.core.records import RULED_OUT, SERVER, Examples, Stage, Tensors, View, World
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import Outputs, correct_by_class, outputs_by_example
-from fedstill.metrics.classification import NO_METRICS, Predictions, RunMetrics, as_histograms
+from fedstill.metrics.classification import (
+    ACCURACY,
+    METRICS,
+    NO_METRICS,
+    Predictions,
+    RunMetrics,
+    as_histograms,
+)
 from fedstill.models.contract import predictor
 
 
@@ -124,20 +131,38 @@ class OwnTestSets(ClientHook):
 class HeldOutTests(ClientHook):
     """Tests a client's model on the examples that the client holds out.
 
-    ``stages``: those after which it does, in the order of their names.
+    ``stages``: those after which it does, in the order of their names. ``by``: the metric by which
+    rounds are compared. ``positive``: the positive class if there are two. ``as_histograms``:
+    whether the server computes the metric on the examples of all clients, for which it needs counts
+    and histograms of the scores.
     """
 
     stages: tuple[str, ...]
+    by: str = ACCURACY
+    positive: int = 0
+    as_histograms: bool = False
 
     def measured(self, seen: AtClient) -> dict[str, Any]:
-        """``held_out_accuracy``, and ``held_out_examples``, how many they are; nothing in other
-        stages, and without held-out examples.
+        """``held_out_accuracy``, and ``held_out_examples``, how many they are; with another metric
+        than accuracy ``held_out_score`` or ``held_out_histograms``. Nothing in other stages, and
+        without held-out examples.
         """
         held_out = seen.view.validation
         if seen.stage.name not in self.stages or held_out is None:
             return {}
-        right = sum(seen.correct_by_class(seen.end, held_out))
-        return {"held_out_accuracy": right / len(held_out), "held_out_examples": len(held_out)}
+        outputs = outputs_by_example(predictor(seen.view.model, seen.end), held_out, seen.inputs)
+        labels = held_out.labels.cpu()
+        right = int((outputs.predicted == labels).sum())
+        fields: dict[str, Any] = {
+            "held_out_accuracy": right / len(held_out),
+            "held_out_examples": len(held_out),
+        }
+        if self.by == ACCURACY:
+            return fields
+        predictions = Predictions.of(outputs.logits, outputs.predicted, labels, self.positive)
+        if self.as_histograms:
+            return {**fields, "held_out_histograms": as_histograms(predictions)}
+        return {**fields, "held_out_score": METRICS[self.by].value(predictions)}
 
 
 def _outputs_among_seen(seen: AtClient) -> dict[int, Outputs]:

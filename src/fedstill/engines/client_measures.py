@@ -19,6 +19,10 @@ from fedstill.engines.at_client import AtClient
 from fedstill.engines.reply_cache import class_identity
 from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.methods.fit import FIT
+from fedstill.metrics.classification import wrong_histograms
+
+_HISTOGRAMS = "held_out_histograms"
+"""The field with histograms of scores on what a client holds out."""
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
 """Fields of a client's event that no measure gives."""
@@ -114,6 +118,7 @@ class ClientMeasures(ClientHook):
             or _malformed_measure(metrics, due, classes)
             or _field_of_measure(metrics, self.named)
             or _malformed_probe(metrics, classes)
+            or _malformed_histograms(metrics, classes)
         )
 
 
@@ -172,3 +177,11 @@ def _malformed_probe(metrics: Mapping[str, Any], classes: int) -> str:
     if PROBE not in report or len(report[PROBE]) == classes:
         return ""
     return f"its report {PROBE!r} has {len(report[PROBE])} numbers for {classes} classes"
+
+
+def _malformed_histograms(metrics: Mapping[str, Any], classes: int) -> str:
+    """Whether the histograms that the server joins are none."""
+    if _HISTOGRAMS not in metrics:
+        return ""
+    problem = wrong_histograms(metrics[_HISTOGRAMS], classes)
+    return f"its report {_HISTOGRAMS!r} is malformed: {problem}" if problem else ""

@@ -309,6 +309,32 @@ def from_histograms(report: Mapping[str, Any], positive: int) -> Predictions:
     )
 
 
+def joined(each: Sequence[Predictions]) -> Predictions:
+    """The predictions on several test sets as those on one; at least one."""
+    first = each[0]
+    confusion = sum((one.confusion for one in each), np.zeros_like(first.confusion))
+    confidences = [one.confidence for one in each if one.confidence is not None]
+    if len(confidences) < len(each):
+        return Predictions(confusion=confusion, positive=first.positive)
+    by_class = [
+        _joined_scores([one.by_class[label] for one in each]) for label in range(first.classes)
+    ]
+    return Predictions(
+        confusion=confusion,
+        positive=first.positive,
+        by_class=by_class,
+        confidence=_joined_scores(confidences),
+    )
+
+
+def _joined_scores(each: Sequence[Scores]) -> Scores:
+    return Scores(
+        np.concatenate([one.is_positive for one in each]),
+        np.concatenate([one.scores for one in each]),
+        np.concatenate([one.weights for one in each]),
+    )
+
+
 def auc_error(predictions: Predictions) -> float | None:
     """How far the AUC from histograms may be from the exact one: half the share of pairs of a
     positive and a negative example with equal scores; the mean over the classes of the AUC.

@@ -100,7 +100,14 @@ def client_extensions(
         hooks += part.load()(settings, world, is_real_site)
     tested = stages_of_held_out_tests(settings)
     if tested:
-        hooks.append(HeldOutTests(tuple(sorted(tested))))
+        hooks.append(
+            HeldOutTests(
+                stages=tuple(sorted(tested)),
+                by=settings.rank_by,
+                positive=metrics.positive,
+                as_histograms=settings.sites_test_rounds,
+            )
+        )
     return (*hooks, measured, OwnTestSets(metrics, as_histograms=is_real_site))
 
 

@@ -26,7 +26,15 @@ from fedstill.core.records import Examples
 from fedstill.core.results import Predictors, RoundResult
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
-from fedstill.engines.passes import correct_by_example
+from fedstill.engines.passes import outputs_by_example
+from fedstill.metrics.classification import (
+    ACCURACY,
+    METRICS,
+    Predictions,
+    from_histograms,
+    joined,
+    larger_is_better,
+)
 
 if TYPE_CHECKING:
     from fedstill.running.preparation import Prepared
@@ -129,7 +137,8 @@ class RoundRule:
         if target is not None and score is not None and not self.is_better(target, score):
             return f"{self.by} reached {target:g}, stop.target"
         if 0 < self.stop.patience <= standing.waited:
-            return f"{self.by} did not improve in {standing.waited} rounds, stop.patience"
+            rounds = "1 round" if standing.waited == 1 else f"{standing.waited} rounds"
+            return f"{self.by} did not improve in {rounds}, stop.patience"
         return ""
 
 
@@ -254,34 +263,55 @@ def field_score(name: str) -> RoundScore:
     return score
 
 
-def reported_score(result: RoundResult, so_far: Fields) -> float | None:
-    """The accuracy of the server's model on what all sites hold out, as they reported it in the
-    stage ``held_out_test``.
+@dataclass(frozen=True)
+class SitesScore:
+    """Scores the server's model by what sites reported in the stage ``held_out_test``.
+
+    ``by``: the metric. ``positive``: the positive class if there are two.
     """
-    reports = [event for event in result.client_events if event["name"] == HELD_OUT_TEST]
-    examples = 0
-    right = 0
-    for report in reports:
-        count = report.get("held_out_examples", 0)
-        examples += count
-        right += round(report.get("held_out_accuracy", 0.0) * count)
-    return right / examples if examples else None
+
+    by: str
+    positive: int
+
+    def __call__(self, result: RoundResult, so_far: Fields) -> float | None:
+        """The metric on what all sites hold out; None if no site reported."""
+        reports = [e for e in result.client_events if "held_out_examples" in e]
+        if self.by != ACCURACY:
+            histograms = [e["held_out_histograms"] for e in reports if "held_out_histograms" in e]
+            if not histograms:
+                return None
+            sites = [from_histograms(one, self.positive) for one in histograms]
+            return METRICS[self.by].value(joined(sites))
+        examples = sum(event["held_out_examples"] for event in reports)
+        right = 0
+        for event in reports:
+            right += round(event.get("held_out_accuracy", 0.0) * event["held_out_examples"])
+        return right / examples if examples else None
 
 
 @dataclass(frozen=True)
 class ServerScore:
-    """Scores the server's model on examples that this process has."""
+    """Scores the server's model on examples that this process has.
+
+    ``by``: the metric. ``positive``: the positive class if there are two.
+    """
 
     examples: Examples
     sites: SiteViews
+    by: str
+    positive: int
 
     def __call__(self, result: RoundResult, so_far: Fields) -> float | None:
-        """The accuracy of the first predictor; None without one for all clients."""
+        """The metric of the first predictor; None without one for all clients."""
         predict = _common_predictor(result.predictors)
         if predict is None:
             return None
-        is_right = correct_by_example(predict, self.examples, self.sites.inputs, workers())
-        return float(is_right.double().mean())
+        outputs = outputs_by_example(predict, self.examples, self.sites.inputs, workers())
+        labels = self.examples.labels.cpu()
+        if self.by == ACCURACY:
+            return float((outputs.predicted == labels).double().mean())
+        predictions = Predictions.of(outputs.logits, outputs.predicted, labels, self.positive)
+        return METRICS[self.by].value(predictions)
 
 
 def _common_predictor(predictors: Predictors) -> Callable[[Tensor], Tensor] | None:
@@ -347,8 +377,9 @@ class Selection(Observer):
     def on_event(self, event: Event) -> None:
         """Remember the standing, and what clients reported."""
         if event["event"] == "client" and event["name"] in self.stages:
-            if "held_out_accuracy" in event:
-                self._by_client[event["client"]] = event["held_out_accuracy"]
+            score = event.get("held_out_score", event.get("held_out_accuracy"))
+            if score is not None:
+                self._by_client[event["client"]] = score
         elif event["event"] == "round":
             self.standing = self.rule.after(
                 self.standing, event["round"], event[SCORE], event["accuracy"]
@@ -374,27 +405,29 @@ def selection_of(prepared: Prepared) -> Selection | None:
     if on is None:
         return None
 
+    by = settings.rank_by
+    positive = prepared.metrics.positive
     selection = Selection(
-        rule=RoundRule("accuracy", larger_is_better=True, stop=settings.stop),
+        rule=RoundRule(by, larger_is_better=larger_is_better(by), stop=settings.stop),
         on=on,
         rounds=settings.rounds,
         score_of=None,
     )
     if settings.method.personal:
         if on == "test":
-            return replace(selection, score_of=field_score("own_test_accuracy"))
+            return replace(selection, score_of=field_score(f"own_test_{by}"))
         return replace(selection, stages=frozenset(settings.method.personal))
     if settings.sites_test_rounds:
-        return replace(selection, score_of=reported_score)
+        return replace(selection, score_of=SitesScore(by, positive))
     if on == "test" or settings.data.test_from == "held_out":
         assert sites.common_test is not None  # the rules of a run ask for it
         tests = len(sites.common_test)
-        return replace(selection, score_of=field_score("accuracy"), examples=tests)
+        return replace(selection, score_of=field_score(by), examples=tests)
     examples = sites.public
     if on == "held_out":
         examples = held_out_examples(settings, sites)
     assert examples is not None  # the rules of a run ask for them
-    score = ServerScore(examples, sites)
+    score = ServerScore(examples, sites, by, positive)
     return replace(selection, score_of=score, examples=len(examples))
 
 
