@@ -16,6 +16,7 @@ from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import read_toml
 from fedstill.data.client_split import LabelCounts
+from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
 from fedstill.running.journal import Event, with_later_looks
@@ -97,7 +98,12 @@ class Run:
         looked more than once; or that it summed up from what clients reported, the last key in the
         event of the round.
         """
-        return self.numbers.by_round(key) or self.numbers.by_round(key.rpartition("/")[2])
+        curve = self.numbers.by_round(key)
+        last = key.rpartition("/")[2]
+        # A metric of this name is the run's own, and no sum of what a measure saw.
+        if curve or last in METRICS:
+            return curve
+        return self.numbers.by_round(last)
 
     @functools.cached_property
     def numbers(self) -> RunNumbers:

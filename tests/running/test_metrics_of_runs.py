@@ -1,0 +1,385 @@
+"""Metrics beside accuracy in runs: recorded, the same in all engines, resumed, and ranking."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+
+import fedstill
+import toys
+from fedstill.config.resolve import settle
+from fedstill.config.validation import WrongConfig
+from fedstill.core.errors import ConfigError
+from fedstill.core.results import RoundResult
+from fedstill.data.dataset import Dataset
+from fedstill.data.sources import from_clients, from_tensors
+from fedstill.metrics.classification import METRICS, RECORDED, RunMetrics
+from fedstill.report.page import write_page
+from fedstill.report.summary import best_first, said_of_order
+from fedstill.report.table_files import result_lines
+from fedstill.report.terminal import comparison_table
+from fedstill.running import cautions
+from fedstill.running.compare import Outcome
+from fedstill.running.evaluation import OwnTests
+from fedstill.running.groups import groups
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.tuning import Tuning, parse_space
+from fedstill.running.variants import Variant
+
+ALL = tuple(RECORDED)
+Examples = tuple[torch.Tensor, torch.Tensor]
+
+
+def rare(share: float = 0.06) -> Dataset:
+    """A table of two classes of which the last is rare."""
+    draw = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> Examples:
+        labels = (torch.randperm(count, generator=draw) < share * count).long()
+        values = torch.randn(count, 6, generator=draw) + labels[:, None]
+        return values, labels
+
+    return from_tensors("rare", some(1000), some(1000), classes=("healthy", "ill"))
+
+
+def of_rare(method: object = "fedavg", **changes: object) -> fedstill.Experiment:
+    values: dict[str, object] = {
+        "rounds": 3,
+        "measure": (),
+        "model": "logistic",
+        "partition": "iid",
+        "topology": {"clients": 3},
+        "plan": {"epochs": 4, "lr": 0.1},
+    }
+    return toys.toy(method, **{**values, **changes})
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def logits_of(run: fedstill.Result, values: torch.Tensor) -> torch.Tensor:
+    """What the final model gives, in a pass of its own."""
+    model = fedstill.load_model(run.directory)
+    with torch.no_grad():
+        out: torch.Tensor = model(values)
+    return out
+
+
+# ---- what is recorded ----------------------------------------------------------------------------
+
+
+def test_the_metrics_of_the_last_round_are_those_of_the_final_model(tmp_path: Path) -> None:
+    data = rare()
+    result = fedstill.run(of_rare(metrics=ALL), tmp_path / "run", data=data)
+    logits = logits_of(result, data.test.values)
+    truth = data.test.labels.numpy()
+    scores = torch.softmax(logits.double(), 1).numpy()
+    expected = {
+        "auc": sk.roc_auc_score(truth, scores[:, 1]),
+        "recall": sk.recall_score(truth, scores.argmax(1)),
+        "log_loss": sk.log_loss(truth, scores),
+        "f1": sk.f1_score(truth, scores.argmax(1), average="macro"),
+    }
+    (*_, last) = events(tmp_path / "run", "round")
+    for source in (last, result.summary):
+        assert {name: source[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+        assert source["confusion"] == sk.confusion_matrix(truth, scores.argmax(1)).tolist()
+    (initial,) = events(tmp_path / "run", "initial")
+    assert set(ALL) <= initial.keys()
+
+
+def test_accuracy_is_the_same_with_and_without_metrics(tmp_path: Path) -> None:
+    plain = fedstill.run(toys.toy(), tmp_path / "plain", data=toys.blobs())
+    measured = fedstill.run(toys.toy(metrics=ALL), tmp_path / "measured", data=toys.blobs())
+    for name in ("accuracy", "class_accuracy", "forgetting"):
+        assert [e[name] for e in plain.history] == [e[name] for e in measured.history]
+    assert (tmp_path / "plain/model.safetensors").read_bytes() == (
+        tmp_path / "measured/model.safetensors"
+    ).read_bytes()
+    assert not {*RECORDED} & plain.history[-1].keys()
+    assert "metrics" not in (tmp_path / "plain/config.toml").read_text()
+    assert not {*RECORDED, *(f"best_{name}" for name in METRICS)} & plain.summary.keys()
+
+
+def test_engines_give_the_same_metrics(tmp_path: Path) -> None:
+    measured = {}
+    for engine in ("serial", "pooled", "vectorised"):
+        run = fedstill.run(
+            toys.toy(metrics=ALL, engine=engine), tmp_path / engine, data=toys.blobs()
+        )
+        measured[engine] = [{name: event[name] for name in ALL} for event in run.history]
+    assert measured["pooled"] == measured["serial"]
+    for one, other in zip(measured["vectorised"], measured["serial"], strict=True):
+        numbers = {name: one[name] for name in METRICS}
+        assert numbers == pytest.approx({name: other[name] for name in METRICS}, abs=1e-4)
+
+
+def test_best_rounds_of_metrics_are_in_the_summary(tmp_path: Path) -> None:
+    run = fedstill.run(
+        toys.toy(metrics=("auc", "log_loss"), rounds=4), tmp_path / "run", data=toys.blobs()
+    )
+    assert run.summary["best_auc"] == max(event["auc"] for event in run.history)
+    assert run.summary["best_log_loss"] == min(event["log_loss"] for event in run.history)
+
+
+def test_a_resumed_run_has_the_same_metrics(tmp_path: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["round"] == 1:
+            raise Enough
+
+    experiment = of_clients(metrics=ALL, rank_by="auc")
+    whole = fedstill.run(experiment, tmp_path / "whole", data=hospitals())
+    with pytest.raises(Enough):
+        fedstill.run(experiment, tmp_path / "cut", data=hospitals(), on_round=stop)
+    again = fedstill.resume(tmp_path / "cut", data=hospitals())
+    names = [*ALL, *(f"own_test_{name}" for name in METRICS), "own_test_confusions"]
+    for one, other in zip(whole.history, again.history, strict=True):
+        assert {name: one[name] for name in names} == {name: other[name] for name in names}
+    assert settle(fedstill.load(tmp_path / "cut/config.toml")).rank_by == "auc"
+
+
+def test_tasks_have_metrics_too(tmp_path: Path) -> None:
+    stream = {"kind": "classes", "tasks": 2, "order": [[0, 1], [2, 3, 4]]}
+    changes: dict[str, Any] = {"stream": stream, "rounds": 4, "partition": "iid"}
+    plain = fedstill.run(toys.toy(**changes), tmp_path / "plain", data=toys.blobs())
+    run = fedstill.run(toys.toy(metrics=ALL, **changes), tmp_path / "run", data=toys.blobs())
+    assert plain.history[-1]["accuracy_seen"] == run.history[-1]["accuracy_seen"]
+    matrix = np.array(run.history[-1]["confusion"])
+    assert np.trace(matrix) / matrix.sum() == run.history[-1]["accuracy"]
+
+
+# ---- clients' own test sets ----------------------------------------------------------------------
+
+
+def hospitals() -> Dataset:
+    """Three clients with rows of their own; the test set of the last has one class."""
+    draw = torch.Generator().manual_seed(1)
+
+    def some(count: int, share: float) -> Examples:
+        labels = (torch.arange(count) < share * count).long()
+        return torch.randn(count, 4, generator=draw) + labels[:, None], labels
+
+    pairs = [(some(60, 0.5), some(30, share)) for share in (0.5, 0.2, 0.0)]
+    return from_clients("hospitals", pairs, names=["bern", "chur", "genf"])
+
+
+def of_clients(method: object = "fedavg", **changes: object) -> fedstill.Experiment:
+    partition = {"kind": "column", "column": "client", "own_test": "column"}
+    return of_rare(method, partition=partition, **changes)
+
+
+def prepared(**changes: object) -> Prepared:
+    return prepare(settle(of_clients(**changes)), hospitals())
+
+
+def test_own_tests_have_the_metrics_of_a_common_model(tmp_path: Path) -> None:
+    data = hospitals()
+    run = fedstill.run(of_clients(metrics=ALL), tmp_path / "run", data=data)
+    # The run standardises the table, so the model is asked about standardised rows.
+    inputs = prepare(settle(of_clients()), data).sites.own_tests
+    by_client = run.summary["own_test_auc_by_client"]
+    assert by_client.keys() == {"0", "1"}, "the third test set has one class"
+    for client in (0, 1):
+        logits = logits_of(run, inputs[client].values)
+        truth = inputs[client].labels.numpy()
+        score = torch.softmax(logits.double(), 1)[:, 1].numpy()
+        assert by_client[str(client)] == pytest.approx(sk.roc_auc_score(truth, score))
+    assert run.summary["own_test_auc"] == pytest.approx(sum(by_client.values()) / 2)
+    assert sum(map(sum, run.summary["own_test_confusions"]["2"])) == 30
+
+
+@pytest.mark.parametrize("engine", ["serial", "vectorised"])
+def test_models_of_clients_are_tested_on_their_own_tests(tmp_path: Path, engine: str) -> None:
+    run = fedstill.run(
+        of_clients("ditto", metrics=ALL, engine=engine), tmp_path / "run", data=hospitals()
+    )
+    assert run.summary["own_test_auc_by_client"].keys() == {"0", "1"}
+    stages = settle(of_clients("ditto")).method.personal
+    answers = [event for event in events(tmp_path / "run", "client") if event["name"] in stages]
+    last = {event["client"]: event["site_metrics"] for event in answers}
+    assert run.summary["own_test_recall_by_client"]["0"] == last[0]["recall"]
+    assert last[2]["auc"] is None
+    for client, report in last.items():
+        right = np.trace(np.array(report["confusion"])) / 30
+        assert right == pytest.approx(run.summary["own_test_by_client"][str(client)])
+
+
+def test_a_predictor_for_each_client_is_tested_on_that_clients_examples() -> None:
+    sites = prepared().sites
+    perfect = {f"client {c}": lambda x: torch.stack([-x.sum(1), x.sum(1)], 1) for c in range(3)}
+    measured = OwnTests(sites, frozenset(), RunMetrics(("auc",), 1)).round_fields(
+        RoundResult(1, (), {}, perfect), {}
+    )
+    for client in (0, 1):
+        own = sites.own_tests[client]
+        expected = sk.roc_auc_score(own.labels, own.values.sum(1))
+        assert measured["own_test_auc_by_client"][str(client)] == pytest.approx(expected)
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"metrics": ("au",)}, "metrics"),
+        ({"metrics": ("accuracy",)}, "metrics"),
+        ({"rank_by": "confusion"}, "rank_by"),
+        ({"rank_by": "log loss"}, "rank_by"),
+    ],
+)
+def test_names_that_are_no_metrics_are_refused(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(WrongConfig, match=key) as caught:
+        settle(toys.toy(**changes))
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert caught.value.problems[0].hint
+
+
+def test_the_metric_that_ranks_is_recorded() -> None:
+    settings = settle(toys.toy(metrics=("f1",), rank_by="auc"))
+    assert settings.metrics == ("f1", "auc")
+    assert settle(toys.toy(rank_by="accuracy")).metrics == ()
+
+
+def test_the_positive_class_is_named(tmp_path: Path) -> None:
+    chosen = {}
+    for name in ("healthy", "ill"):
+        run = fedstill.run(
+            of_rare(metrics=("recall", "specificity"), positive_class=name),
+            tmp_path / name,
+            data=rare(),
+        )
+        chosen[name] = run.summary
+    assert chosen["healthy"]["recall"] == chosen["ill"]["specificity"]
+    assert chosen["healthy"]["recall"] != chosen["ill"]["recall"]
+    with pytest.raises(ConfigError, match="positive_class"):
+        prepare(settle(of_rare(positive_class="sick")), rare())
+    with pytest.raises(ConfigError, match="positive_class"):
+        prepare(settle(toys.toy(positive_class="class 1")), toys.blobs())
+
+
+# ---- ranking -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods on a table with 6 % positives; the second finds more of these, and has the lower
+    accuracy.
+    """
+    folder = tmp_path_factory.mktemp("two")
+    methods: dict[str, object] = {"plain": "fedavg", "margin": {"name": "fedlc", "margin": 4.0}}
+    for name, method in methods.items():
+        experiment = of_rare(
+            method, metrics=("auc", "log_loss", "recall"), rank_by="balanced_accuracy"
+        )
+        fedstill.run(experiment, folder / name, data=rare())
+    return folder
+
+
+def test_lines_are_ranked_by_the_metric(two: Path) -> None:
+    compared = groups([two / "plain", two / "margin"])
+    plain, margin = compared
+    assert plain.values("accuracy") > margin.values("accuracy")
+    assert plain.values("balanced_accuracy") < margin.values("balanced_accuracy")
+    ordered, by = best_first(compared)
+    assert by is not None
+    assert by.key == "balanced_accuracy"
+    assert [group.label for group in ordered] == ["fedlc", "fedavg"]
+    assert by.title in said_of_order(by)
+    assert [line[0] for line in result_lines(compared)[1]] == ["fedlc", "fedavg"]
+    table = comparison_table(compared)
+    assert [row[0] for row in table.rows] == ["fedlc", "fedavg"]
+    assert any(head.startswith("ROC AUC") for head in table.head)
+    page = write_page([two], two / "report.html").read_text()
+    assert "balanced accuracy" in page
+
+
+def test_lower_losses_are_ranked_first(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = groups([two / "plain", two / "margin"])
+    for group in compared:
+        for run in group.runs:
+            monkeypatch.setitem(run.settings, "rank_by", "log_loss")  # type: ignore[arg-type]
+    ordered, by = best_first(compared)
+    assert by is not None
+    losses = [group.values("log_loss")[0] for group in ordered]
+    assert losses == sorted(losses)
+    monkeypatch.setitem(compared[0].runs[0].settings, "rank_by", "auc")  # type: ignore[arg-type]
+    assert best_first(compared) == (compared, None), "they name two metrics"
+
+
+def test_numbers_of_runs_have_the_metrics(two: Path) -> None:
+    frame = fedstill.load_runs([two], metrics=["auc"])
+    assert {*frame["metric"]} == {"auc"}
+    last = frame[frame["round"] == 3].set_index("run")["value"]
+    assert len(last) == 2
+
+
+def search(tmp_path: Path, rank_by: str, goal: str = "") -> Tuning:
+    """A search in which the number tuned for is the key's value."""
+
+    def pretend(runs: Sequence[Variant]) -> Sequence[Outcome]:
+        for run in runs:
+            run.folder.mkdir(parents=True)
+            rate = run.settings.plans["train"].lr
+            summary = {"accuracy": 1 - rate, "auc": rate, "log_loss": rate}
+            (run.folder / "summary.json").write_text(json.dumps(summary))
+        return [Outcome(run, 1, state="finished") for run in runs]
+
+    experiment = toys.toy(rank_by=rank_by)
+    space = parse_space(["plan.lr=0.1,0.2,0.3"])
+    tuning = Tuning(experiment, space, (100,), tmp_path, pretend, goal)
+    list(tuning.run(8))
+    return tuning
+
+
+def test_tune_takes_the_metric_that_ranks(tmp_path: Path) -> None:
+    by_auc = search(tmp_path / "auc", "auc")
+    assert (by_auc.goal, by_auc.ranked()[0].values["plan.lr"]) == ("auc", 0.3)
+    by_loss = search(tmp_path / "log_loss", "log_loss")
+    assert (by_loss.goal, by_loss.ranked()[0].values["plan.lr"]) == ("log_loss", 0.1)
+    assert by_loss.study.direction.name == "MINIMIZE"
+    by_goal = search(tmp_path / "goal", "auc", goal="accuracy")
+    assert by_goal.ranked()[0].values["plan.lr"] == 0.1
+    with pytest.raises(ConfigError, match="--goal f1"):
+        search(tmp_path / "none", "auc", goal="f1")
+
+
+# ---- a class so frequent that accuracy says little -----------------------------------------------
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> bool:
+    return any("94.0 %" in record.getMessage() for record in caplog.records)
+
+
+def test_a_frequent_class_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cautions.log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        run = fedstill.run(of_rare(), tmp_path / "run", data=rare())
+    assert warned(caplog)
+    assert "94.0 %" in run.summary["frequent_class"]
+    assert "'healthy'" in run.summary["frequent_class"]
+
+
+def test_no_warning_if_another_metric_ranks_or_classes_are_even(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cautions.log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        ranked = fedstill.run(of_rare(rank_by="auc"), tmp_path / "ranked", data=rare())
+        even = fedstill.run(of_rare(), tmp_path / "even", data=rare(0.3))
+    assert not warned(caplog)
+    assert "frequent_class" not in ranked.summary
+    assert "frequent_class" not in even.summary
