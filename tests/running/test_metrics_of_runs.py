@@ -311,12 +311,12 @@ def test_lower_losses_are_ranked_first(two: Path, monkeypatch: pytest.MonkeyPatc
     compared = groups([two / "plain", two / "margin"])
     for group in compared:
         for run in group.runs:
-            monkeypatch.setitem(run.settings, "rank_by", "log_loss")  # type: ignore[arg-type]
+            monkeypatch.setitem(run.settings, "rank_by", "log_loss")
     ordered, by = best_first(compared)
     assert by is not None
     losses = [group.values("log_loss")[0] for group in ordered]
     assert losses == sorted(losses)
-    monkeypatch.setitem(compared[0].runs[0].settings, "rank_by", "auc")  # type: ignore[arg-type]
+    monkeypatch.setitem(compared[0].runs[0].settings, "rank_by", "auc")
     assert best_first(compared) == (compared, None), "they name two metrics"
 
 
