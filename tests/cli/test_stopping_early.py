@@ -151,7 +151,12 @@ def test_tune_works_with_runs_that_stop_early(
     summaries = sorted((tmp_path / "tuned").rglob("summary.json"))
     assert len(summaries) == 2
     assert all("stopped_in_round" in summary_of(summary.parent) for summary in summaries)
-    assert "unfinished" not in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert "unfinished" not in screen
+    assert "best_round_score" in screen
+    means = [summary_of(summary.parent)["best_round_score"] for summary in summaries]
+    best = max(range(2), key=lambda number: means[number])  # type: ignore[arg-type]
+    assert f"trial {best} is the best" in screen
 
 
 def test_the_number_of_a_round_is_a_whole_one(config: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedstill.report.markup import figure, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
 from fedstill.running.groups import spread
-from fedstill.running.tuning import METRIC_GOALS, Trial, Tuning
+from fedstill.running.tuning import Trial, Tuning
 
 REPORT_SEEDS = 5
 """On how many other seeds the chosen values are to be reported."""
@@ -25,7 +25,7 @@ REPORT_SEEDS = 5
 
 def trial_lines(tuning: Tuning) -> tuple[list[str], list[list[str]]]:
     """Head and lines of the table, the best trial first."""
-    unit = _unit_of(tuning.goal)
+    unit = _unit_of(tuning.metric)
     goal = f"{tuning.goal or 'goal'} [{unit.name}]"
     head = ["trial", *(d.key for d in tuning.space), goal, "seeds", ""]
     return head, [_line(trial, tuning, unit) for trial in tuning.ranked()]
@@ -40,8 +40,8 @@ class _Unit:
     digits: int
 
 
-def _unit_of(goal: str) -> _Unit:
-    metric = METRICS.get(METRIC_GOALS.get(goal, ""))
+def _unit_of(name: str) -> _Unit:
+    metric = METRICS.get(name)
     if metric is None:
         return _Unit("%", 100, 2)
     return _Unit(metric.unit, metric.scale, metric.digits)

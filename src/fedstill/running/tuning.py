@@ -31,7 +31,11 @@ METRIC_GOALS = {
 which metric each is.
 """
 
+BEST_ROUND = "best_round_score"
+"""The goal that is the score of the selected round: ``rank_by`` on the data of ``select_on``."""
+
 GOALS = (
+    BEST_ROUND,
     "query_average_accuracy",
     "personal_accuracy",
     "mean_accuracy_last_10",
@@ -40,8 +44,9 @@ GOALS = (
     *LOWER,
     *METRIC_GOALS,
 )
-"""What may be tuned for: numbers of a run's summary. Without a goal it is the metric ``rank_by``
-if that is not accuracy, or else the first of these that the runs have.
+"""What may be tuned for: numbers of a run's summary. Without a goal it is the score of the selected
+round where runs select one; else the metric ``rank_by`` if that is not accuracy; else the first of
+these that the runs have.
 """
 
 
@@ -157,6 +162,8 @@ class Tuning:
             raise ConfigError(
                 f"--goal {self.goal}: no run records {metric}; add it with -s metrics={metric}"
             )
+        if not self.goal and self._selects_round:
+            self.goal = BEST_ROUND
         if not self.goal and ranking != ACCURACY:
             self.goal = ranking
         try:
@@ -168,8 +175,26 @@ class Tuning:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         sampler = optuna.samplers.TPESampler(seed=self.experiment.seed)
         self.study = optuna.create_study(
-            sampler=sampler, direction="minimize" if minimised(self.goal) else "maximize"
+            sampler=sampler, direction="minimize" if self.is_minimised else "maximize"
         )
+
+    @property
+    def metric(self) -> str:
+        """The metric that the goal is; empty for any other number of a summary."""
+        if self.goal == BEST_ROUND:
+            return self.experiment.rank_by
+        return METRIC_GOALS.get(self.goal, "")
+
+    @property
+    def is_minimised(self) -> bool:
+        """Whether less is better of the goal."""
+        return minimised(self.metric or self.goal)
+
+    @property
+    def _selects_round(self) -> bool:
+        stop = self.experiment.table("stop")
+        stops_early = bool(stop.get("patience")) or stop.get("target") is not None
+        return self.experiment.select_on is not None or stops_early
 
     def run(self, trials: int) -> Iterator[Trial]:
         """The trials in their order, each when its runs are done; it ends early if it is
@@ -214,7 +239,7 @@ class Tuning:
 
     def ranked(self) -> list[Trial]:
         """The trials, the best first, those that failed last."""
-        better = 1 if minimised(self.goal) else -1
+        better = 1 if self.is_minimised else -1
         return sorted(
             self.trials,
             key=lambda t: (not t.scores, better * t.mean if t.scores else 0.0, t.number),
