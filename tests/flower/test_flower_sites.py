@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "labels": (
         {"stage": Stage(0, 0, "census", (0, 1, 2))},
         {},
-        "needs no label counts, so they stay here",
+        "need label counts, so they stay here",
     ),
     "own data only": (
         {},
@@ -206,8 +206,18 @@ def test_it_refuses_with_one_line(what: str, tmp_path: Path) -> None:
         raise AssertionError(answer.failure)
 
 
-def test_a_census_is_answered_where_the_method_needs_it(tmp_path: Path) -> None:
-    settings = settings_of("toy_logits", data={"public": toys.PUBLIC}, rounds=2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "toy_logits", "data": {"public": toys.PUBLIC}},
+        {"plan": {"epochs": 1, "class_weights": "balanced_overall"}},
+    ],
+    ids=["for the method", "for class weights"],
+)
+def test_a_census_is_answered_where_the_run_needs_it(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    settings = settings_of(**settings, rounds=2)
     ready = prepare(settings, toys.blobs())
     request = request_of(settings, stage=census_stage(ready.world), payload=Payload())
     answer = clerk(tmp_path)(request)

@@ -4,6 +4,7 @@ sends.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,9 @@ from fedstill.running.runner import run
 STREAM = {"kind": "classes", "tasks": 3, "head": "seen"}
 
 
+@pytest.mark.parametrize("class_weights", [None, (0.5, 1.0, 0.0, 2.0, 1.0)])
 @pytest.mark.parametrize("first", [True, False])
-def test_the_loss_by_hand(first: bool) -> None:
+def test_the_loss_by_hand(first: bool, class_weights: tuple[float, ...] | None) -> None:
     """Outputs of the classes that have come, new and old; the weights by group of classes, in each
     batch.
     """
@@ -36,6 +38,10 @@ def test_the_loss_by_hand(first: bool) -> None:
     old = torch.tensor([not first, False, False, False, False])
     on = torch.tensor([True, False, True, True, False])
     carry = TrainingStart(new, {} if first else {"old": before}, constants={"old": old, "on": on})
+    of_labels = np.ones(6)
+    if class_weights is not None:
+        carry = replace(carry, class_weights=torch.tensor(class_weights))
+        of_labels = np.array(class_weights)[y.numpy()]
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
     terms = OfGLFC(GLFCLocal(), 2).terms(
@@ -55,7 +61,7 @@ def test_the_loss_by_hand(first: bool) -> None:
     def bce(t: np.ndarray) -> np.ndarray:
         return np.asarray(-(t * np.log(expit(z)) + (1 - t) * np.log(expit(-z))))
 
-    now = (weight[:, None] * bce(target)).mean(1)
+    now = of_labels * (weight[:, None] * bce(target)).mean(1)
     half = 1.0 if first else 0.5
     np.testing.assert_allclose(terms["bce"].detach().numpy(), half * now, rtol=1e-4)
     if first:
@@ -63,9 +69,9 @@ def test_the_loss_by_hand(first: bool) -> None:
         return
     distilled = target.copy()
     distilled[:, :1] = expit(logits(before)[:, :1])
-    np.testing.assert_allclose(
-        terms["old"].detach().numpy(), 0.5 * bce(distilled).mean(1), rtol=1e-4
-    )
+    # Outputs of new classes are compared with labels, the old class with the old model.
+    losses = bce(distilled) * np.stack([np.ones(6), of_labels, of_labels], axis=1)
+    np.testing.assert_allclose(terms["old"].detach().numpy(), 0.5 * losses.mean(1), rtol=1e-4)
 
 
 def test_clients_keep_examples_and_get_the_old_model_from_the_second_task_on(

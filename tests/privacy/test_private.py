@@ -62,14 +62,16 @@ def private(method: object = "fedavg", *, privacy: dict[str, object] = ON, **cha
     )
 
 
-def test_a_step_is_that_of_the_algorithm_written_out() -> None:
-    """Poisson draws, one gradient an example, clipped, summed, noised, over the batch that is
-    expected.
+@pytest.mark.parametrize("class_weights", ["none", (0.1, 1.0, 0.0, 3.0, 0.5)])
+def test_a_step_is_that_of_the_algorithm_written_out(class_weights: Any) -> None:
+    """Poisson draws, one weighted gradient an example, clipped, summed, noised, over the batch that
+    is expected.
     """
+    weights = [1.0] * toys.CLASSES if class_weights == "none" else class_weights
     asked = private(
         model={"name": "mlp", "hidden": (6,)},
         rounds=1,
-        plan={"momentum": 0.9, "weight_decay": 1e-3},
+        plan={"momentum": 0.9, "weight_decay": 1e-3, "class_weights": class_weights},
     )
     ready = prepare(settle(asked), toys.blobs())
     settings, world = ready.settings, ready.world
@@ -95,16 +97,23 @@ def test_a_step_is_that_of_the_algorithm_written_out() -> None:
         sums = [torch.zeros(p.shape, dtype=torch.float64) for p in net.parameters()]
         for i in taken:
             net.zero_grad()
-            nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
+            loss = nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1])
+            (weights[int(y[i])] * loss).backward()
             each = [p.grad.double() for p in net.parameters()]
             size = math.sqrt(sum(float((g**2).sum()) for g in each))
-            sums = [s + g * min(1.0, 0.5 / size) for s, g in zip(sums, each, strict=True)]
+            sums = [s + g * min(1.0, 0.5 / max(size, 0.5)) for s, g in zip(sums, each, strict=True)]
         for p, s in zip(net.parameters(), sums, strict=True):
             drawn = torch.randn(p.shape, generator=noise, dtype=torch.float64)
             p.grad = ((s + 0.5 * drawn) / 10).float()
         moving.step()
     for p, value in zip(net.parameters(), got.content.params.values(), strict=True):
         torch.testing.assert_close(value, p.data, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["balanced", "balanced_overall"])
+def test_class_weights_from_label_counts_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"class_weights"):
+        prepare(settle(private(plan={"class_weights": setting})), toys.blobs())
 
 
 def test_without_noise_and_with_a_wide_clip_a_full_batch_is_plain_training() -> None:

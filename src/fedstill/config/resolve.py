@@ -388,6 +388,7 @@ class Parts:
             self.method.built,
             self.topology.build(),
             self.stream.named.name,
+            self.plans,
             sites_test_rounds=self._sites_test_rounds,
         )
 

@@ -34,7 +34,9 @@ from fedstill.core.screen import Rules
 from fedstill.measures.choice import measured_rounds
 
 CAME_LATER = {
-    f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"
+    f.name: f.default
+    for f in fields(Plan)
+    if f.name == "class_weights" or (f.name.startswith("lr_") and f.name != "lr_decay")
 }
 """Fields of a plan that earlier versions did not have, and their defaults."""
 

@@ -30,6 +30,7 @@ from fedstill.continual.task_test import (
 )
 from fedstill.core.capabilities import Need
 from fedstill.core.census import CENSUS, CensusStages
+from fedstill.core.class_weights import are_overall
 from fedstill.core.errors import ConfigError, UnknownName, suggestion
 from fedstill.core.extensions import StageProvider
 from fedstill.core.fields import as_table, shown
@@ -45,11 +46,21 @@ SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS}) | TEST_STAGES
 """Stages that a method need not know itself."""
 
 
+def takes_census(method: Method, plans: Mapping[str, Plan]) -> bool:
+    """Whether clients send their label counts: for the method, or for class weights."""
+    return Need.LABEL_COUNTS in method.requires() or are_overall(plans)
+
+
 def schedule_of(
-    method: Method, topology: Topology, stream_kind: str, *, sites_test_rounds: bool = False
+    method: Method,
+    topology: Topology,
+    stream_kind: str,
+    plans: Mapping[str, Plan],
+    *,
+    sites_test_rounds: bool = False,
 ) -> Schedule:
-    """A run's schedule: the topology's stages, and those that method, tasks and ``select_on`` ask
-    for.
+    """A run's schedule: the topology's stages, and those that method, plans, tasks and
+    ``select_on`` ask for.
 
     ``sites_test_rounds``: whether real sites test the global model after every round.
     """
@@ -58,7 +69,7 @@ def schedule_of(
         providers.append(TaskTests())
     if sites_test_rounds:
         providers.append(HeldOutTestStage())
-    if Need.LABEL_COUNTS in method.requires():
+    if takes_census(method, plans):
         providers.append(CensusStages())
     return Schedule(method, topology, tuple(providers))
 

@@ -20,7 +20,7 @@ from typing import (
 )
 
 import torch
-from annotated_types import Interval
+from annotated_types import Interval, Len
 from torch import Tensor, nn
 
 from fedstill.core.errors import BadPayload, ConfigError
@@ -221,6 +221,13 @@ class Plan:
     """
     lr_rounds: CountOrZero = 0
     """Rounds after which the cosine, its warm-up included, has come down; 0: those of the run."""
+    class_weights: (
+        Literal["none", "balanced", "balanced_overall"]
+        | Annotated[tuple[NonNegative, ...], Len(2, 1_000_000)]
+    ) = "none"
+    """How much the losses of labels count by class: all alike, balanced by the labels of each
+    client or of all clients, or one weight per class.
+    """
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -358,6 +365,8 @@ class TrainingStart:
     ``only``: positions of the examples to train on, (n,) int64; all if it is left out. A step's
     ``index`` counts among them, and teachers' logits cover them.
     ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
+    ``class_weights``: the weight of each class in losses of labels, (C,), set by the engine; None:
+    all alike.
     """
 
     params: Tensors
@@ -368,6 +377,7 @@ class TrainingStart:
     model: ModelSpec | None = None
     examples: Examples | None = None
     head: Tensor | None = None
+    class_weights: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.constants[name]
@@ -388,10 +398,13 @@ class Step(Protocol):
     """
 
     x: Tensor  # (B, channels, H, W) float
-    y: Tensor  # (B,) int64
     index: Tensor  # (B,) int64, positions in the site's data
     mask: Tensor  # (B,) float, 1 for real examples and 0 for padding
     params: Tensors  # the parameters in training, for penalties
+
+    @property
+    def y(self) -> Tensor:
+        """The labels (B,) int64."""
 
     @property
     def epoch(self) -> int:
@@ -444,6 +457,13 @@ class Step(Protocol):
     def on(self, logits: Tensor) -> Tensor:
         """Logits (B, C) that a method made itself: -1e4 for outputs that take no part, the others
         as they are.
+        """
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        """Losses (B,) of the labels ``y``, each times the weight of its class; as they are if the
+        plan has no ``class_weights``.
+
+        An objective that reads labels must call it: otherwise ``class_weights`` are refused.
         """
 
     def mean(self, values: Tensor) -> Tensor:
@@ -623,6 +643,8 @@ class View:
     tests: Mapping[int, Examples] = field(default_factory=dict)
     # (C,) bool, the outputs that take part in the stage's training; None: all
     head: Tensor | None = None
+    # (C,) int64, the label counts of all clients, where the plan's class weights need them
+    label_totals: Tensor | None = None
 
     @property
     def proportions(self) -> Tensor:

@@ -49,7 +49,7 @@ class ClientWork:
         """Named terms of the objective: a (B,) tensor is averaged over real examples, a () tensor
         is added as it is.
         """
-        return {"ce": cross_entropy(step.logits(), step.y)}
+        return {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
 
     def end(
         self,

@@ -28,7 +28,7 @@ from fedstill.models.functional import channels_last
 if TYPE_CHECKING:
     from fedstill.data.inputs import Inputs
 
-STEP_FIELDS = ("params", "teachers", "trace", "constants", "head")
+STEP_FIELDS = ("params", "teachers", "trace", "constants", "head", "class_weights")
 """The fields of a ``TrainingStart`` that a step may read."""
 
 T = TypeVar("T")
@@ -87,6 +87,14 @@ def available_examples(start: TrainingStart, view: View, stage: Stage) -> Exampl
     if start.examples is None:
         return stage_examples(view, stage)
     return start.examples.to(str(view.data.labels.device))
+
+
+def trained_labels(start: TrainingStart, view: View, stage: Stage) -> Tensor:
+    """The labels (n,) of the examples of a client's training."""
+    labels = available_examples(start, view, stage).labels
+    if start.only is None:
+        return labels
+    return labels[start.only.to(labels.device)]
 
 
 def examples_by_client(

@@ -53,6 +53,12 @@ DETACHED = (
 )
 
 
+UNWEIGHTED = (
+    "reads labels and does not weight their losses by class: call step.weighted(losses), or leave "
+    "class_weights out of the stage's plan"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """The outcome of one client's training."""
@@ -311,6 +317,8 @@ class Training:
         def client_terms(start: TrainingStart, params: Tensors, inputs: StepInputs) -> Terms:
             step = BatchStep(self.networks, start, params, inputs)
             terms = terms_of(objective, objective(step, start), len(inputs.y))
+            if objective == self.work.terms and step.ignores_class_weights:
+                raise bad_return(objective, UNWEIGHTED)
             return {name: _averaged(value, step) for name, value in terms.items()}
 
         return self.clients.per_client(client_terms, params, inputs)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.checks import place
+from fedstill.core.class_weights import class_weights, without_totals
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
@@ -32,10 +33,11 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.reports import OWN
+from fedstill.core.trees import dtype_of
 from fedstill.core.user_code import reason, returned
 from fedstill.core.work import ClientWork
 from fedstill.engines.client_memory import Memory
-from fedstill.engines.clients import TrainingSetup
+from fedstill.engines.clients import TrainingSetup, trained_labels
 from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
@@ -280,12 +282,24 @@ class SerialEngine:
             view = replace(view, head=head)
 
         begin = job.work.begin
-        begun = begin(job.payload, self.memory.load(job.client), view, self.world)
+        payload = without_totals(job.payload)
+        begun = begin(payload, self.memory.load(job.client), view, self.world)
         start = returned(begun, TrainingStart, begin, "a TrainingStart")
         guard.check(begin, job.client)
         if head is not None:
             start = replace(start, head=head)
+        start = self._with_class_weights(start, view, job.stage)
         return StartedClient(job, view, start, time.perf_counter() - began, guard)
+
+    def _with_class_weights(self, start: TrainingStart, view: View, stage: Stage) -> TrainingStart:
+        """The start with the weights of the classes in training, if its plan has some."""
+        plan = self.world.plans.get(stage.name)
+        if plan is None or plan.class_weights == "none" or not start.params:
+            return start
+        weights = class_weights(plan, trained_labels(start, view, stage), view)
+        if weights is None:
+            return start
+        return replace(start, class_weights=weights.to(dtype_of(start.params)))
 
     def _head(self, stage: Stage, client: int) -> Tensor | None:
         """Which outputs take part in a client's training on its own data, (C,) bool; None where all

@@ -86,7 +86,6 @@ class BatchStep:
     ) -> None:
         self.params = params
         self.x = inputs.x
-        self.y = inputs.y
         self.index = inputs.positions
         mask = inputs.mask
         if mask is None:
@@ -97,6 +96,19 @@ class BatchStep:
         self._inputs = inputs
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
+        self._labels_were_read = False
+        self._labels_were_weighted = False
+
+    @property
+    def y(self) -> Tensor:
+        self._labels_were_read = True
+        return self._inputs.y
+
+    @property
+    def ignores_class_weights(self) -> bool:
+        """Whether there are class weights, and an objective has read labels without them."""
+        has_weights = self._start.class_weights is not None
+        return has_weights and self._labels_were_read and not self._labels_were_weighted
 
     @property
     def epoch(self) -> int:
@@ -151,6 +163,13 @@ class BatchStep:
 
     def teacher_features(self, name: str) -> Tensor:
         return self._networks.teacher(self._start, name, "features", self._inputs)
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        self._labels_were_weighted = True
+        weights = self._start.class_weights
+        if weights is None:
+            return losses
+        return losses * weights.to(losses.dtype)[self._inputs.y]
 
     def mean(self, values: Tensor) -> Tensor:
         mask = self._inputs.mask

@@ -15,7 +15,7 @@ from filelock import FileLock
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
-from fedstill.core.capabilities import Need
+from fedstill.config.stages import takes_census
 from fedstill.core.census import CENSUS, Census, census_stage
 from fedstill.core.errors import FedstillError, Refused, cut_reason, on_one_line
 from fedstill.core.extensions import SiteGuard
@@ -243,9 +243,10 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
     world = prepared.world
     if request.client not in stage.clients:
         raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
-    if stage.name == CENSUS and Need.LABEL_COUNTS not in settings.method.requires():
+    if stage.name == CENSUS and not takes_census(settings.method, settings.plans):
         raise Refused(
-            f"method {settings.named.method.label} needs no label counts, so they stay here"
+            f"neither method {settings.named.method.label} nor class_weights need label counts, so "
+            "they stay here"
         )
     if stage == census_stage(world):
         return Census()

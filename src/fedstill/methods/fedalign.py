@@ -70,7 +70,7 @@ class Aligned(ClientWork):
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         iterations = self.method.iterations
         both = step.run(run_slim, self.method.width)
-        ce = cross_entropy(step.on(both.logits), step.y)
+        ce = step.weighted(cross_entropy(step.on(both.logits), step.y))
         with torch.no_grad():
             target = steepness(both.whole.input, both.whole.output, iterations)
         slim = steepness(both.slim.input, both.slim.output, iterations)

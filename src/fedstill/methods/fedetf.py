@@ -55,4 +55,5 @@ class BalancedSoftmax(ClientWork):
         return TrainingStart(payload.params, constants={"shift": shift})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        return {"balanced": adjusted_cross_entropy(step.logits(), step.y, shift=start["shift"])}
+        losses = adjusted_cross_entropy(step.logits(), step.y, shift=start["shift"])  # (B,)
+        return {"balanced": step.weighted(losses)}

@@ -216,7 +216,7 @@ class TrainGenerator(ClientWork):
         each = torch.stack([cross_entropy(z, step.y) for z in heads])  # (K, B)
         noise = step.x[:, : self.method.noise]
         return {
-            "known": (start["omega"][:, step.y] * each).sum(0),
+            "known": step.weighted((start["omega"][:, step.y] * each).sum(0)),
             "diverse": self.method.diversity * diversity_loss(noise, features, step.mask),
         }
 

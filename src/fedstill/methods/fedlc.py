@@ -71,5 +71,7 @@ class Calibrated(ClientWork):
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if self.method.denominator == "others":
-            return {"calibrated": -label_margin(step.logits() + start["shift"], step.y)}
-        return {"calibrated": adjusted_cross_entropy(step.logits(), step.y, shift=start["shift"])}
+            losses = -label_margin(step.logits() + start["shift"], step.y)  # (B,)
+        else:
+            losses = adjusted_cross_entropy(step.logits(), step.y, shift=start["shift"])
+        return {"calibrated": step.weighted(losses)}

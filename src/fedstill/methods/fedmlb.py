@@ -69,7 +69,7 @@ class Branched(FromGlobal):
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         m = self.method
         if not (m.branch or m.agree):
-            return {"ce": m.own * cross_entropy(step.logits(), step.y)}
+            return {"ce": m.own * step.weighted(cross_entropy(step.logits(), step.y))}
         local = step.run(run_to_levels)
         raw_logits = step.head(local.features)  # (B, C)
         branches = [
@@ -82,8 +82,8 @@ class Branched(FromGlobal):
             targets = [branch.detach() for branch in branches]
 
         tau = m.temperature
-        own_loss = cross_entropy(logits, step.y)
-        branch_losses = [cross_entropy(branch, step.y) for branch in branches]
+        own_loss = step.weighted(cross_entropy(logits, step.y))
+        branch_losses = [step.weighted(cross_entropy(branch, step.y)) for branch in branches]
         divergences = [kd(logits, target, tau) / tau**2 for target in targets]
         return {
             "ce": m.own * own_loss,

@@ -103,7 +103,10 @@ class BothHeads(KeepsItsOwn):
         z = step.logits()  # (B, C)
         own = z.detach() + own_logits(step.params, h.detach())
         balanced = adjusted_cross_entropy(z, step.y, shift=start["shift"])
-        return {"balanced": balanced, "own": cross_entropy(own, step.y)}
+        return {
+            "balanced": step.weighted(balanced),
+            "own": step.weighted(cross_entropy(own, step.y)),
+        }
 
     def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
         return with_both_heads(params)

@@ -78,4 +78,5 @@ class Restricted(ClientWork):
         scale = (
             start["scale"] if start.head is None else torch.where(start.head, start["scale"], 1.0)
         )
-        return {"restricted": adjusted_cross_entropy(step.logits(), step.y, scale=scale)}
+        losses = adjusted_cross_entropy(step.logits(), step.y, scale=scale)  # (B,)
+        return {"restricted": step.weighted(losses)}

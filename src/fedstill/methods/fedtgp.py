@@ -185,7 +185,8 @@ class Apart(ClientWork):
         prototypes = all_prototypes(start["spec"], step.params)  # (C, D)
         apart = (step.x.unsqueeze(1) - prototypes).square().sum(2).clamp(min=1e-12).sqrt()  # (B, C)
         own = step.y.unsqueeze(1) == torch.arange(len(prototypes), device=step.y.device)
-        return {"apart": cross_entropy(-(apart + start["margin"] * own.to(apart.dtype)), step.y)}
+        losses = cross_entropy(-(apart + start["margin"] * own.to(apart.dtype)), step.y)
+        return {"apart": step.weighted(losses)}
 
     def end(
         self,

@@ -95,9 +95,9 @@ class Mutual(KeepsItsOwn):
         own = step.on(step.run(run_part, "own"))  # (B, C)
         shared = step.logits()  # (B, C)
         return {
-            "own": self.alpha * cross_entropy(own, step.y),
+            "own": self.alpha * step.weighted(cross_entropy(own, step.y)),
             "own_kd": (1 - self.alpha) * kd(own, shared.detach()),
-            "shared": self.beta * cross_entropy(shared, step.y),
+            "shared": self.beta * step.weighted(cross_entropy(shared, step.y)),
             "shared_kd": (1 - self.beta) * kd(shared, own.detach()),
         }
 

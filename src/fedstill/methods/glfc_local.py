@@ -113,17 +113,16 @@ class OfGLFC(Rehearse):
         y = torch.zeros_like(z).scatter(1, step.y.unsqueeze(1), 1.0)
         far = (1 - z.gather(1, step.y.unsqueeze(1)).squeeze(1).sigmoid()).detach()  # (B,)
         weight = by_group(far, old[step.y], step)
-        now = (
-            weight
-            * (binary_cross_entropy_with_logits(z, y, reduction="none") * on).sum(1)
-            / on.sum()
-        )
+        all_outputs = binary_cross_entropy_with_logits(z, y, reduction="none") * on  # (B, C)
+        now = step.weighted(weight * all_outputs.sum(1) / on.sum())
         if not start.teachers:
             return {"bce": now}
         target = torch.where(old, step.teacher("old", raw=True).sigmoid().to(z.dtype), y)
-        kept = (binary_cross_entropy_with_logits(z, target, reduction="none") * on).sum(
-            1
-        ) / on.sum()
+        # The targets of new classes are labels, those of old classes are not.
+        of_labels = step.weighted(torch.ones_like(far)).unsqueeze(1)  # (B, 1)
+        weights = torch.where(old, 1.0, of_labels)  # (B, C)
+        losses = binary_cross_entropy_with_logits(z, target, reduction="none") * weights * on
+        kept = losses.sum(1) / on.sum()
         return {"bce": 0.5 * now, "old": 0.5 * kept}
 
 

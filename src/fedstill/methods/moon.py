@@ -34,7 +34,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
-from fedstill.losses import cross_entropy, model_contrast
+from fedstill.losses import model_contrast
 from fedstill.methods.fedavg import FedAvg
 
 
@@ -72,7 +72,7 @@ class Contrasted(ClientWork):
         # (B, D) each
         near, far = step.teacher_features("global"), step.teacher_features("previous")
         contrast = model_contrast(step.features(), near, far, self.method.temperature)
-        return {"ce": cross_entropy(step.logits(), step.y), "contrast": self.method.mu * contrast}
+        return {**super().terms(step, start), "contrast": self.method.mu * contrast}
 
     def end(
         self,

@@ -127,7 +127,7 @@ class Distilled(ClientWork):
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        terms = {"ce": cross_entropy(step.logits(), step.y)}
+        terms = {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
         if start.teachers:
             teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
             each = kd(step.logits(), teachers, self.method.temperature)  # (T, B)

@@ -149,7 +149,8 @@ class TrainThenPredict(ClientWork):
         return TrainingStart(own_model(client_state, view, world), constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        return {"ce": self.method.from_labels(step.logits(), step.y, start["temperature"])}
+        losses = self.method.from_labels(step.logits(), step.y, start["temperature"])  # (B,)
+        return {"ce": step.weighted(losses)}
 
     def end(
         self,

@@ -191,7 +191,7 @@ class Queried(ClientWork):
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        terms = {"ce": cross_entropy(step.logits(), step.y)}
+        terms = {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
         if start.teachers:
             teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
             terms["teachers"] = self.taught(step.logits(), teachers, start["mask"], start["use"])

@@ -338,7 +338,7 @@ class Rehearse(ClientWork):
         if "seen" in known:
             of_kept = torch.where(known["seen"], step.logits(raw=True), OFF)
             logits = torch.where(again.unsqueeze(1), of_kept, logits)
-        ce = cross_entropy(logits, step.y)
+        ce = step.weighted(cross_entropy(logits, step.y))
         if "per_own" not in known:
             return {"ce": ce}
         beta = known["per_kept"] * m.beta if m.beta is not None else 1.0

@@ -100,6 +100,20 @@ def joint_gradients(run: PlannedRun) -> str:
     return ""
 
 
+def weights_from_labels(run: PlannedRun) -> str:
+    """Class weights from label counts: with one example more, all examples of a class would have
+    other gradients.
+    """
+    for stage, plan in run.world.plans.items():
+        setting = plan.class_weights
+        if isinstance(setting, str) and setting != "none":
+            return (
+                f"privacy.gradient_clip: plan.{stage}.class_weights = {setting!r} depends on label "
+                "counts, which epsilon does not cover; give a list, one weight per class"
+            )
+    return ""
+
+
 # ---- secure sums --------------------------------------------------------------------------------
 
 
@@ -304,6 +318,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(trains_privately, low_precision, ConfigError, at_sites=True),
     Rule(trains_privately, stacked_clients, ConfigError, at_sites=True),
     Rule(trains_privately, joint_gradients, ConfigError, at_sites=True),
+    Rule(trains_privately, weights_from_labels, ConfigError, at_sites=True),
     Rule(sums_securely, missing_ciphers, ConfigError, at_sites=True),
     Rule(sums_securely, forbidden_sums, at_sites=True),
     Rule(sums_securely, robust_mean, at_sites=True),

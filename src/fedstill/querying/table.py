@@ -12,6 +12,7 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import NO_STREAM
 from fedstill.config.validation import PackageTable, Typed, contradiction
 from fedstill.core.capabilities import Need
+from fedstill.core.class_weights import BALANCED, BALANCED_OVERALL, are_overall
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, CountOrZero, PositiveShare, Seed
 from fedstill.data.views import Order
@@ -180,4 +181,9 @@ def check_config(settings: Settings) -> None:
         raise ConfigError(
             f"query.again: method {method} counts labels once, before round 1, and data grow; "
             "leave it out, or choose another method"
+        )
+    if are_overall(settings.plans):
+        raise ConfigError(
+            f"query.again: class_weights = {BALANCED_OVERALL!r} counts labels once, before round "
+            f"1, and data grow; set {BALANCED!r}"
         )

@@ -389,6 +389,23 @@ def _scores_by_held_out_data(method: Method, stage: Stage) -> bool:
     return False
 
 
+def unfit_class_weights(run: PlannedRun) -> str:
+    """A list of class weights that is not for the run's classes, or gives no class a weight."""
+    classes = run.world.classes
+    for stage, plan in run.world.plans.items():
+        weights = plan.class_weights
+        if not isinstance(weights, tuple):
+            continue
+        if len(weights) != classes:
+            return (
+                f"plan.{stage}.class_weights has {len(weights)} numbers, and the data have "
+                f"{classes} classes; give one number for each class, in the order of the classes"
+            )
+        if not any(weights):
+            return f"plan.{stage}.class_weights are all 0; give a class a weight above 0"
+    return ""
+
+
 def stated_incompatibility(run: PlannedRun) -> str:
     """What the method says itself about this schedule."""
     problem = run.method.incompatibility(run.first_round, run.world)
@@ -581,6 +598,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(always, late_fit),
     Rule(always, missing_task_end),
     Rule(always, unscored_epochs, ConfigError),
+    Rule(always, unfit_class_weights, ConfigError),
     Rule(always, stated_incompatibility),
     Rule(always, lambda run: useless_network(run.networks, run.sites, run.trains), ConfigError),
     Rule(runs_parts_of_networks, lambda run: different_forward(run.networks, run.sites)),

@@ -13,6 +13,7 @@ from typing import Protocol
 from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.core.census import CensusChecks
+from fedstill.core.class_weights import TotalsAtClient, TotalsAtServer, are_overall
 from fedstill.core.extensions import (
     ClientHook,
     Engine,
@@ -74,8 +75,11 @@ class PreparedRun(Protocol):
 def run_extensions(prepared: PreparedRun, folder: Path | None = None) -> Extensions:
     """The extensions of a run; ``folder``: the run's directory, if it has one."""
     settings = prepared.settings
+    round_hooks: list[RoundHook] = [CensusChecks(settings.rules.max_examples)]
+    if are_overall(settings.plans):
+        round_hooks.append(TotalsAtServer())
     extensions = Extensions(
-        round_hooks=(CensusChecks(settings.rules.max_examples),),
+        round_hooks=tuple(round_hooks),
         middleware=hostile_middleware(settings),
         keepers=update_keepers(settings, folder),
     )
@@ -96,6 +100,8 @@ def client_extensions(
     those of models on clients' own test sets.
     """
     hooks: list[ClientHook] = []
+    if are_overall(settings.plans):
+        hooks.append(TotalsAtClient())
     for part in manifest.client_extensions():
         hooks += part.load()(settings, world, is_real_site)
     tested = stages_of_held_out_tests(settings)
