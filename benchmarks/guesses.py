@@ -9,7 +9,8 @@ import numpy as np
 
 from fedstill.core.results import StageResult
 from fedstill.core.trees import floats, norm, sub
-from fedstill.measures.base import Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext
 from fedstill.measures.contributions import Contributions, StageGame
 
 OF, FALL = 7, 0.10
@@ -30,24 +31,24 @@ class Guesses(Measure):
 
     needs = frozenset({"test", "local_models"})
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """``first``: {rule: client}; ``fall``; ``harm``: what the class lost by the planted
         client.
         """
         clients = [r.client for r in seen.accepted]
-        before, after = (_accuracy(room, state.params) for state in (seen.before, seen.after))
+        before, after = (_accuracy(context, state.params) for state in (seen.before, seen.after))
         if Planted.client not in clients or before - after < FALL:
             return None
         game = StageGame(
-            room.method, seen.before, seen.stage, seen.accepted, seen.payloads, room.world
+            context.method, seen.before, seen.stage, seen.accepted, seen.payloads, context.world
         )
         everyone = range(len(clients))
-        told = Contributions(classes=(OF,)).look(seen, room)
+        told = Contributions(classes=(OF,)).look(seen, context)
         assert told is not None
         without = [
-            _accuracy(room, game.state([p for p in everyone if p != k]).params) for k in everyone
+            _accuracy(context, game.state([p for p in everyone if p != k]).params) for k in everyone
         ]
-        local = [_accuracy(room, seen.local_models[c]) for c in clients]
+        local = [_accuracy(context, seen.local_models[c]) for c in clients]
         far = [norm(floats(sub(seen.local_models[c], seen.before.params))) for c in clients]
         first = {
             "contribution": clients[int(np.argmin(told["values"][0]))],
@@ -59,5 +60,5 @@ class Guesses(Measure):
         return {"first": first, "planted": Planted.client, "fall": before - after, "harm": harm}
 
 
-def _accuracy(room: Room, params: Any) -> float:
-    return float(room.accuracy_by_class(params, room.test)[OF])
+def _accuracy(context: EvaluationContext, params: Any) -> float:
+    return float(context.accuracy_by_class(params, context.test)[OF])

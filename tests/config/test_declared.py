@@ -154,7 +154,7 @@ from fedstill.core.registry import register
 class Mine(Measure):
     needs = frozenset({"chian"})
 
-    def look(self, seen, room):
+    def look(self, seen, context):
         return {}
 """
     (tmp_path / "measure.py").write_text(text)

@@ -148,12 +148,12 @@ class Mine(Measure):
 @pytest.mark.parametrize(
     ("body", "key"),
     [
-        ("def lok(self, seen, room):\n        return {}", "lok.*look"),
+        ("def lok(self, seen, context):\n        return {}", "lok.*look"),
         (
-            "need = frozenset({'chain'})\n    def look(self, seen, room):\n        return {}",
+            "need = frozenset({'chain'})\n    def look(self, seen, context):\n        return {}",
             "need.*needs",
         ),
-        ("def measure(self, seen, room):\n        return {}", "at_client"),
+        ("def measure(self, seen, context):\n        return {}", "at_client"),
         ("def of_round(self, seen):\n        return {}", "at_client"),
     ],
 )

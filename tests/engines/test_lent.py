@@ -27,7 +27,8 @@ from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.core.work import ClientWork
 from fedstill.engines.at_client import AtClient
-from fedstill.measures.base import Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.runner import run
 
@@ -81,7 +82,7 @@ class Writing(FedAvg):
 class WritingMeasure(Measure):
     """Writes into the state."""
 
-    def look(self, seen: StageResult, room: Room) -> Numbers:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers:
         for value in seen.after.params.values():
             value.zero_()
         return {"none": 0}

@@ -38,7 +38,8 @@ from fedstill.core.work import ClientWork
 from fedstill.engines import pooled
 from fedstill.engines import pooled as shared_draws
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers
@@ -166,7 +167,7 @@ class Shaking(FedAvg):
 class Drawing(Measure):
     """A number that is drawn."""
 
-    def look(self, seen: StageResult, room: Room) -> Numbers:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers:
         return {"drawn": torch.rand(()).item()}
 
 

@@ -151,10 +151,10 @@ def test_a_client_that_is_not_there_any_more_is_looked_at_in_the_round_in_which_
 
 def test_of_no_examples_nothing_is_known(tmp_path: Path) -> None:
     ready = prepare(settle(toy()), toys.blobs())
-    room = ready.room(None, None)
-    assert room is not None
-    none = room.test.take(torch.arange(0))
-    assert share_of(ready.world.initial(0), none, room) is None
+    context = ready.evaluation_context(None, None)
+    assert context is not None
+    none = context.test.take(torch.arange(0))
+    assert share_of(ready.world.initial(0), none, context) is None
     run(toy(rounds=1), tmp_path / "run", data=toys.blobs())
     path = tmp_path / "run" / "journal.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

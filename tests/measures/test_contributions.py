@@ -15,7 +15,7 @@ import toys
 from fedstill.core import trees
 from fedstill.core.records import Payload, Reply, Stage, State, World
 from fedstill.core.results import StageResult
-from fedstill.measures.base import Room
+from fedstill.measures.context import EvaluationContext
 from fedstill.measures.contributions import Contributions, StageGame, at_most
 
 AFFINE = (
@@ -92,56 +92,58 @@ def test_other_topologies_have_a_part_for_each_link_stage_or_phase(
     assert {name.partition(" ")[0] if name.startswith("client") else name for name in told} == parts
 
 
-def last_round(method: str, folder: Path) -> tuple[StageResult, Room]:
+def last_round(method: str, folder: Path) -> tuple[StageResult, EvaluationContext]:
     """The last round of a method, as a measure sees it."""
-    kept: list[tuple[StageResult, Room]] = []
+    kept: list[tuple[StageResult, EvaluationContext]] = []
     plain = Contributions.look
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             Contributions,
             "look",
-            lambda self, seen, room: kept.append((seen, room)) or plain(self, seen, room),
+            lambda self, seen, context: kept.append((seen, context)) or plain(self, seen, context),
         )
         fedstill.run(toys.toy(method, measure=("contributions",)), folder, data=toys.blobs())
     return kept[-1]
 
 
 @pytest.fixture(scope="module")
-def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, Room]:
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, EvaluationContext]:
     return last_round("fedavg", tmp_path_factory.mktemp("looked") / "run")
 
 
-def with_replies(seen: StageResult, room: Room, replies: list[Reply]) -> StageResult:
-    after = room.method.aggregate(seen.before, replies, seen.stage, room.world)
+def with_replies(
+    seen: StageResult, context: EvaluationContext, replies: list[Reply]
+) -> StageResult:
+    after = context.method.aggregate(seen.before, replies, seen.stage, context.world)
     return replace(seen, accepted=replies, after=after)
 
 
 def test_a_client_that_changed_nothing_has_contributed_nothing(
-    looked: tuple[StageResult, Room],
+    looked: tuple[StageResult, EvaluationContext],
 ) -> None:
-    seen, room = looked
+    seen, context = looked
     first, *rest = seen.accepted
     null = replace(first, content=Payload(params=seen.payloads[first.client].params))
-    told = Contributions(classes=range(5)).look(with_replies(seen, room, [null, *rest]), room)
+    told = Contributions(classes=range(5)).look(with_replies(seen, context, [null, *rest]), context)
     assert told is not None
     assert told["rule"] == "path"
     assert [row[0] for row in told["values"]] == [0.0] * 5
 
 
 def test_equal_replies_have_equal_shares_and_order_does_not_count(
-    looked: tuple[StageResult, Room],
+    looked: tuple[StageResult, EvaluationContext],
 ) -> None:
-    seen, room = looked
+    seen, context = looked
     first, second, *rest = seen.accepted
     twin = replace(second, content=first.content, examples=first.examples)
     told = Contributions(classes=range(5)).look(
-        with_replies(seen, room, [first, twin, *rest]), room
+        with_replies(seen, context, [first, twin, *rest]), context
     )
     assert told is not None
     for row in told["values"]:
         assert row[0] == pytest.approx(row[1], abs=2e-6)
     exact = Contributions(exactly=True, classes=range(5)).look(
-        with_replies(seen, room, [first, twin, *rest]), room
+        with_replies(seen, context, [first, twin, *rest]), context
     )
     assert exact is not None
     assert (exact["rule"], max(exact["gap"])) == ("exact", 0.0)
@@ -154,14 +156,16 @@ def test_equal_replies_have_equal_shares_and_order_does_not_count(
 def test_with_what_the_server_does_by_itself_contributions_sum_to_the_change(
     method: str, least: float, tmp_path: Path
 ) -> None:
-    seen, room = last_round(method, tmp_path / "run")
-    told = Contributions(classes=range(5)).look(seen, room)
+    seen, context = last_round(method, tmp_path / "run")
+    told = Contributions(classes=range(5)).look(seen, context)
     assert told is not None
-    data = at_most(room.test, 100, 5)
+    data = at_most(context.test, 100, 5)
     worth = []
     for state in (seen.before, seen.after):
         right = (
-            room.method.predictors(state, room.world)["global"](room.inputs.plain(data.values))
+            context.method.predictors(state, context.world)["global"](
+                context.inputs.plain(data.values)
+            )
             / 0.25
         ).softmax(1)
         worth.append([float(right[data.labels == c, c].double().mean()) for c in range(5)])
@@ -173,10 +177,12 @@ def test_with_what_the_server_does_by_itself_contributions_sum_to_the_change(
 
 
 def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(
-    looked: tuple[StageResult, Room],
+    looked: tuple[StageResult, EvaluationContext],
 ) -> None:
-    seen, room = looked
-    idle = StageGame(room.method, seen.before, seen.stage, seen.accepted, seen.payloads, room.world)
+    seen, context = looked
+    idle = StageGame(
+        context.method, seen.before, seen.stage, seen.accepted, seen.payloads, context.world
+    )
     absent = replace(idle, game="absent")
     nobody = idle.state(()).params
     assert all(torch.allclose(nobody[k], v, atol=1e-6) for k, v in seen.before.params.items())

@@ -23,8 +23,9 @@ from fedstill.core.results import StageResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import standardize
-from fedstill.measures.base import Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers
 from fedstill.measures.choice import MeasuredRun, measures, misfit
+from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.membership import attack, confidences, likelihood_ratios
 from fedstill.privacy import leakage
 from fedstill.privacy.noise import clip_rows
@@ -33,7 +34,7 @@ from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
-LOOKS: list[tuple[StageResult, Room]] = []
+LOOKS: list[tuple[StageResult, EvaluationContext]] = []
 OWN: dict[int, Any] = {}
 """The clients' own models after the first stage that was looked at."""
 LOGITS = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 6}}
@@ -49,10 +50,10 @@ BY_HEART = {
 class LeakSpy(Measure):
     """Keeps what it was shown, and what ``leakage`` needs."""
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
-        LOOKS.append((seen, room))
-        if len(LOOKS) == 1 and room.remembered is not None:
-            OWN.update({c: room.remembered(c).get("params") for c in seen.stage.clients})
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+        LOOKS.append((seen, context))
+        if len(LOOKS) == 1 and context.remembered is not None:
+            OWN.update({c: context.remembered(c).get("params") for c in seen.stage.clients})
         return None
 
 
@@ -86,30 +87,30 @@ def noise(size: int = 240) -> Dataset:
     )
 
 
-def own(room: Room, client: int) -> Any:
+def own(context: EvaluationContext, client: int) -> Any:
     """A client's examples in training."""
-    return room.sites.view(client, LOOKS[0][0].stage).data
+    return context.sites.view(client, LOOKS[0][0].stage).data
 
 
 def test_others_are_test_images_of_the_members_classes_and_members_were_trained_on(
     tmp_path: Path,
 ) -> None:
     looked(tmp_path / "run", rounds=1, partition={"kind": "iid"})
-    ((seen, room),) = LOOKS
-    tried = leakage._candidates(seen.stage.clients, seen.stage, room)
+    ((seen, context),) = LOOKS
+    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
     assert tried is not None
     inside, outside = torch.chunk(tried.examples.labels, 2)
     assert torch.equal(inside, outside)
     members, others = torch.chunk(tried.examples.values, 2)
     for client in seen.stage.clients:
         mine = tried.owners[: len(inside)] == client
-        data = own(room, client)
+        data = own(context, client)
         assert mine.sum() == len(data), "few examples: all are tried"
         there = {image.numpy().tobytes() for image in data.values}
         assert {image.numpy().tobytes() for image in members[mine]} == there
-    tested = {image.numpy().tobytes() for image in room.test.values}
+    tested = {image.numpy().tobytes() for image in context.test.values}
     assert {image.numpy().tobytes() for image in others} <= tested
-    again = leakage._candidates(seen.stage.clients, replace(seen.stage, round=9), room)
+    again = leakage._candidates(seen.stage.clients, replace(seen.stage, round=9), context)
     assert again is not None
     assert torch.equal(again.examples.values, tried.examples.values), "the same in every round"
 
@@ -118,25 +119,25 @@ def test_no_more_are_tried_than_there_are_test_images_of_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked(tmp_path / "run", rounds=1, data={"test_size": 10})
-    ((seen, room),) = LOOKS
-    tried = leakage._candidates((3,), seen.stage, room)
+    ((seen, context),) = LOOKS
+    tried = leakage._candidates((3,), seen.stage, context)
     assert tried is not None
     counts = torch.bincount(torch.chunk(tried.examples.labels, 2)[0], minlength=toys.CLASSES)
     assert torch.equal(
-        counts, torch.bincount(own(room, 3).labels, minlength=toys.CLASSES).clamp(max=2)
+        counts, torch.bincount(own(context, 3).labels, minlength=toys.CLASSES).clamp(max=2)
     )
     monkeypatch.setattr(leakage, "MOST", 6)
-    few = leakage._candidates((0, 1, 2), seen.stage, room)
+    few = leakage._candidates((0, 1, 2), seen.stage, context)
     assert few is not None
     assert [int((few.owners == c).sum()) <= 4 for c in (0, 1, 2)] == [True] * 3
 
 
 def test_examples_that_are_held_out_are_no_members(tmp_path: Path) -> None:
     looked(tmp_path / "run", rounds=1, plan={"epochs": 1, "validation": 0.4})
-    ((seen, room),) = LOOKS
-    tried = leakage._candidates((0,), replace(seen.stage, name="another"), room)
+    ((seen, context),) = LOOKS
+    tried = leakage._candidates((0,), replace(seen.stage, name="another"), context)
     assert tried is not None
-    view = room.sites.view(0, seen.stage)
+    view = context.sites.view(0, seen.stage)
     assert view.validation is not None
     held = {image.numpy().tobytes() for image in view.validation.values}
     assert not held & {
@@ -157,11 +158,11 @@ def attacks_by_hand(phi: Mapping[int, np.ndarray], owners: np.ndarray) -> tuple[
 
 def test_models_that_were_sent_are_attacked(tmp_path: Path) -> None:
     (event,) = looked(tmp_path / "run", rounds=1)
-    ((seen, room),) = LOOKS
-    tried = leakage._candidates(seen.stage.clients, seen.stage, room)
+    ((seen, context),) = LOOKS
+    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
     assert tried is not None
     phi = {
-        c: confidences(room.passes().logits(p, tried.examples), tried.examples.labels)
+        c: confidences(context.passes().logits(p, tried.examples), tried.examples.labels)
         for c, p in seen.local_models.items()
     }
     by_loss, by_ratio = attacks_by_hand(phi, tried.owners)
@@ -173,9 +174,9 @@ def test_models_that_were_sent_are_attacked(tmp_path: Path) -> None:
     for client, area in zip(event["clients"], event["client_auc"], strict=True):
         mine = tried.owners[:n] == client
         assert area == attack(phi[client][:n][mine], phi[client][n:][mine])["auc"]
-    everyone = leakage._candidates(range(6), seen.stage, room)
+    everyone = leakage._candidates(range(6), seen.stage, context)
     assert everyone is not None
-    logits = room.passes().logits(seen.after.params, everyone.examples)
+    logits = context.passes().logits(seen.after.params, everyone.examples)
     members, others = np.split(confidences(logits, everyone.examples.labels), 2)
     assert event["global"] == {"members": len(members), "loss": attack(members, others)}
 
@@ -183,14 +184,14 @@ def test_models_that_were_sent_are_attacked(tmp_path: Path) -> None:
 def test_of_logits_it_is_what_would_be_sent_before_and_after_privacy(tmp_path: Path) -> None:
     options = {"privacy": {"clip": 1.5, "noise": 0.0}, "rounds": 1, **LOGITS}
     local, ends = looked(tmp_path / "run", "hiper_fedkd", **options)
-    (seen, room), *_ = LOOKS
+    (seen, context), *_ = LOOKS
     assert (local["name"], ends["name"]) == ("local", "distil")
     assert set(ends) & {"seen", "raw", "global"} == {"global"}
-    tried = leakage._candidates(seen.stage.clients, seen.stage, room)
+    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
     assert tried is not None
     clear, clipped = {}, {}
     for client in seen.stage.clients:
-        sent = standardize(room.passes().logits(OWN[client], tried.examples))
+        sent = standardize(context.passes().logits(OWN[client], tried.examples))
         clear[client] = confidences(sent, tried.examples.labels)
         clipped[client] = confidences(clip_rows(sent, 1.5), tried.examples.labels)
     assert local["raw"]["loss"] == attacks_by_hand(clear, tried.owners)[0]
@@ -306,11 +307,11 @@ def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, wo
 def test_a_method_of_ones_own_is_measured_if_it_says_what_is_sent(tmp_path: Path) -> None:
     options = {"rounds": 1, **LOGITS}
     (event, *_), _ = looked(tmp_path / "run", "toy_says", **options), LOOKS
-    seen, room = LOOKS[0]
-    tried = leakage._candidates(seen.stage.clients, seen.stage, room)
+    seen, context = LOOKS[0]
+    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
     assert tried is not None
     phi = {
-        c: confidences(room.passes().logits(OWN[c], tried.examples), tried.examples.labels)
+        c: confidences(context.passes().logits(OWN[c], tried.examples), tried.examples.labels)
         for c in seen.stage.clients
     }
     assert event["seen"]["loss"] == attacks_by_hand(phi, tried.owners)[0]

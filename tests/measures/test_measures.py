@@ -26,8 +26,9 @@ from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
-from fedstill.measures.base import Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers
 from fedstill.measures.choice import MeasuredRun, measures, misfit
+from fedstill.measures.context import EvaluationContext
 from fedstill.measures.features import directions
 from fedstill.metrics.local_models import by_epoch
 from fedstill.running.journal import read_journal, without_times
@@ -45,15 +46,15 @@ WITH_REPLIES = {"local", "epochs", "personal", "private_public"}
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
 ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
 MIXED = {"rounds": 1, "clients": {"models": ["mlp", "logistic"]}}
-STAGES: list[tuple[StageResult, Room]] = []
+STAGES: list[tuple[StageResult, EvaluationContext]] = []
 
 
 @register("measure", "toy_spy")
 class Spy(Measure):
     """Remembers what it was shown."""
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
-        STAGES.append((seen, room))
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+        STAGES.append((seen, context))
         return None
 
 
@@ -61,7 +62,7 @@ class Spy(Measure):
 class Broken(Measure):
     """Fails when it looks."""
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         raise ZeroDivisionError("nothing\nto divide")
 
 
@@ -153,7 +154,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, dict[st
     found = run(
         measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs()
     )
-    (last,) = [s for s, room in STAGES if s.ends_round and s.stage.round == room.world.rounds]
+    (last,) = [s for s, context in STAGES if s.ends_round and s.stage.round == context.world.rounds]
     events = [e for e in read_journal(found.directory / "journal.jsonl") if e.get("round") == 3]
     reports = {e["client"]: e for e in events if e["event"] == "client"}
     looks = {e["measure"]: e for e in events if e["event"] == "measure"}
@@ -277,8 +278,8 @@ def test_diversity_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> 
     def ratio(rows: list[np.ndarray]) -> float:
         return float(np.mean([(r**2).sum() for r in rows]) / (np.mean(rows, axis=0) ** 2).sum())
 
-    (room,) = [r for s, r in STAGES if s is last]
-    again = measures(["diversity"])["diversity"].look(last, room)
+    (context,) = [r for s, r in STAGES if s is last]
+    again = measures(["diversity"])["diversity"].look(last, context)
     assert again is not None
     assert {k: found["diversity"][k] for k in again} == again, (
         "what is looked at in float64 below is what is journaled"
@@ -287,7 +288,7 @@ def test_diversity_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> 
     start = widened(last.before.params)
     wide = replace(last, before=replace(last.before, params=start), accepted=replies)
     exact = measures(["diversity"])["diversity"].look(
-        wide, replace(room, inputs=Wide(room.inputs.mean, room.inputs.std))
+        wide, replace(context, inputs=Wide(context.inputs.mean, context.inputs.std))
     )
     assert exact is not None
     gradients, updates = [], []
@@ -469,7 +470,7 @@ def test_a_measure_that_fails_is_named_with_its_place(tmp_path: Path) -> None:
 def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from fedstill.measures.base import Measure\n\n\n"
-        "class Clients(Measure):\n    def look(self, seen, room):\n        return {'clients': "
+        "class Clients(Measure):\n    def look(self, seen, context):\n        return {'clients': "
         "len(seen.accepted)}\n"
     )
     (tmp_path / "other.py").write_text("def look():\n    return 3\n")

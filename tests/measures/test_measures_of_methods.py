@@ -20,7 +20,8 @@ from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.results import StageResult
-from fedstill.measures.base import Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext
 from fedstill.models import contract
 from fedstill.running import observers
 from fedstill.running.preparation import prepare
@@ -114,13 +115,19 @@ def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     plain = observers.look
 
-    def looked(name: str, measure: Measure, seen: StageResult, room: Room) -> Numbers | None:
-        for spec in {room.spec, seen.before.model or room.spec, seen.after.model or room.spec}:
+    def looked(
+        name: str, measure: Measure, seen: StageResult, context: EvaluationContext
+    ) -> Numbers | None:
+        for spec in {
+            context.spec,
+            seen.before.model or context.spec,
+            seen.after.model or context.spec,
+        }:
             made = contract.module(spec, "frozen")
             with torch.no_grad():
                 for value in (*made.parameters(), *made.buffers()):
                     value.fill_(math.nan)
-        return plain(name, measure, seen, room)
+        return plain(name, measure, seen, context)
 
     monkeypatch.setattr(contract, "_modules", type(contract._modules)())
     monkeypatch.setattr(observers, "look", looked)
@@ -242,15 +249,17 @@ def test_a_plane_is_of_the_body_whatever_the_head_is() -> None:
 
 def test_a_model_that_lacks_an_entry_is_not_run_with_another_in_its_place() -> None:
     ready = prepare(settle(toy("fedavg")), small())
-    room = ready.room(None, None)
-    assert room is not None
+    context = ready.evaluation_context(None, None)
+    assert context is not None
     some = {k: v for k, v in ready.world.initial(0).items() if k != "head.bias"}
     says = r"a measure was to run a model of a mlp\(.*\) that lacks head.bias"
-    for act in (room.predictor, lambda p: room.accuracy_by_class(p, room.test)):
+    for act in (context.predictor, lambda p: context.accuracy_by_class(p, context.test)):
         with pytest.raises(FedstillError, match=says):
             act(some)
     with pytest.raises(FedstillError, match=says):
-        room.passes().logits(some, room.test)
+        context.passes().logits(some, context.test)
     with pytest.raises(FedstillError, match=r"body\.1\.weight"):
-        room.passes().features({k: v for k, v in some.items() if "head" in k}, room.test)
-    assert room.passes().features(some, room.test).shape == (40, 2), "the head has no part in it"
+        context.passes().features({k: v for k, v in some.items() if "head" in k}, context.test)
+    assert context.passes().features(some, context.test).shape == (40, 2), (
+        "the head has no part in it"
+    )

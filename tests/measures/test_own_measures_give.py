@@ -40,7 +40,7 @@ def _run(folder: Path, body: str, **changes: object):  # type: ignore[no-untyped
 
 def test_numbers_of_numpy_and_torch_are_numbers_of_the_journal(tmp_path: Path) -> None:
     body = """
-    def look(self, seen, room):
+    def look(self, seen, context):
         return NUMBERS
 
     def at_client(self, seen):
@@ -59,17 +59,17 @@ def test_numbers_of_numpy_and_torch_are_numbers_of_the_journal(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def look(self, seen, room):\n    return 3.5", "Mine.look gives a float, not a dict"),
+        ("def look(self, seen, context):\n    return 3.5", "Mine.look gives a float, not a dict"),
         (
-            "def look(self, seen, room):\n    return {'round': 9}",
+            "def look(self, seen, context):\n    return {'round': 9}",
             "Mine.look gives 'round', which is a field of the run",
         ),
         (
-            "def look(self, seen, room):\n    return {'a': {1, 2}}",
+            "def look(self, seen, context):\n    return {'a': {1, 2}}",
             "Mine.look gives a set as 'a', and not numbers",
         ),
         (
-            "def look(self, seen, room):\n    return {3: 1}",
+            "def look(self, seen, context):\n    return {3: 1}",
             "Mine.look gives a field named 3; a name is a text",
         ),
         (

@@ -12,7 +12,8 @@ from fedstill.core.extensions import NoRecorder
 from fedstill.core.records import State
 from fedstill.core.results import StageResult
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.measures.base import Measure, Room
+from fedstill.measures.base import Measure
+from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.shapley import MOST_EXACT
 from fedstill.running.evaluation import evaluated, evaluated_answers
 from fedstill.running.observers import look
@@ -32,7 +33,7 @@ class _RoundMeasure(NoRecorder):
 
     measure: Measure
     round: int
-    room: Room
+    context: EvaluationContext
     session: Session
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -41,8 +42,8 @@ class _RoundMeasure(NoRecorder):
         stage = result.stage
         if stage.round != self.round:
             return
-        room = replace(self.room, world=self.session.world_in(result.after))
-        numbers = look(MEASURE, self.measure, result, room)
+        context = replace(self.context, world=self.session.world_in(result.after))
+        numbers = look(MEASURE, self.measure, result, context)
         if numbers is not None:
             self.events.append(
                 {
@@ -85,12 +86,12 @@ def measured_later(
     prepared = replay.prepared
     measures = ClientMeasures({MEASURE: measure}, frozenset({round}))
     with replay.session(hooks=[measures]) as session:
-        room = prepared.room(None, session.engine.memory)
-        if room is None:
+        context = prepared.evaluation_context(None, session.engine.memory)
+        if context is None:
             raise ConfigError(
                 f"{replay.folder} has no common test set, and contributions are measured on one"
             )
-        recorder = _RoundMeasure(measure, round, room, session)
+        recorder = _RoundMeasure(measure, round, context, session)
         for _ in session.rounds(round, recorder=recorder, announce=announce):
             pass
     return recorder.events

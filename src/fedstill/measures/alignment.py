@@ -11,15 +11,8 @@ from torch import Tensor
 from fedstill.core.records import Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
-from fedstill.measures.base import (
-    Measure,
-    Numbers,
-    Room,
-    comparable,
-    is_global,
-    layers,
-    named_models,
-)
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext, comparable, is_global, layers, named_models
 from fedstill.metrics.distances import alignment, preferred_classes
 from fedstill.metrics.local_models import over_clients
 
@@ -39,25 +32,25 @@ class Alignment(Measure):
         {"test", "global_model", "local_models", "features"}
     )
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """Alignment of each layer between the received global model and each local one, and with
         the new global one.
 
         ``global`` is None where the new one is another network.
         """
-        locals_ = comparable(seen, room)
+        locals_ = comparable(seen, context)
         if not locals_:
             return None
 
         def classes(params: Tensors) -> dict[str, Tensor]:
-            outputs = layers(room, params, room.test)
+            outputs = layers(context, params, context.test)
             return {
-                k: preferred_classes(v, room.test.labels, room.world.classes)
+                k: preferred_classes(v, context.test.labels, context.world.classes)
                 for k, v in outputs.items()
             }
 
         start = classes(seen.before.params)
-        end = classes(seen.after.params) if is_global(seen.after, room) else None
+        end = classes(seen.after.params) if is_global(seen.after, context) else None
         own = {client: classes(params) for client, params in locals_.items()}
         out = {}
         for layer in start:
@@ -92,15 +85,17 @@ class Units(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """(models, U) class ids."""
-        if not comparable(seen, room):
+        if not comparable(seen, context):
             return None
         preferred = {
             name: preferred_classes(
-                layers(room, p, room.test)["features"], room.test.labels, room.world.classes
+                layers(context, p, context.test)["features"],
+                context.test.labels,
+                context.world.classes,
             )
-            for name, p in named_models(seen, room, MODELS)
+            for name, p in named_models(seen, context, MODELS)
         }
         return {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}
 

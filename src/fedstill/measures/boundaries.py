@@ -15,7 +15,8 @@ from fedstill.core.records import Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
-from fedstill.measures.base import Measure, Numbers, Room, WholePasses, rounded_lists
+from fedstill.measures.base import Measure, Numbers, rounded_lists
+from fedstill.measures.context import EvaluationContext, WholePasses
 from fedstill.methods.fit import queries_of
 from fedstill.metrics import class_accuracy
 from fedstill.models import contract
@@ -43,7 +44,7 @@ class Boundaries(Measure):
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "features", "queries", "client_data"})
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """The client, its classes, places x, y and labels (n,) of images, and the classes (48, 48)
         of the plane.
 
@@ -51,18 +52,18 @@ class Boundaries(Measure):
         along x and the i-th along y. ``accuracy``: (C,) on the whole test set, None for a class
         without images.
         """
-        queries = queries_of(room.world)
+        queries = queries_of(context.world)
         if not queries:
             return None
         client = min(queries)
-        params, spec = seen.local_models.get(client), room.world.model(client)
+        params, spec = seen.local_models.get(client), context.world.model(client)
         if params is None or Need.FEATURES not in contract.capabilities(spec):
             return None
         query = queries[client]
-        counts = room.sites.view(client, seen.stage).counts
+        counts = context.sites.view(client, seen.stage).counts
         own = [c for c, n in enumerate(counts.tolist()) if n and c not in query]
-        wanted = torch.isin(room.test.labels.cpu(), torch.tensor([*query, *own]))
-        images = room.test.take(wanted.nonzero().flatten().to(room.test.labels.device))
+        wanted = torch.isin(context.test.labels.cpu(), torch.tensor([*query, *own]))
+        images = context.test.take(wanted.nonzero().flatten().to(context.test.labels.device))
         images = (
             images
             if len(images) <= IMAGES
@@ -70,15 +71,15 @@ class Boundaries(Measure):
         )
         if len(images) < 2:
             return None
-        features = WholePasses(spec, room.inputs).features(params, images).cpu()
+        features = WholePasses(spec, context.inputs).features(params, images).cpu()
         places, ends, plane = _plane(features)
         with torch.no_grad():
             classes = contract.head(
                 contract.module(spec, "frozen").eval(), _cpu(params), plane
             ).argmax(1)
-        totals = torch.bincount(room.test.labels.cpu(), minlength=room.world.classes)
+        totals = torch.bincount(context.test.labels.cpu(), minlength=context.world.classes)
         right = correct_by_class(
-            room.predictor(params, client), room.test, room.inputs, room.world.classes
+            context.predictor(params, client), context.test, context.inputs, context.world.classes
         )
         each = class_accuracy(right, totals).tolist()
         return {
@@ -113,8 +114,8 @@ def _plane(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         axes = PCA(2, svd_solver="full")
         places = torch.from_numpy(axes.fit_transform(features.double().numpy()))
         low, high = places.min(0).values, places.max(0).values
-        room = MARGIN * (high - low).clamp(min=FLAT)
-        ends = torch.stack([low - room, high + room], dim=1)  # (axis, end)
+        context = MARGIN * (high - low).clamp(min=FLAT)
+        ends = torch.stack([low - context, high + context], dim=1)  # (axis, end)
         x, y = (torch.linspace(float(a), float(b), STEPS, dtype=torch.float64) for a, b in ends)
         points = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
         back = torch.from_numpy(axes.inverse_transform(points.numpy()))

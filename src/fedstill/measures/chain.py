@@ -9,7 +9,8 @@ from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
-from fedstill.measures.base import Measure, Numbers, Room
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.values import Values
 
 
@@ -31,27 +32,27 @@ class Chain(Measure):
         {"chain", "test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """Class accuracies of the model that the client left, and the two accuracies on the
         previous client's data.
         """
         if not seen.stage.sequential or not seen.local_models:
             return None
         ((client, params),) = seen.local_models.items()
-        accuracy = room.accuracy_by_class(params, room.test)
+        accuracy = context.accuracy_by_class(params, context.test)
         fields: dict[str, object] = {"client": client, "class_accuracy": _or_none(accuracy)}
-        if room.previous is not None:
+        if context.previous is not None:
             then = (
                 seen.stage
-                if room.previous_round is None
-                else replace(seen.stage, round=room.previous_round)
+                if context.previous_round is None
+                else replace(seen.stage, round=context.previous_round)
             )
-            own = room.sites.view(room.previous, then).data
+            own = context.sites.view(context.previous, then).data
             kept = {
-                "handed_over": _share(seen.before.params, own, room),
-                "kept": _share(params, own, room),
+                "handed_over": _share(seen.before.params, own, context),
+                "kept": _share(params, own, context),
             }
-            fields |= {"previous": room.previous, **kept}
+            fields |= {"previous": context.previous, **kept}
         return fields
 
     def examples(self, test: int, clients: int, own: int) -> int:
@@ -63,6 +64,6 @@ def _or_none(values: Values) -> list[float | None]:
     return [None if v != v else v for v in values.tolist()]
 
 
-def _share(params: Tensors, data: Examples, room: Room) -> float | None:
-    right = correct_by_class(room.predictor(params), data, room.inputs, room.world.classes)
+def _share(params: Tensors, data: Examples, context: EvaluationContext) -> float | None:
+    right = correct_by_class(context.predictor(params), data, context.inputs, context.world.classes)
     return int(right.sum()) / len(data) if len(data) else None

@@ -35,7 +35,8 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.views import SiteViews
 from fedstill.engines.at_client import AtClient
 from fedstill.engines.passes import correct_by_class, shards
-from fedstill.measures.base import Measure, Numbers, Room, are_counts, rounded_lists
+from fedstill.measures.base import Measure, Numbers, are_counts, rounded_lists
+from fedstill.measures.context import EvaluationContext
 from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import (
     MOST_EXACT,
@@ -375,17 +376,20 @@ class Contributions(Measure):
         """Counts must be whole numbers, one a class."""
         return are_counts(report, self.gives, classes)
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """Whose model it is, its accuracies before and after the stage, the parts of the change,
         and contributions.
         """
         if not seen.accepted:
             return None
-        data = at_most(room.test, EACH, room.world.classes)
-        ends = [global_model(room.method, state, room.world) for state in (seen.before, seen.after)]
+        data = at_most(context.test, EACH, context.world.classes)
+        ends = [
+            global_model(context.method, state, context.world)
+            for state in (seen.before, seen.after)
+        ]
         if ends[0] is None or ends[1] is None or not _is_moved(seen):
-            return _of_own_models(seen, room, data)
-        before, after = (accuracies_of(predict, data, room) for predict in ends)
+            return _of_own_models(seen, context, data)
+        before, after = (accuracies_of(predict, data, context) for predict in ends)
         clients = [r.client for r in seen.accepted]
         told: dict[str, Any] = {
             "model": "global",
@@ -397,7 +401,7 @@ class Contributions(Measure):
             return {**told, "parts": {_name(seen): _listed(after - before)}}
         if seen.local_models and is_plain(ends[1], seen.after):
             local = torch.stack(
-                [_by_class(room, client, p, data) for client, p in seen.local_models.items()]
+                [_by_class(context, client, p, data) for client, p in seen.local_models.items()]
             )
             weights = _weights(seen)
             by_training, by_averaging = by_local_training_and_averaging(
@@ -411,32 +415,37 @@ class Contributions(Measure):
             told["parts"] = {seen.stage.name: _listed(after - before)}
         return {
             **told,
-            **_shares_of_data(seen, room),
-            **self._contributed(seen, room, data, before, after),
+            **_shares_of_data(seen, context),
+            **self._contributed(seen, context, data, before, after),
         }
 
     def _contributed(
-        self, seen: StageResult, room: Room, data: Examples, before: Tensor, after: Tensor
+        self,
+        seen: StageResult,
+        context: EvaluationContext,
+        data: Examples,
+        before: Tensor,
+        after: Tensor,
     ) -> dict[str, Any]:
         there = set(data.labels.tolist())
         classes = [c for c in self.classes if c in there]
         classes = classes or moved_classes(before.tolist(), after.tolist(), LEAST, MOST)
         game = StageGame(
-            room.schedule.actor(seen.stage),
+            context.schedule.actor(seen.stage),
             seen.before,
             seen.stage,
             seen.accepted,
             seen.payloads,
-            room.world,
+            context.world,
         )
         chosen: Game = self.game or ("idle" if game.can_idle() else "absent")
         game = replace(game, game=chosen)
         by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in classes}
-        judged = Judged(by_class, room.inputs, TEMPERATURE)
+        judged = Judged(by_class, context.inputs, TEMPERATURE)
         if not classes:
             return {"game": chosen, "classes": []}
-        rule, divided = self._divided(game, judged, room, classes)
-        start = _worth(judged, seen.before, room, classes)
+        rule, divided = self._divided(game, judged, context, classes)
+        start = _worth(judged, seen.before, context, classes)
         return {
             "game": chosen,
             "rule": rule,
@@ -444,23 +453,25 @@ class Contributions(Measure):
             "classes": classes,
             "values": rounded_lists(divided.values.T, DIGITS),
             "gap": rounded_lists(divided.gap, DIGITS),
-            "nobody": rounded_lists(_worth(judged, game.state(()), room, classes) - start, DIGITS),
+            "nobody": rounded_lists(
+                _worth(judged, game.state(()), context, classes) - start, DIGITS
+            ),
         }
 
     def _divided(
-        self, game: StageGame, judged: Judged, room: Room, classes: Sequence[int]
+        self, game: StageGame, judged: Judged, context: EvaluationContext, classes: Sequence[int]
     ) -> tuple[str, Divided]:
         players = len(game.players)
 
         def value(coalition: tuple[int, ...]) -> Tensor:
-            return _worth(judged, game.state(coalition), room, classes)
+            return _worth(judged, game.state(coalition), context, classes)
 
         if self.exactly and players <= MOST_EXACT:
             return "exact", exact(value, players)
         start = game.state(())
-        plain = is_plain(global_model(room.method, start, room.world), start)
+        plain = is_plain(global_model(context.method, start, context.world), start)
         if plain and game.changes is not None and players:
-            line = ModelLine(start.model or room.spec, start.params, game.changes, judged)
+            line = ModelLine(start.model or context.spec, start.params, game.changes, judged)
             return "path", along_path(line, players, classes)
         return "two ends", two_ends(value, players)
 
@@ -480,20 +491,22 @@ def at_most(test: Examples, each: int, classes: int) -> Examples:
     return test.take(torch.cat(kept).sort().values)
 
 
-def accuracies_of(predict: Any, data: Examples, room: Room) -> Tensor:
+def accuracies_of(predict: Any, data: Examples, context: EvaluationContext) -> Tensor:
     """Class accuracies (C,) float64 of an answer; NaN for a class without test examples."""
-    right = correct_by_class(predict, data, room.inputs, room.world.classes).double().cpu()
-    return right / torch.bincount(data.labels.cpu(), minlength=room.world.classes)
+    right = correct_by_class(predict, data, context.inputs, context.world.classes).double().cpu()
+    return right / torch.bincount(data.labels.cpu(), minlength=context.world.classes)
 
 
-def _worth(judged: Judged, state: State, room: Room, classes: Sequence[int]) -> Tensor:
-    predict = global_model(room.method, state, room.world)
+def _worth(
+    judged: Judged, state: State, context: EvaluationContext, classes: Sequence[int]
+) -> Tensor:
+    predict = global_model(context.method, state, context.world)
     assert predict is not None
     return judged.worth(predict, classes)
 
 
-def _by_class(room: Room, client: int, params: Tensors, data: Examples) -> Tensor:
-    return accuracies_of(room.predictor(params, client), data, room)
+def _by_class(context: EvaluationContext, client: int, params: Tensors, data: Examples) -> Tensor:
+    return accuracies_of(context.predictor(params, client), data, context)
 
 
 def _weights(seen: StageResult) -> Tensor:
@@ -524,11 +537,13 @@ def _name(seen: StageResult) -> str:
     return f"{seen.stage.name} at the server" if client == SERVER else f"client {client}"
 
 
-def _of_own_models(seen: StageResult, room: Room, data: Examples) -> Numbers | None:
+def _of_own_models(seen: StageResult, context: EvaluationContext, data: Examples) -> Numbers | None:
     """The clients' mean change by class in a stage, where each keeps a model of its own."""
-    totals = torch.bincount(data.labels.cpu(), minlength=room.world.classes)
+    totals = torch.bincount(data.labels.cpu(), minlength=context.world.classes)
     ends = {
-        r.client: both for r in seen.accepted if (both := _both_ends(r, seen, room, data, totals))
+        r.client: both
+        for r in seen.accepted
+        if (both := _both_ends(r, seen, context, data, totals))
     }
     if not ends:
         return None
@@ -544,7 +559,7 @@ def _of_own_models(seen: StageResult, room: Room, data: Examples) -> Numbers | N
 
 
 def _both_ends(
-    reply: Reply, seen: StageResult, room: Room, data: Examples, totals: Tensor
+    reply: Reply, seen: StageResult, context: EvaluationContext, data: Examples, totals: Tensor
 ) -> tuple[Tensor, ...]:
     """Class accuracies (C,) of a client's own model before and after the stage; none where nobody
     knows it.
@@ -557,21 +572,21 @@ def _both_ends(
     if reply.client == SERVER or "params" not in reply.content:
         return ()
     own = answered(seen.before).get(reply.client) or fitted(seen.before).get(reply.client)
-    ends = (own or room.world.initial(reply.client), reply.content.params)
-    return tuple(_by_class(room, reply.client, params, data) for params in ends)
+    ends = (own or context.world.initial(reply.client), reply.content.params)
+    return tuple(_by_class(context, reply.client, params, data) for params in ends)
 
 
-def _shares_of_data(seen: StageResult, room: Room) -> dict[str, Any]:
+def _shares_of_data(seen: StageResult, context: EvaluationContext) -> dict[str, Any]:
     """Each class's share of the acting clients' data in the round over its share of all clients',
     where these are here.
 
     Of a run with tasks also which task each of them is in, from 1, and what it has of each class in
     it, (m, C).
     """
-    sites = room.sites
+    sites = context.sites
     if not isinstance(sites, SiteViews) or not len(every := sites.all_counts(seen.stage.round)):
         return {}
-    stream, clients = room.world.stream, [r.client for r in seen.accepted]
+    stream, clients = context.world.stream, [r.client for r in seen.accepted]
     had = every[clients]
     acted, overall = had.sum(0).double(), every.sum(0).double()
     ratio = (acted / acted.sum().clamp(min=1)) / (overall / overall.sum().clamp(min=1))

@@ -13,7 +13,8 @@ from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.core.trees import only, sub
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Measure, Numbers, Room, comparable
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext, comparable
 from fedstill.metrics.distances import distribution_distance, gradient_diversity, weight_divergence
 from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
@@ -34,15 +35,15 @@ class Divergence(Measure):
         {"test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """The three distances of each client, and their means."""
-        locals_ = comparable(seen, room)
+        locals_ = comparable(seen, context)
         if not locals_:
             return None
-        start, names = seen.before.params, sorted(contract.trainable_names(room.spec))
-        accuracy = room.accuracy_by_class(start, room.test)
+        start, names = seen.before.params, sorted(contract.trainable_names(context.spec))
+        accuracy = context.accuracy_by_class(start, context.test)
         apart = [weight_divergence(only(start, names), params) for params in locals_.values()]
-        shares = [room.sites.view(c, seen.stage).proportions for c in locals_]
+        shares = [context.sites.view(c, seen.stage).proportions for c in locals_]
         by_client = {
             "l1": [a for a, _ in apart],
             "l2": [b for _, b in apart],
@@ -70,15 +71,17 @@ class Diversity(Measure):
         {"side_by_side", "test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """Both diversities over the clients of the stage; None for a stage of one client."""
-        locals_ = comparable(seen, room)
+        locals_ = comparable(seen, context)
         if len(locals_) < 2:
             return None
         start = seen.before.params
         # sums in one order: a set's differs by process
-        names = sorted(contract.trainable_names(room.spec))
-        gradients = [_gradient(room, start, room.sites.view(c, seen.stage).data) for c in locals_]
+        names = sorted(contract.trainable_names(context.spec))
+        gradients = [
+            _gradient(context, start, context.sites.view(c, seen.stage).data) for c in locals_
+        ]
         updates: list[Tensors] = [
             sub(only(start, names), only(params, names)) for params in locals_.values()
         ]
@@ -93,13 +96,13 @@ class Diversity(Measure):
         return 3 * own
 
 
-def _gradient(room: Room, params: Tensors, data: Examples) -> Tensors:
+def _gradient(context: EvaluationContext, params: Tensors, data: Examples) -> Tensors:
     """The gradient of the mean loss over all examples, from those of batches weighted by their
     sizes.
     """
     sizes = [len(part) for part in torch.split(torch.arange(len(data)), SHARD)]
     total: dict[str, torch.Tensor] = {}
-    batches = room.passes().gradients(params, data, cross_entropy, SHARD)
+    batches = context.passes().gradients(params, data, cross_entropy, SHARD)
     for size, grads in zip(sizes, batches, strict=True):
         for name, grad in grads.items():
             total[name] = total.get(name, torch.zeros_like(grad)) + grad * (size / len(data))

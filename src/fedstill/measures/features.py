@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
-from fedstill.measures.base import Measure, Numbers, Room, comparable, named_models, rounded_lists
+from fedstill.measures.base import Measure, Numbers, rounded_lists
+from fedstill.measures.context import EvaluationContext, comparable, named_models
 
 # The number of local models whose spheres are measured.
 SPHERES = 3
@@ -36,14 +37,14 @@ class Sphere(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """(models, C, bins) counts of test examples; bin 0 begins at -180 degrees."""
-        if not comparable(seen, room):
+        if not comparable(seen, context):
             return None
-        labels, passes = room.test.labels.cpu(), room.passes()
+        labels, passes = context.test.labels.cpu(), context.passes()
         counts = {
-            name: directions(passes.features(p, room.test).cpu(), labels, room.world.classes)
-            for name, p in named_models(seen, room, SPHERES)
+            name: directions(passes.features(p, context.test).cpu(), labels, context.world.classes)
+            for name, p in named_models(seen, context, SPHERES)
         }
         return {"models": list(counts), "counts": [v.tolist() for v in counts.values()]}
 
@@ -85,24 +86,24 @@ class JointTSNE(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image
         under each.
         """
-        if not comparable(seen, room):
+        if not comparable(seen, context):
             return None
-        images, passes = room.some(IMAGES), room.passes()
-        models = dict(named_models(seen, room, MODELS))
+        images, passes = context.some(IMAGES), context.passes()
+        models = dict(named_models(seen, context, MODELS))
         each = {name: passes.features(p, images).cpu() for name, p in models.items()}
         features = torch.cat(list(each.values()))
-        places = embedded(features, int(room.draw("tsne").initial_seed() % 2**32))
+        places = embedded(features, int(context.draw("tsne").initial_seed() % 2**32))
         x, y = places.reshape(len(models), len(images), 2).unbind(2)
         return {
             "models": list(models),
             "labels": images.labels.tolist(),
             "x": rounded_lists(x, DIGITS),
             "y": rounded_lists(y, DIGITS),
-            "features": room.keep(f"tsne-round{seen.stage.round}-stage{seen.stage.index}", each),
+            "features": context.keep(f"tsne-round{seen.stage.round}-stage{seen.stage.index}", each),
         }
 
     def examples(self, test: int, clients: int, own: int) -> int:

@@ -13,7 +13,8 @@ from fedstill.core.registry import register
 from fedstill.core.results import StageResult
 from fedstill.engines.passes import shards
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Measure, Numbers, Room, whole
+from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.context import EvaluationContext, whole
 from fedstill.metrics import loss_surface
 from fedstill.models import contract
 
@@ -39,19 +40,19 @@ class Landscape(Measure):
     needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models"})
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """For each of the two models: losses (11, 11) in each plane, and (scales,) under noise."""
         locals_ = seen.local_models
         if not locals_ or not seen.after.params:
             return None
         client = min(locals_)
         models = {
-            "aggregated": (seen.after.model or room.spec, seen.after.params),
-            f"client {client}": (room.world.model(client), locals_[client]),
+            "aggregated": (seen.after.model or context.spec, seen.after.params),
+            f"client {client}": (context.world.model(client), locals_[client]),
         }
-        images = room.some(IMAGES)
+        images = context.some(IMAGES)
         around = {
-            name: _around(room, spec, images, whole(spec, params))
+            name: _around(context, spec, images, whole(spec, params))
             for name, (spec, params) in models.items()
         }
         return {"axis": list(AXIS), "scales": list(SCALES), "models": around}
@@ -62,13 +63,13 @@ class Landscape(Measure):
 
 
 def mean_loss(
-    room: Room, images: Examples, spec: ModelSpec | None = None
+    context: EvaluationContext, images: Examples, spec: ModelSpec | None = None
 ) -> Callable[[Tensors], Tensor]:
     """parameters of a network, the server's if none is named -> mean cross-entropy () on images,
     derivable twice.
     """
-    network = contract.module(spec or room.spec, "frozen").eval()
-    parts = list(shards(images.values, room.inputs))
+    network = contract.module(spec or context.spec, "frozen").eval()
+    parts = list(shards(images.values, context.inputs))
     device = images.values.device
 
     def loss(params: Tensors) -> Tensor:
@@ -79,11 +80,13 @@ def mean_loss(
     return loss
 
 
-def _around(room: Room, spec: ModelSpec, images: Examples, params: Tensors) -> dict[str, Any]:
+def _around(
+    context: EvaluationContext, spec: ModelSpec, images: Examples, params: Tensors
+) -> dict[str, Any]:
     loss, names, draw = (
-        mean_loss(room, images, spec),
+        mean_loss(context, images, spec),
         contract.trainable_names(spec),
-        room.draw("landscape"),
+        context.draw("landscape"),
     )
     a, b = (loss_surface.filter_normalised(params, names, draw) for _ in range(2))
     noises = [loss_surface.gaussian(params, names, draw) for _ in range(DRAWS)]

@@ -13,7 +13,7 @@ import torch
 from fedstill.core.registry import register
 from fedstill.core.reports import wrong_table
 from fedstill.engines.at_client import AtClient
-from fedstill.measures.base import Measure, Numbers, Reports, are_counts
+from fedstill.measures.base import Measure, Numbers, RoundReports, are_counts
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.local_models import (
     by_epoch,
@@ -51,7 +51,7 @@ class Local(Measure):
             return "correct_by_class is without label_counts"
         return are_counts(report, self.gives, classes)
 
-    def of_round(self, seen: Reports) -> Numbers:
+    def of_round(self, seen: RoundReports) -> Numbers:
         """Means and spreads over clients, and the global models' accuracy on the clients' mean
         label shares.
         """
@@ -113,7 +113,7 @@ class Personal(Measure):
             else ""
         )
 
-    def of_round(self, seen: Reports) -> Numbers:
+    def of_round(self, seen: RoundReports) -> Numbers:
         """Both accuracies, their mean and spread over clients."""
         events = [e for e in seen.clients if "trained_right" in e and sum(e["trained_counts"])]
         tested = {
@@ -172,7 +172,7 @@ class PrivatePublic(Measure):
             "",
         )
 
-    def of_round(self, seen: Reports) -> Numbers:
+    def of_round(self, seen: RoundReports) -> Numbers:
         """Accuracies by client, their means, and the server's."""
         return private_public(seen.clients)
 
@@ -228,7 +228,7 @@ class Epochs(Measure):
             else ""
         )
 
-    def of_round(self, seen: Reports) -> Numbers:
+    def of_round(self, seen: RoundReports) -> Numbers:
         """``by_epoch``: for each stage, lists over epochs of means and spreads over clients."""
         return by_epoch(seen.clients, seen.test_counts)
 

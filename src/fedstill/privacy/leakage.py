@@ -19,7 +19,8 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Examples, Payload, Stage, Tensors
 from fedstill.core.registry import register
 from fedstill.core.results import StageResult
-from fedstill.measures.base import Measure, Numbers, Room, SaysLogits
+from fedstill.measures.base import Measure, Numbers, SaysLogits
+from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
 from fedstill.metrics.values import Values
 from fedstill.privacy.noise import GROUP, Privacy
@@ -63,13 +64,13 @@ class Leakage(Measure):
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "client_data", "uploads"})
 
-    def look(self, seen: StageResult, room: Room) -> Numbers | None:
+    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
         """The attacks on the stage's uploads, if there are any; at the end of a round on the global
         model, too.
         """
-        models = dict(_models(seen, room))
-        event = _on_uploads(models, seen.stage, room) if models else {}
-        return {**event, **(_on_global(seen, room) if seen.ends_round else {})} or None
+        models = dict(_models(seen, context))
+        event = _on_uploads(models, seen.stage, context) if models else {}
+        return {**event, **(_on_global(seen, context) if seen.ends_round else {})} or None
 
     def examples(self, test: int, clients: int, own: int) -> int:
         """The candidates of all clients under each client's model, and once under the global
@@ -93,7 +94,7 @@ class _Candidates:
         return attack(*np.split(scores, 2))
 
 
-def _models(seen: StageResult, room: Room) -> Iterator[tuple[int, Tensors]]:
+def _models(seen: StageResult, context: EvaluationContext) -> Iterator[tuple[int, Tensors]]:
     """The models that a stage's replies hold, or whose logits they hold, by client."""
     for reply in seen.accepted:
         if reply.client == SERVER:
@@ -102,10 +103,10 @@ def _models(seen: StageResult, room: Room) -> Iterator[tuple[int, Tensors]]:
             yield reply.client, reply.content.params
         elif (
             GROUP in reply.content
-            and isinstance(room.method, SaysLogits)
-            and room.remembered is not None
+            and isinstance(context.method, SaysLogits)
+            and context.remembered is not None
         ):
-            yield reply.client, _behind_logits(room.remembered(reply.client), reply.client)
+            yield reply.client, _behind_logits(context.remembered(reply.client), reply.client)
 
 
 def _behind_logits(client_state: Payload, client: int) -> Tensors:
@@ -116,12 +117,16 @@ def _behind_logits(client_state: Payload, client: int) -> Tensors:
     return client_state.params
 
 
-def _on_uploads(models: Mapping[int, Tensors], stage: Stage, room: Room) -> dict[str, Any]:
+def _on_uploads(
+    models: Mapping[int, Tensors], stage: Stage, context: EvaluationContext
+) -> dict[str, Any]:
     """The attacks on models that were sent, or whose logits were, by client."""
-    tried = _candidates(list(models), stage, room)
+    tried = _candidates(list(models), stage, context)
     if tried is None:
         return {}
-    told = [_told(client, params, tried.examples, stage, room) for client, params in models.items()]
+    told = [
+        _told(client, params, tried.examples, stage, context) for client, params in models.items()
+    ]
     raw, seen = (
         np.stack([confidences(t, tried.examples.labels) for t in side])
         for side in zip(*told, strict=True)
@@ -129,7 +134,7 @@ def _on_uploads(models: Mapping[int, Tensors], stage: Stage, room: Room) -> dict
     with_members = list(dict.fromkeys(tried.owners.tolist()))
     own = _by_loss(seen, list(models), tried)
     before_protection = {}
-    if _privacy_of(room).protects_logits:
+    if _privacy_of(context).protects_logits:
         before_protection["raw"] = _attacks(raw, list(models), tried)
     return {
         "members": len(own) // 2,
@@ -169,59 +174,61 @@ def _by_ratio(phi: Values, clients: Sequence[int], tried: _Candidates) -> Values
     return scores
 
 
-def _on_global(seen: StageResult, room: Room) -> dict[str, Any]:
+def _on_global(seen: StageResult, context: EvaluationContext) -> dict[str, Any]:
     """The loss under the server's model, if there is one and it was trained."""
-    params, start = seen.after.params, room.world.initial(SERVER)
+    params, start = seen.after.params, context.world.initial(SERVER)
     if not params or (
         params.keys() == start.keys() and all(torch.equal(v, start[k]) for k, v in params.items())
     ):
         return {}
-    tried = _candidates(range(room.world.clients), seen.stage, room)
+    tried = _candidates(range(context.world.clients), seen.stage, context)
     if tried is None:
         return {}
-    logits = room.passes().logits(params, tried.examples, seen.after.model)
+    logits = context.passes().logits(params, tried.examples, seen.after.model)
     scores = confidences(logits, tried.examples.labels)
     return {"global": {"members": len(scores) // 2, "loss": tried.attack(scores)}}
 
 
 def _told(
-    client: int, params: Tensors, images: Examples, stage: Stage, room: Room
+    client: int, params: Tensors, images: Examples, stage: Stage, context: EvaluationContext
 ) -> tuple[Tensor, Tensor]:
     """What a client's upload says of images (n, C): before ``[privacy]``, and as the server sees
     it.
     """
-    logits = room.passes().logits(params, images, room.world.model(client)).cpu()
-    sent = room.method.sent_logits(logits) if isinstance(room.method, SaysLogits) else logits
-    seed = seed_for(room.world.seed, stage.round, stage.index, client, "leakage noise")
-    return sent, _privacy_of(room).protect(Payload({GROUP: sent}), seed).tensor(GROUP)
+    logits = context.passes().logits(params, images, context.world.model(client)).cpu()
+    sent = context.method.sent_logits(logits) if isinstance(context.method, SaysLogits) else logits
+    seed = seed_for(context.world.seed, stage.round, stage.index, client, "leakage noise")
+    return sent, _privacy_of(context).protect(Payload({GROUP: sent}), seed).tensor(GROUP)
 
 
-def _privacy_of(room: Room) -> Privacy:
+def _privacy_of(context: EvaluationContext) -> Privacy:
     """The run's table ``[privacy]``."""
-    table = room.tables["privacy"]
+    table = context.tables["privacy"]
     assert isinstance(table, Privacy)
     return table
 
 
-def _candidates(clients: Sequence[int], stage: Stage, room: Room) -> _Candidates | None:
+def _candidates(
+    clients: Sequence[int], stage: Stage, context: EvaluationContext
+) -> _Candidates | None:
     """The same in every round; None if there are none: no client has an example of a class that has
     test examples.
     """
-    labels = room.test.labels.cpu()
-    order = torch.randperm(len(labels), generator=room.draw("leakage others"))
+    labels = context.test.labels.cpu()
+    order = torch.randperm(len(labels), generator=context.draw("leakage others"))
     # of each class, those taken last at the end
-    left = [order[labels[order] == c] for c in range(room.world.classes)]
+    left = [order[labels[order] == c] for c in range(context.world.classes)]
     inside, outside, owners = [], [], []
     for client in clients:
-        own = _trained_on(client, stage, room)
-        mixed = torch.randperm(len(own), generator=room.draw(f"leakage {client}"))[
+        own = _trained_on(client, stage, context)
+        mixed = torch.randperm(len(own), generator=context.draw(f"leakage {client}"))[
             : -(-MOST // len(clients))
         ]
         classes = own.labels.cpu()[mixed]
         for c, there in enumerate(left):
             mine = mixed[classes == c][: len(there)]
             inside.append(own.take(mine))
-            outside.append(room.test.take(there[: len(mine)]))
+            outside.append(context.test.take(there[: len(mine)]))
             owners += [client] * len(mine)
             left[c] = there.roll(-len(mine))
     if not owners:
@@ -233,13 +240,13 @@ def _candidates(clients: Sequence[int], stage: Stage, room: Room) -> _Candidates
     return _Candidates(Examples(*examples), np.array([*owners, *owners], dtype=np.int64))
 
 
-def _trained_on(client: int, stage: Stage, room: Room) -> Examples:
+def _trained_on(client: int, stage: Stage, context: EvaluationContext) -> Examples:
     """A client's examples but those that any stage holds out; of two shares held out, one holds the
     other.
     """
-    plans = room.world.plans
+    plans = context.world.plans
     most = max(plans, key=lambda name: plans[name].validation, default=stage.name)
-    return room.sites.view(client, replace(stage, name=most)).data
+    return context.sites.view(client, replace(stage, name=most)).data
 
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

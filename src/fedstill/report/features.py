@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedstill.core.errors import CorruptFile
 from fedstill.data.dataset import stratified
-from fedstill.measures.base import MEASURES_FOLDER
 from fedstill.measures.boundaries import STEPS
+from fedstill.measures.context import MEASURES_FOLDER
 from fedstill.measures.features import embedded
 from fedstill.report.figures import COUNTS, Figure, Style, layout, named, plain, rounded
 from fedstill.report.markup import (

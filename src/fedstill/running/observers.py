@@ -22,8 +22,9 @@ from fedstill.core.rounds import extended_world
 from fedstill.core.user_code import reason
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.user_functions import MutationGuard, journal_fields
-from fedstill.measures.base import Measure, Numbers, Reports, Room
+from fedstill.measures.base import Measure, Numbers, RoundReports
 from fedstill.measures.choice import looks_last, measures
+from fedstill.measures.context import EvaluationContext
 from fedstill.metrics import consistency, forgetting
 from fedstill.running.evaluation import tests_by_class
 from fedstill.running.preparation import Prepared
@@ -148,8 +149,8 @@ class Measures(Observer):
 
     def stage_events(self, result: StageResult) -> Iterator[Event]:
         """An event of each measure that looks at a stage and sees something."""
-        room = self._room(result)
-        if room is None or result.stage.round not in self.prepared.settings.measured_in:
+        context = self._context(result)
+        if context is None or result.stage.round not in self.prepared.settings.measured_in:
             return
         stage = result.stage
         where = {"round": stage.round, "stage": stage.index, "name": stage.name}
@@ -158,7 +159,7 @@ class Measures(Observer):
             if measure.only_last and place != self._single_looks.get(name):
                 continue
             began = time.perf_counter()
-            fields = look(name, measure, result, room)
+            fields = look(name, measure, result, context)
             seconds = time.perf_counter() - began
             if fields is not None:
                 yield {"event": "measure", "measure": name, **where, **fields, "seconds": seconds}
@@ -166,7 +167,7 @@ class Measures(Observer):
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """What the measures make of what clients reported."""
         settings = self.prepared.settings
-        reports = Reports(
+        reports = RoundReports(
             clients=result.client_events,
             received=self._received,
             aggregated=result.accuracies["class_accuracy"],
@@ -186,17 +187,17 @@ class Measures(Observer):
         if is_reply and event["name"] in self._chains:
             self._links = [*self._links, Link(event["client"], event["round"])][-2:]
 
-    def _room(self, result: StageResult) -> Room | None:
+    def _context(self, result: StageResult) -> EvaluationContext | None:
         """What the measures may use at a stage; None without a common test set."""
-        room = self.prepared.room(self.folder, self.memory)
-        if room is None:
+        context = self.prepared.evaluation_context(self.folder, self.memory)
+        if context is None:
             return None
-        world = extended_world(room.world, result.after, self.hooks)
-        room = replace(room, world=world)
+        world = extended_world(context.world, result.after, self.hooks)
+        context = replace(context, world=world)
         if not (result.stage.sequential and result.accepted) or len(self._links) < 2:
-            return room
+            return context
         previous = self._links[0]
-        return replace(room, previous=previous.client, previous_round=previous.round)
+        return replace(context, previous=previous.client, previous_round=previous.round)
 
 
 def single_looks(chosen: Mapping[str, Measure], prepared: Prepared) -> dict[str, tuple[int, int]]:
@@ -214,17 +215,19 @@ def single_looks(chosen: Mapping[str, Measure], prepared: Prepared) -> dict[str,
     return places
 
 
-def look(name: str, measure: Measure, result: StageResult, room: Room) -> Numbers | None:
+def look(
+    name: str, measure: Measure, result: StageResult, context: EvaluationContext
+) -> Numbers | None:
     """What a measure sees in a finished stage. Raises FedstillError, with its place, if it
     fails.
     """
     stage = result.stage
     where = f"round {stage.round}, stage {stage.name!r}"
-    seed = seed_for(room.world.seed, stage.round, stage.index, SERVER, f"measure {name}")
+    seed = seed_for(context.world.seed, stage.round, stage.index, SERVER, f"measure {name}")
     shown = _shown(result)
     try:
         with drawing_from(seed):
-            numbers = measure.look(result, room)
+            numbers = measure.look(result, context)
         shown.check(measure.look)
         if numbers is None:
             if measure.only_last:
@@ -250,7 +253,7 @@ def _shown(result: StageResult) -> MutationGuard:
     return MutationGuard(tensors)
 
 
-def warn_of_silence(chosen: Mapping[str, Measure], reports: Reports) -> None:
+def warn_of_silence(chosen: Mapping[str, Measure], reports: RoundReports) -> None:
     """Name the measures that clients take and of which no client reported anything."""
     for name, measure in chosen.items():
         is_taken_by_clients = type(measure).look is Measure.look and measure.gives
@@ -261,7 +264,7 @@ def warn_of_silence(chosen: Mapping[str, Measure], reports: Reports) -> None:
 
 
 def fields_of_measures(
-    chosen: Mapping[str, Measure], reports: Reports, taken: Collection[str], is_tolerant: bool
+    chosen: Mapping[str, Measure], reports: RoundReports, taken: Collection[str], is_tolerant: bool
 ) -> Fields:
     """What the measures make of the clients' reports.
 

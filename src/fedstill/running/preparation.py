@@ -34,8 +34,9 @@ from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.precision import check_machine, steady
 from fedstill.engines.reply_cache import StoredReplies
 from fedstill.engines.serial import SerialEngine
-from fedstill.measures.base import Room, at_clients
+from fedstill.measures.base import at_clients
 from fedstill.measures.choice import measures
+from fedstill.measures.context import EvaluationContext
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
 from fedstill.methods.ridge import NO_TRAINING
 from fedstill.metrics.classification import NO_METRICS, RunMetrics
@@ -124,7 +125,9 @@ class Prepared:
         own_data = site and settings.on_sites
         return at_clients(measures(settings.measure), settings.measured_in, own_data)
 
-    def room(self, folder: Path | None, memory: Memory | None) -> Room | None:
+    def evaluation_context(
+        self, folder: Path | None, memory: Memory | None
+    ) -> EvaluationContext | None:
         """What measures may use: the run's directory, what clients remember; None without a common
         test set.
         """
@@ -133,7 +136,7 @@ class Prepared:
         remembered = None
         if memory is not None:
             remembered = memory.load
-        return Room(
+        return EvaluationContext(
             world=self.world,
             test=self.sites.common_test,
             inputs=self.sites.inputs,
