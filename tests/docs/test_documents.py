@@ -190,7 +190,7 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(
     ]
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
-    assert passing(tmp_path / "test_my_measures.py") == 2
+    assert passing(tmp_path / "test_my_measures.py") == 3
 
 
 def add_package(page: str, folder: Path) -> int:

@@ -22,8 +22,10 @@ from fedstill.core.records import (
     Examples,
     ModelSpec,
     Payload,
+    Stage,
     State,
     Tensors,
+    View,
     World,
 )
 from fedstill.core.results import StageResult
@@ -133,6 +135,12 @@ class EvaluationContext:
             self.folder / MEASURES_FOLDER / f"{name}.safetensors", safetensors.torch.save(own)
         )
         return f"{name}.safetensors"
+
+    def view(self, client: int, stage: Stage) -> View:
+        """What a client sees in a stage: its data, its held-out examples and its own test set, each
+        None where there is none. In a simulation only.
+        """
+        return self.sites.view(client, stage)
 
     @property
     def spec(self) -> ModelSpec:
