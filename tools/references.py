@@ -323,14 +323,13 @@ def report_sections() -> dict[str, str]:
 
 
 def section_of(call: ast.Call, function: str) -> dict[str, str]:
-    """{name: title} of a call that writes a section; empty for any other."""
-    words = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
-    if function == "_section":
-        return {str(words[0]): str(words[1])}
-    names = [word.value for word in call.keywords if word.arg == "name"]
-    if function == "section" and names and isinstance(names[0], ast.Constant):
-        return {str(names[0].value): str(words[0])}
-    return {}
+    """{name: title} of a call that makes a section; empty for any other."""
+    if function != "Section":
+        return {}
+    name, title, *_ = call.args
+    if not isinstance(name, ast.Constant) or not isinstance(title, ast.Constant):
+        return {}
+    return {str(name.value): str(title.value)}
 
 
 # The site

@@ -149,7 +149,7 @@ def rows_of(folder: str) -> list[Row]:
     """The rows of all groups below a folder; attacks on privacy have rows of their own."""
     runs = groups([readable(ROOT / folder)])
     numbers = [(group, printed_numbers(group)) for group in runs]
-    numbers += leak_rows(runs, ends=False)
+    numbers += [(row.group, row.plain_cells) for row in leak_rows(runs)]
     return [Row(group.label.partition(",")[0], frozenset(cells)) for group, cells in numbers]
 
 

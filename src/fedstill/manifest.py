@@ -56,8 +56,8 @@ class OuterPackage:
     ``measures``: subclasses of ``measures.base.Measure``.
     ``explanations``: ``(console, prepared)``, which print the last part of ``fedstill explain``;
     ``split_explanations``: what it prints above the split of the data, if that is drawn.
-    ``report_sections``: ``(groups, style)``, which return a section of the HTML page or None;
-    ``follows`` is the section that they follow there.
+    ``report_sections``: ``(report)``, a ``report.sections.Report``, which return a section of the
+    HTML page (``report.blocks.Section``) or None; ``follows`` is the section that they follow.
     ``comparison_notes``: ``(runs by label)``, which return a sentence for below the table of a
     comparison, or "".
     ``world_extensions``: ``(settings, world, label_counts)``, which return a run's world with what

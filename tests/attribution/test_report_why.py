@@ -18,9 +18,10 @@ from fedstill.attribution import report
 from fedstill.attribution.falls import Moment, Told
 from fedstill.attribution.report import NOBODY, hint_of, lines_of, points, sentence_of
 from fedstill.cli import call
-from fedstill.report.figures import Style
 from fedstill.report.page import page
+from fedstill.report.sections import Report
 from fedstill.running.groups import groups
+from pages import as_html
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +89,8 @@ def test_a_map_for_each_measured_round_and_a_fall_for_each_moment(runs: Path) ->
 
 def test_a_chain_has_a_column_for_each_link(runs: Path) -> None:
     compared = groups([runs / "fedseq"])
-    section = report.contributors(compared, Style(compared))
-    assert section is not None
-    (variants,) = figures(section.text, "contributors")
+    section = as_html(report.contributors(Report(compared)))
+    (variants,) = figures(section, "contributors")
     acted = [e["clients"][0] for e in compared[0].started[0].measures if e["round"] == 2]
     assert variants[1]["data"][0]["x"] == [f"client {c}" for c in acted]
 
@@ -124,9 +124,8 @@ def test_what_a_server_with_momentum_does_by_itself_is_a_bar_and_a_row(tmp_path:
         data=toys.blobs(),
     )
     compared = groups([tmp_path / "run"])
-    section = report.contributors(compared, Style(compared))
-    assert section is not None
-    (variants,) = figures(section.text, "falls")
+    section = as_html(report.contributors(Report(compared)))
+    (variants,) = figures(section, "falls")
     bars = [trace for variant in variants for trace in variant["data"] if NOBODY in trace["x"]]
     assert bars
     for trace in bars:

@@ -244,7 +244,7 @@ def test_what_was_kept_is_not_shown_where_a_run_does_not_say_it() -> None:
         "FedNTD": True,
         "joint": True,
     }
-    assert [trace["name"] for trace in scatter(some)["data"] if "name" in trace] == ["FedAvg"]
+    assert [trace.name for trace in scatter(some).traces if trace.name] == ["FedAvg"]
     assert "Learned and kept" in ranking_page([some])
     assert "Learned and kept" not in ranking_page([none])
 
@@ -314,7 +314,7 @@ def test_the_page_needs_no_network_and_shows_the_fields_to_copy(one: Standings) 
     text = ranking_page([one])
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
     assert '<table class="numbers wide sortable">' in text
-    assert "[method]\nname = &quot;fedntd&quot;\nbeta = 1.0" in text
+    assert '[method]\nname = "fedntd"\nbeta = 1.0' in html.unescape(text)
 
 
 def test_labels_of_near_points_stand_on_different_sides_and_one_without_room_is_left_out() -> None:

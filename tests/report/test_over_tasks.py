@@ -15,6 +15,7 @@ import pytest
 import toys
 from fedstill.report.figures import Style
 from fedstill.report.page import write_page
+from fedstill.report.sections import Report
 from fedstill.report.tasks import (
     changes,
     learned_and_kept,
@@ -25,6 +26,7 @@ from fedstill.report.tasks import (
 )
 from fedstill.running.groups import Group, groups
 from fedstill.running.runner import run
+from pages import as_html, as_json
 
 STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}
 
@@ -52,21 +54,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_map_has_the_mean_over_seeds_and_what_was_lost(runs: Path) -> None:
     gone = next(g for g in groups([runs]) if "gone" in g.label)
     drawn = matrix_map(gone)
-    (trace,) = drawn["data"]
+    (trace,) = as_json(drawn)["data"]
     assert trace["x"] == ["after 1", "after 2", "after 3", "lost"]
     assert trace["y"] == ["task 1", "task 2", "task 3"]
     rows = [[e["row"] for e in r.task_ends if e["task"]] for r in gone.runs]
     assert trace["z"][0][0] == pytest.approx(50 * (rows[0][0][0] + rows[1][0][0]), abs=0.06)
-    assert len(drawn["layout"]["shapes"]) == 3
-    lost = [note for note in drawn["layout"]["annotations"] if note["x"] == 3]
-    assert [note["y"] for note in lost] == [0, 1], "the last task has nothing to lose yet"
+    assert len(drawn.layout.shapes) == 3
+    lost = [note for note in drawn.layout.annotations if note.x == 3]
+    assert [note.y for note in lost] == [0, 1], "the last task has nothing to lose yet"
 
 
 def test_curves_and_changes(runs: Path) -> None:
     group = groups([runs])[0]
     drawn = task_curves(group)
-    assert [trace["name"] for trace in drawn["data"]] == ["task 1", "task 2", "task 3"]
-    assert drawn["data"][0]["x"] == [0, 1, 2, 3, 4]
+    assert [trace.name for trace in drawn.traces] == ["task 1", "task 2", "task 3"]
+    assert drawn.traces[0].x == (0, 1, 2, 3, 4)
     assert [line["x0"] for line in changes(group)] == [1.5, 3.5]
 
 
@@ -78,46 +80,40 @@ def test_curves_are_of_each_seeds_own_classes(tmp_path: Path) -> None:
     (group,) = groups([tmp_path])
     assert len({str(r.start["stream"]["classes"]) for r in group.runs}) == 3
     at_end = np.mean([run_rows(r)[-1] for r in group.runs], axis=0)
-    assert [curve["y"][-1] for curve in task_curves(group)["data"]] == pytest.approx(
-        at_end, abs=1e-5
-    )
+    assert [curve.y[-1] for curve in task_curves(group).traces] == pytest.approx(at_end, abs=1e-5)
 
 
 def test_what_was_lost_is_the_mean_of_what_each_seed_lost() -> None:
     first, other = (
         SimpleNamespace(task_ends=[{"task": 1, "row": row} for row in rows]) for rows in TWO_PEAKS
     )
-    notes = matrix_map(cast("Group", SimpleNamespace(started=[first, other])))["layout"][
-        "annotations"
-    ]
-    assert [note["text"] for note in notes if note["x"] == 3] == ["50", "10"], (
+    drawn = matrix_map(cast("Group", SimpleNamespace(started=[first, other])))
+    notes = drawn.layout.annotations
+    assert [note.text for note in notes if note.x == 3] == ["50", "10"], (
         "40 and 60 of the first, 0 and 20"
     )
 
 
 def test_methods_are_points_in_the_plane(runs: Path) -> None:
     compared = groups([runs])
-    points = [
-        t for t in learned_and_kept(compared, Style(compared))["data"] if t["mode"] == "markers"
-    ]
-    assert [len(trace["x"]) for trace in points] == [2, 2]
+    points = [t for t in learned_and_kept(compared, Style(compared)).traces if t.mode == "markers"]
+    assert [len(trace.x) for trace in points] == [2, 2]
     summary = json.loads((runs / "gone1" / "summary.json").read_text())
-    gone = next(trace for trace in points if "gone" in trace["name"])
-    assert gone["x"][0] == pytest.approx(summary["learned"], abs=1e-5)
-    assert gone["y"][0] == pytest.approx(summary["kept"], abs=1e-5)
+    gone = next(trace for trace in points if "gone" in trace.name)
+    assert gone.x[0] == pytest.approx(summary["learned"], abs=1e-5)
+    assert gone.y[0] == pytest.approx(summary["kept"], abs=1e-5)
 
 
 def test_the_section_is_there_for_runs_with_tasks_alone(runs: Path, tmp_path: Path) -> None:
     assert "Tasks over time" in write_page([runs], tmp_path / "with.html").read_text()
     run(toys.toy(rounds=1), tmp_path / "plain", toys.blobs())
     plain = groups([tmp_path / "plain"])
-    assert over_tasks(plain, Style(plain)) is None
+    assert over_tasks(Report(plain)) is None
 
 
 def test_domains_have_no_curves_by_class(tmp_path: Path) -> None:
     run(toys.toy(rounds=2, stream={"kind": "drift", "tasks": 2}), tmp_path / "run", toys.blobs())
     drift = groups([tmp_path / "run"])
-    section = over_tasks(drift, Style(drift))
-    assert section is not None
-    assert "Learned and kept" in section.text
-    assert "the likeliest of all classes" not in section.text
+    section = as_html(over_tasks(Report(drift)))
+    assert "Learned and kept" in section
+    assert "the likeliest of all classes" not in section

@@ -24,10 +24,12 @@ from fedstill.querying.report import (
     untaught,
     who_asked,
 )
-from fedstill.report.features import boundaries
+from fedstill.report.class_regions import boundaries
 from fedstill.report.figures import Style
+from fedstill.report.sections import Report
 from fedstill.running import runner
 from fedstill.running.groups import groups
+from pages import as_html, as_json
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_points_are_gain_and_forgetting_of_each_client_and_their_mean(one: Path) -> None:
     found = groups([one])
     told = events(one)[-1]["answers"]
-    small, large = _trade(found, Style(found))["data"]
+    small, large = as_json(_trade(found, Style(found)))["data"]
     assert small["x"] == pytest.approx([a["gain"] for a in told], abs=1e-5)
     assert small["y"] == pytest.approx([a["forgetting"] for a in told], abs=1e-5)
     assert large["x"] == pytest.approx([sum(a["gain"] for a in told) / len(told)], abs=1e-5)
@@ -56,7 +58,7 @@ def test_the_points_are_gain_and_forgetting_of_each_client_and_their_mean(one: P
 def test_the_bars_are_class_accuracies_with_what_was_asked_for_first(one: Path) -> None:
     run = groups([one])[0].runs[0]
     answer = events(one)[-1]["answers"][0]
-    figure = _client(run, answer["client"])
+    figure = as_json(_client(run, answer["client"]))
     assert [t["name"] for t in figure["data"]] == ["alone", "phase 1", "phase 2"]
     assert "asked for" in figure["data"][0]["x"][0]
     before, after = (figure["data"][i]["y"][0] for i in (0, 2))
@@ -67,12 +69,12 @@ def test_the_page_has_both_sections_and_a_run_without_queries_none(
     one: Path, finished: Path
 ) -> None:
     found = groups([one])
-    text = asked(found, Style(found)).text + noise_probes(found, Style(found)).text  # type: ignore[union-attr]
+    text = as_html(asked(Report(found))) + as_html(noise_probes(Report(found)))
     for words in ("Forgetting against gain", "Phases, epoch by epoch", "Noise probe", "error 0."):
         assert words in text
     others = groups([finished])
-    assert asked(others, Style(others)) is None
-    assert noise_probes(others, Style(others)) is None
+    assert asked(Report(others)) is None
+    assert noise_probes(Report(others)) is None
 
 
 def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:
@@ -92,14 +94,14 @@ def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:
     assert (
         said == f"Queries that had no teacher, and count in all numbers: QKT, {count} of {count}."
     )
-    assert f"{found[0].label}, {count} of {count}." in asked(found, Style(found)).text  # type: ignore[union-attr]
+    assert f"{found[0].label}, {count} of {count}." in as_html(asked(Report(found)))
     assert untaught({"all": groups([one])[0].runs}) == ""
 
 
 def test_the_epochs_of_both_phases_stand_beside_what_a_client_knew_before(one: Path) -> None:
     run = groups([one])[0].runs[0]
     answer = events(one)[-1]["answers"][0]
-    curve, before = _epochs(run)["data"][:2]
+    curve, before = as_json(_epochs(run))["data"][:2]
     scores = [
         s for e in events(one) if e.get("client") == answer["client"] for s in e.get("scores", [])
     ]
@@ -111,12 +113,12 @@ def test_the_epochs_of_both_phases_stand_beside_what_a_client_knew_before(one: P
 
 def test_the_lines_between_classes_are_drawn_stage_by_stage(one: Path, finished: Path) -> None:
     found = groups([one])
-    text = boundaries(found, Style(found)).text  # type: ignore[union-attr]
+    text = as_html(boundaries(Report(found)))
     assert text.count("<figcaption>") == 3
     for words in ("alone", "phase 1", "phase 2", "asked for"):
         assert words in text
     others = groups([finished])
-    assert boundaries(others, Style(others)) is None
+    assert boundaries(Report(others)) is None
 
 
 @pytest.fixture(scope="module")
@@ -151,15 +153,14 @@ def test_who_asked_for_what_and_why_stands_in_a_table(one: Path, again: Path) ->
     assert any("example" in str(r[3]) for r in rows)
     assert len(who_asked([first, first])) == 1, "the same queries in both"
     assert len(who_asked([first, both])) == 2
-    text = asked([both], Style([both])).text  # type: ignore[union-attr]
+    text = as_html(asked(Report([both])))
     assert "Who asked" in text
 
 
 def test_query_after_query_is_drawn_where_clients_ask_again(one: Path, again: Path) -> None:
     (first,), (both,) = groups([one]), groups([again])
     assert one_after_another([first], Style([first])) is None
-    drawn = one_after_another([both], Style([both]))
-    assert drawn is not None
+    drawn = as_html(one_after_another([both], Style([both])))
     gains = [round(e["query_gain"], 5) for e in events(again) if e["event"] == "round"]
     assert len(gains) == 2
     for title in (
@@ -167,11 +168,11 @@ def test_query_after_query_is_drawn_where_clients_ask_again(one: Path, again: Pa
         "Gain, query after query",
         "Forgetting, query after query",
     ):
-        assert title in drawn.text
-    assert json.dumps(gains).replace(" ", "") in drawn.text
+        assert title in drawn
+    assert json.dumps(gains).replace(" ", "") in drawn
     run = both.runs[0]
     last = events(again)[-1]["answers"][0]
-    figure = _client(run, last["client"])
+    figure = as_json(_client(run, last["client"]))
     assert [t["name"] for t in figure["data"]] == ["alone", "phase 1", "phase 2"], (
         "of the last query"
     )
@@ -191,4 +192,4 @@ def test_what_is_damaged_is_named(one: Path, tmp_path: Path, event: str) -> None
             e["probe"] = [0.5]
     (tmp_path / "run" / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in told))
     with pytest.raises(CorruptFile, match=r"journal\.jsonl"):
-        noise_probes(groups([tmp_path / "run"]), Style([]))
+        noise_probes(Report(groups([tmp_path / "run"])))

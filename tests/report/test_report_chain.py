@@ -15,13 +15,15 @@ from run_journals import events, stop_after
 
 import toys
 from fedstill.core.errors import CorruptFile
-from fedstill.report import costs, knowledge
-from fedstill.report.figures import PERCENT, Style, class_map, curves
+from fedstill.report import chain, costs
+from fedstill.report.figures import PERCENT, Line, Style, curves
 from fedstill.report.page import page
+from fedstill.report.rounds import class_map
 from fedstill.report.series import Series
 from fedstill.running.groups import Group, Spread, groups
 from fedstill.running.runner import run
 from fedstill.running.runs import read_run
+from pages import as_json
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
 
@@ -50,7 +52,7 @@ def made(*folders: Path):  # type: ignore[no-untyped-def]
 
 def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
     (group,) = made(runs / "seq7")
-    (hops,) = knowledge.read_hops(group)
+    (hops,) = chain.read_hops(group)
     looks = [e for e in events(runs / "seq7") if e["event"] == "measure"]
     assert list(hops.accuracy) == list(range(1, 10))
     assert list(hops.accuracy.values()) == [e["class_accuracy"] for e in looks]
@@ -63,7 +65,7 @@ def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
 
 def test_a_client_that_failed_leaves_a_blank_column() -> None:
     row = [0.5, None]
-    hops = knowledge.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
+    hops = chain.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
     assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, (
         "round 2 was not measured"
     )
@@ -72,25 +74,22 @@ def test_a_client_that_failed_leaves_a_blank_column() -> None:
 def test_hops_that_nobody_measured_are_left_out(runs: Path) -> None:
     groups_ = made(runs / "seq7")
     measured = Series([1, 2, 3, 7, 8], [Spread(v, 0.01, 2) for v in (0.1, 0.2, 0.3, 0.7, 0.8)])
-    band, line = curves([(groups_[0], measured, Series([], []))], Style(groups_), "hop", **PERCENT)[
-        "data"
-    ]
+    lines = [Line(groups_[0], measured)]
+    band, line = as_json(curves(lines, Style(groups_), "hop", PERCENT))["data"]
     assert line["x"] == [1, 2, 3, None, 7, 8]
     assert line["y"] == [0.1, 0.2, 0.3, None, 0.7, 0.8]
     assert line["customdata"][3] is None
     assert band["x"] == [1, 2, 3, 3, 2, 1, None, 7, 8, 8, 7]
     assert band["y"] == [0.11, 0.21, 0.31, 0.29, 0.19, 0.09, None, 0.71, 0.81, 0.79, 0.69]
-    rounds = curves([(groups_[0], measured, Series([], []))], Style(groups_), "round", **PERCENT)[
-        "data"
-    ]
-    assert rounds[1]["x"] == [1, 2, 3, 7, 8], "a measure every few rounds is one line"
+    rounds = curves(lines, Style(groups_), "round", PERCENT)
+    assert rounds.traces[1].x == (1, 2, 3, 7, 8), "a measure every few rounds is one line"
     hops, by_round = (
         class_map({hop: [0.5] for hop in (3, 30, 58)}, ["a"], unit) for unit in ("hop", "round")
     )
-    assert hops["layout"]["xaxis"]["type"] == "category", (
+    assert hops.layout.xaxis.type == "category", (
         "an axis of numbers would have cells from hop to hop"
     )
-    assert "dtick" not in by_round["layout"]["xaxis"], "58 rounds have no tick each"
+    assert by_round.layout.xaxis.dtick is None, "58 rounds have no tick each"
 
 
 def test_the_page_shows_them(runs: Path) -> None:
@@ -126,8 +125,8 @@ def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:
 def test_long_runs_are_told_in_seconds_without_an_exponent() -> None:
     rounds = [[{"accuracy": 0.5, "seconds_clients": seconds}] for seconds in (913.0, 2474.0)]
     runs = [SimpleNamespace(rounds=own) for own in rounds]
-    assert costs._seconds(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
-    assert costs._seconds(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
+    assert costs._times_to(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
+    assert costs._times_to(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
 
 
 def test_the_number_of_teachers_stands_in_the_table(runs: Path) -> None:
@@ -154,5 +153,5 @@ def test_a_run_that_was_stopped_is_drawn_up_to_there(runs: Path, tmp_path: Path)
     for name in ("config.toml", "summary.json", "journal.jsonl", "split.safetensors"):
         (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
     stop_after(folder, 1)
-    (hops,) = knowledge.read_hops(made(folder)[0])
+    (hops,) = chain.read_hops(made(folder)[0])
     assert list(hops.accuracy) == [1, 2, 3]

@@ -5,7 +5,6 @@ that is damaged.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from run_journals import events
 
 import toys
 from fedstill.core.errors import CorruptFile
-from fedstill.report.features import smoothed
+from fedstill.report.class_regions import smoothed
 from fedstill.report.leaks import leak_rows
 from fedstill.report.page import write_page
 from fedstill.running import runner
 from fedstill.running.groups import groups
+from pages import figures_in
 
 ALL = [
     "local",
@@ -73,11 +73,8 @@ def without_checkpoints(run: Path, folder: Path) -> Path:
 def sections(text: str) -> dict[str, list[dict[str, Any]]]:
     """The figures of each section, all variants."""
     out = {}
-    for part in re.split(r'<section id="', text)[1:]:
-        found = re.findall(r'<script type="application/json">(.*?)</script>', part, re.DOTALL)
-        out[part.partition('"')[0]] = [
-            figure for variants in found for figure in json.loads(variants)
-        ]
+    for part in text.split('<section id="')[1:]:
+        out[part.partition('"')[0]] = figures_in(part)
     return out
 
 
@@ -281,13 +278,13 @@ def test_what_leaks_before_and_after_privacy_stands_in_the_table(tmp_path: Path)
         ):
             low, high = numbers["auc_interval"]
             assert f"{100 * numbers['auc']:.2f} ({100 * low:.2f}–{100 * high:.2f})" in table
-        shown = leak_rows(groups([tmp_path / f"n{noise}"]), ends=False)
-        assert [cells[:2] for _, cells in shown][::4] == [
+        shown = leak_rows(groups([tmp_path / f"n{noise}"]))
+        assert [row.plain_cells[:2] for row in shown][::4] == [
             ["what the server sees", "the loss"],
             ["the global model", "the loss"],
         ]
         numbers = local["seen"]["loss"]
-        assert shown[0][1][2:] == [
+        assert shown[0].numbers == [
             f"{100 * numbers[k]:.2f}" for k in ("auc", "tpr_at_0.001", "tpr_at_0.01")
         ]
     dotted = [

@@ -5,34 +5,28 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 import pytest
 import torch
+from bs4 import BeautifulSoup
 from run_journals import events, stop_after
 
 import toys
+from fedstill import manifest
 from fedstill.core.errors import ConfigError
 from fedstill.data.sources import from_tensors
-from fedstill.report.figures import PERCENT, Style, curves, flat_range
-from fedstill.report.markup import as_json
+from fedstill.report.blocks import Label
+from fedstill.report.figures import PERCENT, Line, Style, curves, flat_range
 from fedstill.report.page import write_page
+from fedstill.report.sections import section_parts
 from fedstill.report.series import Series
 from fedstill.running import runner
 from fedstill.running.groups import Spread, groups
+from pages import as_html, figures_in, sections_of
 from run_bits import resealed
 
 NASTY = "<script>alert(1)</script>"
-
-
-def figures(text: str) -> list[dict[str, Any]]:
-    found = re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
-    return [figure for variants in found for figure in json.loads(variants)]
-
-
-def sections(text: str) -> list[str]:
-    return re.findall(r'<section id="(\w+)">', text)
 
 
 def page_of(folder: Path, out: Path) -> str:
@@ -41,7 +35,7 @@ def page_of(folder: Path, out: Path) -> str:
 
 def test_the_page_holds_all_sections_and_valid_figures(finished: Path, tmp_path: Path) -> None:
     text = page_of(finished, tmp_path)
-    assert sections(text) == [
+    assert sections_of(text) == [
         "results",
         "rounds",
         "classes",
@@ -52,7 +46,7 @@ def test_the_page_holds_all_sections_and_valid_figures(finished: Path, tmp_path:
         "failures",
         "settings",
     ]
-    drawn = figures(text)
+    drawn = figures_in(text)
     for figure in drawn:
         go.Figure(figure)
     names = {t.get("name") for f in drawn for t in f["data"]}
@@ -64,7 +58,7 @@ def test_lines_are_means_of_the_journals(finished: Path, tmp_path: Path) -> None
     journals = [events(finished / n) for n in ("avg7", "avg8")]
     both = [[e["accuracy"] for e in j if e["event"] in ("initial", "round")] for j in journals]
     means = [sum(pair) / 2 for pair in zip(*both, strict=True)]
-    accuracy = figures(page_of(finished, tmp_path))[0]
+    accuracy = figures_in(page_of(finished, tmp_path))[0]
     (line,) = [t for t in accuracy["data"] if t.get("name") == "fedavg"]
     assert line["x"] == [0, 1, 2, 3]
     assert line["y"] == pytest.approx(means, abs=1e-5)
@@ -75,7 +69,7 @@ def test_ticks_of_shares_have_the_digits_that_tell_them_apart(
 ) -> None:
     axes = [
         axis
-        for f in figures(page_of(finished, tmp_path))
+        for f in figures_in(page_of(finished, tmp_path))
         for name, axis in f["layout"].items()
         if "axis" in name
     ]
@@ -90,23 +84,22 @@ def test_an_axis_of_one_value_stays_near_it() -> None:
         (0, 0, 0.05),
         (-0.2, -0.25, -0.15),
     ):
-        assert flat_range([{"y": [value, None]}, {"y": [value]}], PERCENT)[
-            "range"
-        ] == pytest.approx([low, high])
-    assert flat_range([{"y": [20.0]}], {})["range"] == pytest.approx([18, 22])
-    assert flat_range([{"y": [0.1, 0.2]}], PERCENT) == {}
+        around = flat_range([value, None, value], PERCENT)
+        assert around["range"] == pytest.approx([low, high])
+    assert flat_range([20.0], {})["range"] == pytest.approx([18, 22])
+    assert flat_range([0.1, 0.2], PERCENT) == {}
 
 
 def test_one_measured_round_has_such_an_axis(finished: Path) -> None:
     compared = groups([finished / "avg7"])
-    alone = [(compared[0], Series([2], [Spread(0.4, 0.0, 1)]), Series([], []))]
-    drawn = curves(alone, Style(compared), "round", **PERCENT)
-    assert drawn["layout"]["yaxis"]["range"] == pytest.approx([0.35, 0.45])
+    alone = [Line(compared[0], Series([2], [Spread(0.4, 0.0, 1)]))]
+    drawn = curves(alone, Style(compared), "round", PERCENT)
+    assert drawn.layout.yaxis.range == pytest.approx([0.35, 0.45])
 
 
 def test_a_group_has_one_colour_everywhere(finished: Path, tmp_path: Path) -> None:
     colours: dict[str, set[str]] = {}
-    for figure in figures(page_of(finished, tmp_path)):
+    for figure in figures_in(page_of(finished, tmp_path)):
         for trace in figure["data"]:
             if "line" in trace and trace.get("legendgroup"):
                 colours.setdefault(trace["legendgroup"], set()).add(trace["line"]["color"])
@@ -114,10 +107,32 @@ def test_a_group_has_one_colour_everywhere(finished: Path, tmp_path: Path) -> No
     assert colours["fedavg"] != colours["toy_failing"]
 
 
+def test_a_list_leads_to_all_sections_and_parses_without_javascript(
+    finished: Path, tmp_path: Path
+) -> None:
+    text = page_of(finished, tmp_path)
+    document = BeautifulSoup(text, "html.parser")
+    (nav,) = document.find_all("nav")
+    links = [(link["href"], link.text) for link in nav.find_all("a")]
+    assert links == [(f"#{s['id']}", s.h2.text) for s in document.find_all("section")]
+    ids = [element["id"] for element in document.find_all(id=True)]
+    assert len(ids) == len(set(ids))
+    assert nav["aria-label"]
+
+
+def test_sections_of_packages_follow_the_ones_that_they_name() -> None:
+    names = [part.name for part in section_parts()]
+    assert len(names) == len(set(names))
+    for part in manifest.report_sections():
+        assert names.index(part.follows) < names.index(part.name)
+    assert all(callable(part.load()) for part in section_parts())
+
+
 def test_nothing_is_loaded_and_plotly_is_there_once(finished: Path, tmp_path: Path) -> None:
     text = page_of(finished, tmp_path)
-    assert re.findall(r"(?:src|href|action)=", text) == ["href="]  # of an empty icon
-    assert '<link rel="icon" href="data:,">' in text
+    addresses = re.findall(r'(?:src|href|action)="([^"]*)"', text)
+    assert addresses[0] == "data:,", "of an empty icon"
+    assert all(address.startswith("#") for address in addresses[1:]), "of the list of sections"
     assert "http:" not in text
     assert "https:" not in text
     (packed,) = re.findall(r'id="plotly">([^<]+)<', text)
@@ -130,7 +145,7 @@ def test_failures_are_told_with_their_reasons(finished: Path, tmp_path: Path) ->
     failures = text[text.index('id="failures"') :]
     assert "finite" in failures
     alone = write_page([finished / "avg7"], tmp_path / "alone.html").read_text()
-    assert "failures" not in sections(alone)
+    assert "failures" not in sections_of(alone)
 
 
 def test_a_round_that_stopped_did_not_go_on(some_runs: Path, tmp_path: Path) -> None:
@@ -161,11 +176,11 @@ def test_unfinished_runs_are_labelled(some_runs: Path, tmp_path: Path) -> None:
 def test_runs_without_a_round_give_a_page_all_the_same(some_runs: Path, tmp_path: Path) -> None:
     stop_after(some_runs / "avg8", 0)
     text = write_page([some_runs / "avg8"], tmp_path / "report.html").read_text()
-    assert sections(text) == ["results", "split", "settings"]
+    assert sections_of(text) == ["results", "split", "settings"]
     (some_runs / "avg8" / "journal.jsonl").write_text("")
     text = write_page([some_runs / "avg8"], tmp_path / "report.html").read_text()
-    assert sections(text) == ["results", "settings"]
-    assert sections(page_of(some_runs, tmp_path))[:3] == ["results", "rounds", "classes"]
+    assert sections_of(text) == ["results", "settings"]
+    assert sections_of(page_of(some_runs, tmp_path))[:3] == ["results", "rounds", "classes"]
 
 
 def test_other_classes_and_rounds_stand_side_by_side(some_runs: Path, tmp_path: Path) -> None:
@@ -181,9 +196,9 @@ def test_other_classes_and_rounds_stand_side_by_side(some_runs: Path, tmp_path: 
     text = page_of(some_runs, tmp_path)
     assert NASTY not in text
     assert "rounds=1" in text
-    heat = [t for f in figures(text) for t in f["data"] if t["type"] == "heatmap"]
+    heat = [t for f in figures_in(text) for t in f["data"] if t["type"] == "heatmap"]
     assert {len(t["y"]) for t in heat} == {3, 5}
-    for figure in figures(text):
+    for figure in figures_in(text):
         go.Figure(figure)
 
 
@@ -192,7 +207,7 @@ def test_names_are_escaped(some_runs: Path, tmp_path: Path) -> None:
         text = (some_runs / name / "config.toml").read_text()
         resealed(some_runs / name, text.replace('name = "fedavg"', f"name = '{NASTY}'"))
     assert NASTY not in page_of(some_runs, tmp_path)
-    assert "</script" not in as_json([NASTY])
+    assert NASTY not in as_html(Label("#000000", NASTY, NASTY))
 
 
 def test_measures_that_are_null_are_left_out(some_runs: Path, tmp_path: Path) -> None:
@@ -212,7 +227,7 @@ def test_measures_that_are_null_are_left_out(some_runs: Path, tmp_path: Path) ->
     summary = path.with_name("summary.json")
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"accuracy": None}))
     text = write_page([some_runs / "avg7"], tmp_path / "report.html").read_text()
-    assert sections(text) == ["results", "split", "cost", "settings"]
+    assert sections_of(text) == ["results", "split", "cost", "settings"]
 
 
 def test_a_report_that_cannot_be_written_is_named(finished: Path, tmp_path: Path) -> None:

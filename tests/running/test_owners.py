@@ -156,10 +156,10 @@ def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path)
     assert "Client by client" in page
     assert "chur" in page
     (split,) = splits(groups([tmp_path / "one"]))
-    assert split.clients == ["bern", "chur", "genf"]
+    assert split.client_names == ["bern", "chur", "genf"]
     drawn = class_by_client(split)
-    assert drawn["layout"]["xaxis"]["ticktext"] == ["bern", "chur", "genf"]
-    assert drawn["data"][0]["customdata"][0] == ["bern", "chur", "genf"]
+    assert drawn.layout.xaxis.ticktext == ("bern", "chur", "genf")
+    assert list(drawn.traces[0].customdata[0]) == ["bern", "chur", "genf"]
     assert short("Universitätsklinikum <Heidelberg>") == "Universitätsklini…"
     assert short("A & <B>") == "A &amp; &lt;B&gt;"
 

@@ -28,10 +28,11 @@ from fedstill.report.data_split import (
     Split,
     class_by_client,
     clients_by,
-    split_section,
+    split_maps,
     splits,
 )
 from fedstill.report.page import page
+from fedstill.report.sections import Report
 from fedstill.running import archive
 from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
@@ -40,6 +41,7 @@ from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import read_run
 from fedstill.running.split_file import SPLIT, networks_of, read_label_counts, read_split
+from pages import as_html
 from run_bits import assert_same_bits, bits, stopped
 
 BEFORE = Path(__file__).parent / "begun_before" / "parallel"
@@ -275,20 +277,20 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
     run(experiment, tmp_path / "run", data=many(clients))
     assert (tmp_path / "run/journal.jsonl").stat().st_size < 3_000
     (group,) = groups([tmp_path / "run"])
-    section = split_section([group])
-    assert section is not None
-    assert len(section.text) < 100_000
+    section = as_html(split_maps(Report([group])))
+    assert len(section) < 100_000
     for words in (
         f"The map shows the first {FIRST}; these pictures count all 60,000",
         "A client has 2 examples, of 1 to 2 (mean 1.8) classes",
     ):
-        assert words in section.text
+        assert words in section
     (drawn,) = splits([group])
-    assert len(class_by_client(drawn)["data"][0]["x"]) == FIRST
+    assert len(class_by_client(drawn).traces[0].x) == FIRST
     counts = Result.of(tmp_path / "run").label_counts()
     values, clients_with = np.unique((counts > 0).sum(1), return_counts=True)
-    (bars,) = clients_by(drawn.counts.classes_held(), "classes")["data"]
-    assert (bars["x"], bars["y"]) == ([str(v) for v in values], clients_with.tolist())
+    (bars,) = clients_by(drawn.counts.classes_held(), "classes").traces
+    assert list(bars.x) == [str(v) for v in values]
+    assert list(bars.y) == clients_with.tolist()
 
 
 def test_a_map_of_many_classes_has_no_numbers() -> None:
@@ -298,12 +300,13 @@ def test_a_map_of_many_classes_has_no_numbers() -> None:
         (100, "in-local p", ""),
     ):
         names = [f"class {c}" for c in range(classes)]
-        split = SimpleNamespace(drawn=[[3] * classes] * 5, classes=names, clients=[])
-        assert class_by_client(cast("Split", split), kind)["data"][0]["texttemplate"] == text
+        split = SimpleNamespace(drawn=[[3] * classes] * 5, classes=names, client_names=[])
+        (trace,) = class_by_client(cast("Split", split), kind).traces
+        assert trace.texttemplate == text
 
 
 def test_many_sizes_are_counted_in_ranges() -> None:
-    (bars,) = clients_by(np.arange(1000), "examples")["data"]
-    assert sum(bars["y"]) == 1000
-    assert len(bars["x"]) == len(bars["y"]) == BINS
-    assert bars["x"][0] == "0–25"
+    (bars,) = clients_by(np.arange(1000), "examples").traces
+    assert sum(bars.y) == 1000
+    assert len(bars.x) == len(bars.y) == BINS
+    assert bars.x[0] == "0–25"

@@ -14,7 +14,7 @@ import torch
 
 from fedstill.core.errors import UnknownName
 from fedstill.core.files import make_folder, write_whole
-from fedstill.report.markup import html_table, section, sentence
+from fedstill.report.blocks import Paragraph, Section, Table
 from fedstill.report.page import document
 from fedstill.version import VERSION
 from scorecard.attacks_and_privacy import epsilons, members_told, sent_by, under_attack
@@ -179,12 +179,12 @@ def write_scorecard(scorecard: Mapping[str, Any], folder: Path) -> Path:
         f"fedstill {scorecard['version']}, torch {scorecard['torch']}, {scorecard['machine']}, "
         f"{scorecard['date']}"
     )
-    table = html_table(HEAD, score_lines(scorecard))
-    parts = [section("Measured here", sentence(origin), table, name="rows")]
+    table = Table(HEAD, score_lines(scorecard))
+    sections = [Section("rows", "Measured here", [Paragraph(origin), table])]
     remarks = [[row["id"], line] for row in scorecard["rows"] for line in row["says"]]
     if remarks:
-        parts.append(section("What the rows say", html_table(["", "trial"], remarks), name="says"))
+        sections.append(Section("says", "What the rows say", [Table(["", "trial"], remarks)]))
 
     page = folder / "scorecard.html"
-    write_whole(page, document("fedstill: the scorecard", "".join(map(str, parts))).encode())
+    write_whole(page, document("fedstill: the scorecard", [], sections).encode())
     return page

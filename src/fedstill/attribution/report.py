@@ -5,9 +5,11 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -15,6 +17,18 @@ from fedstill.attribution.cohorts import Cohort
 from fedstill.attribution.falls import Moment, Told, of_one_model, told_of
 from fedstill.attribution.teachers import Taught
 from fedstill.metrics.shapley import culprits
+from fedstill.report.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Choice,
+    Gallery,
+    Paragraph,
+    Section,
+    Slider,
+    Table,
+    group_label,
+)
 from fedstill.report.figures import (
     PERCENT,
     Figure,
@@ -27,18 +41,7 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.markup import (
-    Cell,
-    Html,
-    choice,
-    figure,
-    grid,
-    html_table,
-    labelled,
-    section,
-    sentence,
-    slider,
-)
+from fedstill.report.sections import Report
 from fedstill.report.series import Look, looks, reading
 from fedstill.running.groups import Group
 from fedstill.running.runs import Run
@@ -330,7 +333,9 @@ def _of_classes(values: Tensor, classes: Sequence[int], weights: Tensor | None =
 # fell the deepest.
 
 
-MOMENTS = 10
+MOST_MOMENTS = 10
+"""How many falls are drawn."""
+
 CHANGES = (
     (0.0, "#b2182b"),
     (0.25, "#ef8a62"),
@@ -339,80 +344,94 @@ CHANGES = (
     (1.0, "#2166ac"),
 )
 """Red where a class lost, blue where it gained."""
-Bar = tuple[str, float, float, str]
-"""Name, base, height, colour."""
 
-FELL, ROSE, WHOLE, REST = "#b2182b", "#2166ac", "#888888", "#c8c8c8"
+FELL = "#b2182b"
+ROSE = "#2166ac"
+ACCURACY_BAR = "#888888"
+REST = "#c8c8c8"
+
 CALM = "it moved by less than 5 points here"
 NO_AXES = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
 ABOUT = (
     "How far each class moved in a measured round, and who contributed: in points of accuracy on "
-    "at most 100 test "
-    "examples a class. A contribution is a client's share of one round's change, were the others "
-    "idle. It is not the "
-    "cause of the final model, and not what leaving the client out would have done: fedstill why "
-    "RUN --without K asks "
-    "that."
+    "at most 100 test examples a class. A contribution is a client's share of one round's change, "
+    "were the others idle. It is not the cause of the final model, and not what leaving the client "
+    "out would have done: fedstill why RUN --without K asks that."
 )
-MAP = "Each column is a client of the round, each row a class. Red took from the class, blue gave."
-FALL = (
+ABOUT_MAPS = (
+    "Each column is a client of the round, each row a class. Red took from the class, blue gave."
+)
+ABOUT_FALLS = (
     "From the accuracy before the round to that after it. Rest: what contributions, in soft "
     "accuracy, do not follow."
 )
 
+Event = dict[str, Any]
+"""What the measure ``contributions`` wrote after a stage."""
 
-def contributors(groups: Sequence[Group], style: Style) -> Html | None:
+
+def contributors(report: Report) -> Section | None:
     """The section; None if no run measured contributions."""
-    measured = [g for g in groups if any(True for _ in looks(g, "contributions"))]
-    if not measured:
+    groups = [group for group in report.groups if any(looks(group, "contributions"))]
+    if not groups:
         return None
-    seen = sorted({round for g in measured for round in _by_round(_looks(g.started[0]))})
+    rounds = sorted({number for group in groups for number in _by_round(_looks(group.started[0]))})
     maps = [
-        figure(
-            [_map(g, round) for round in seen],
-            f"{g.label}: {MAP}",
-            labelled(g, style),
+        Chart(
+            [_map(group, number) for number in rounds],
+            f"{group.label}: {ABOUT_MAPS}",
+            group_label(group, report.style),
             "contributors",
+            is_explained=True,
         )
-        for g in measured
+        for group in groups
     ]
-    worst = _worst(measured)
-    names = [f"class {g.classes[m.of]}, round {m.round}" for g in measured[:1] for m in worst]
-    falls = [
-        figure(
-            [_fall(g.started[0], m) for m in worst],
-            f"{g.label}: {FALL}",
-            labelled(g, style),
+    blocks: list[Block] = [
+        Paragraph(ABOUT),
+        Slider("contributors", "Measured round", [f"round {number}" for number in rounds]),
+        Paragraph(ABOUT_MAPS),
+        Gallery(maps),
+    ]
+    deepest = _deepest_falls(groups)
+    if deepest:
+        blocks += _falls(groups, report.style, deepest)
+    return Section("why", "Who made the model forget", blocks)
+
+
+def _falls(groups: Sequence[Group], style: Style, deepest: Sequence[Moment]) -> list[Block]:
+    """The deepest falls, one at a time, and all of them in a table."""
+    charts = [
+        Chart(
+            [_fall(group.started[0], moment) for moment in deepest],
+            f"{group.label}: {ABOUT_FALLS}",
+            group_label(group, style),
             "falls",
+            is_explained=True,
         )
-        for g in measured
-        if worst
+        for group in groups
     ]
-    parts: list[Html | None] = [
-        sentence(ABOUT),
-        slider("contributors", "Measured round", [f"round {round}" for round in seen]),
-        sentence(MAP),
-        grid(maps),
+    names = [_moment_name(groups[0].classes, moment) for moment in deepest]
+    return [
+        Paragraph(f"The deepest falls in measured rounds, of the first seed. {ABOUT_FALLS}"),
+        Choice("falls", "Show", names),
+        Gallery(charts),
+        _table(groups, style, deepest),
     ]
-    if worst:
-        parts += [
-            sentence(f"The deepest falls in measured rounds, of the first seed. {FALL}"),
-            choice("falls", "Show", names),
-            grid(falls),
-            _table(measured, style, worst),
-        ]
-    return section("Who made the model forget", *parts, name="why")
 
 
-def _looks(run: Run) -> list[dict[str, Any]]:
+def _moment_name(classes: Sequence[str], moment: Moment) -> str:
+    return f"class {classes[moment.of]}, round {moment.round}"
+
+
+def _looks(run: Run) -> list[Event]:
     """The looks of a run in the order of their rounds and stages."""
-    own = [e for e in run.measures if e["measure"] == "contributions"]
-    return sorted(own, key=lambda e: (e["round"], e["stage"]))
+    events = [event for event in run.measures if event["measure"] == "contributions"]
+    return sorted(events, key=lambda event: (event["round"], event["stage"]))
 
 
-def _by_round(events: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    rounds: dict[int, list[dict[str, Any]]] = {}
+def _by_round(events: Iterable[Event]) -> dict[int, list[Event]]:
+    rounds: dict[int, list[Event]] = {}
     for event in events:
         rounds.setdefault(event["round"], []).append(event)
     return rounds
@@ -422,69 +441,117 @@ def _moments(run: Run) -> list[Moment]:
     """Classes that fell in measured rounds of a run, from the deepest fall on; of the untrained
     model none.
     """
-    every = []
-    for round, own in _by_round(of_one_model(_looks(run))).items():
-        ends = zip(own[0]["before"], own[-1]["after"], strict=True)
-        every += [
-            Moment(round, c, b, a)
-            for c, (b, a) in enumerate(ends)
-            if b is not None and a is not None and a < b
-        ]
-    return sorted((m for m in every if m.round > 1), key=lambda m: (m.change, m.round, m.of))
+    moments = []
+    for number, events in _by_round(of_one_model(_looks(run))).items():
+        if number > 1:
+            ends = zip(events[0]["before"], events[-1]["after"], strict=True)
+            moments += [
+                Moment(number, c, before, after)
+                for c, (before, after) in enumerate(ends)
+                if before is not None and after is not None and after < before
+            ]
+    return sorted(moments, key=_depth)
 
 
-def _worst(groups: Sequence[Group]) -> list[Moment]:
+def _depth(moment: Moment) -> tuple[float, int, int]:
+    """What to sort falls by, the deepest first."""
+    return moment.change, moment.round, moment.of
+
+
+def _deepest_falls(groups: Iterable[Group]) -> list[Moment]:
     """The deepest falls of all groups, each class and round once."""
-    every = sorted(
-        (m for g in groups for m in _moments(g.started[0])), key=lambda m: (m.change, m.round, m.of)
-    )
+    moments = [moment for group in groups for moment in _moments(group.started[0])]
     once: dict[tuple[int, int], Moment] = {}
-    for moment in every:
+    for moment in sorted(moments, key=_depth):
         once.setdefault((moment.round, moment.of), moment)
-    return list(once.values())[:MOMENTS]
+    return list(once.values())[:MOST_MOMENTS]
 
 
-def _map(group: Group, round: int) -> Figure:
+def _map(group: Group, number: int) -> Figure:
+    """The contributions in a round by class and client, in points."""
     run = group.started[0]
-    here = _by_round(_looks(run)).get(round, [])
+    events = _by_round(_looks(run)).get(number, [])
     columns: dict[str, list[float | None]] = {}
-    with_classes = range(len(run.classes))
-    for event in here:
+    for event in events:
         with reading(Look(group, run, event)):
-            if event.get("classes"):
-                for at, client in enumerate(event["clients"]):
-                    own = {
-                        c: row[at] for c, row in zip(event["classes"], event["values"], strict=True)
-                    }
-                    columns[plain(who(run, client))] = [own.get(c) for c in with_classes]
-            elif "classes" not in event:
-                for name, change in event["parts"].items():
-                    columns[plain(name)] = [None if v is None else v for v in change]
-    rows = [
-        [None if v is None else rounded(100 * v) for v in row]
-        for row in zip(*columns.values(), strict=True)
-    ]
-    most = max((abs(v) for row in rows for v in row if v is not None), default=1.0) or 1.0
+            columns |= _columns(run, event)
+    rows = [[_in_points(value) for value in row] for row in zip(*columns.values(), strict=True)]
     names = class_names(run.classes)
-    trace = {
-        "type": "heatmap",
-        "x": list(columns),
-        "y": names,
-        "z": rows,
-        "zmin": -most,
-        "zmax": most,
-        "colorscale": CHANGES,
-        "hoverongaps": False,
-        "hovertemplate": "class %{y}, %{x}: %{z:+.1f} points<extra></extra>",
-        "colorbar": {"title": {"text": "points"}, "thickness": 10},
-    }
-    absent = "no class moved by 5 points" if here else "not measured in this round"
-    about: dict[str, Any] = {} if columns else {"annotations": [absent_note(absent)]}
-    axes = {"xaxis": {"type": "category", "showgrid": False}, "yaxis": class_axis("class")}
-    shape = layout(
-        height=height_of(len(names)), showlegend=False, hovermode="closest", **axes, **about
+
+    traces = []
+    notes = []
+    if columns:
+        traces.append(_contribution_map(list(columns), names, rows))
+    elif events:
+        notes.append(absent_note("no class moved by 5 points"))
+    else:
+        notes.append(absent_note("not measured in this round"))
+    axes = layout(
+        height=height_of(len(names)),
+        showlegend=False,
+        hovermode="closest",
+        xaxis={"type": "category", "showgrid": False},
+        yaxis=class_axis("class"),
+        annotations=notes,
     )
-    return {"data": [trace] if columns else [], "layout": shape}
+    return Figure(traces, axes)
+
+
+def _columns(run: Run, event: Event) -> dict[str, list[float | None]]:
+    """The contributions (C,) of each client, or of each part of a stage that was not divided
+    between clients.
+    """
+    columns: dict[str, list[float | None]] = {}
+    if event.get("classes"):
+        for index, client in enumerate(event["clients"]):
+            pairs = zip(event["classes"], event["values"], strict=True)
+            by_class = {c: row[index] for c, row in pairs}
+            columns[plain(who(run, client))] = [by_class.get(c) for c in range(len(run.classes))]
+    elif "classes" not in event:
+        for name, change in event["parts"].items():
+            columns[plain(name)] = list(change)
+    return columns
+
+
+def _in_points(value: float | None) -> float | None:
+    if value is None:
+        return None
+    return rounded(100 * value)
+
+
+def _contribution_map(
+    clients: Sequence[str], classes: Sequence[str], rows: Sequence[Sequence[float | None]]
+) -> go.Heatmap:
+    sizes = [abs(value) for row in rows for value in row if value is not None]
+    most = max(sizes, default=0.0) or 1.0
+    return go.Heatmap(
+        x=clients,
+        y=classes,
+        z=rows,
+        zmin=-most,
+        zmax=most,
+        colorscale=CHANGES,
+        hoverongaps=False,
+        hovertemplate="class %{y}, %{x}: %{z:+.1f} points<extra></extra>",
+        colorbar={"title": {"text": "points"}, "thickness": 10},
+    )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of a fall: from ``base`` up by ``height``, or down where that is negative."""
+
+    name: str
+    base: float
+    height: float
+    colour: str
+
+    @property
+    def text(self) -> str:
+        """An accuracy in percent, or a change in points."""
+        if self.colour == ACCURACY_BAR:
+            return f"{100 * self.height:.1f} %"
+        return points(self.height)
 
 
 def _fall(run: Run, moment: Moment) -> Figure:
@@ -493,77 +560,81 @@ def _fall(run: Run, moment: Moment) -> Figure:
     """
     told = _told(run, moment)
     if told is None:
-        return {
-            "data": [],
-            "layout": layout(annotations=[absent_note(CALM)], showlegend=False, **NO_AXES),
-        }
+        return Figure([], layout(annotations=[absent_note(CALM)], showlegend=False, **NO_AXES))
+    bars = _bars(run, told)
+    trace = go.Bar(
+        x=[plain(bar.name) for bar in bars],
+        y=[rounded(bar.height) for bar in bars],
+        base=[rounded(bar.base) for bar in bars],
+        marker={"color": [bar.colour for bar in bars]},
+        text=[bar.text for bar in bars],
+        textposition="outside",
+        cliponaxis=False,
+        hovertemplate="%{x}: %{text}<extra></extra>",
+    )
+    axes = layout(
+        showlegend=False,
+        hovermode="closest",
+        xaxis={"type": "category", "showgrid": False},
+        yaxis={**PERCENT, "range": [-0.12, 1.12], "tickvals": [0, 0.25, 0.5, 0.75, 1]},
+    )
+    return Figure([trace], axes)
+
+
+def _bars(run: Run, told: Told) -> list[Bar]:
+    """The accuracy before, the steps by client, the accuracy after, and the steps by part."""
     before, after = told.moment.before, told.moment.after
-    steps = [(who(run, c), v) for c, v in sorted(told.clients.items(), key=lambda pair: pair[1])]
+    ordered = sorted(told.clients.items(), key=lambda pair: pair[1])
+    steps = {who(run, client): value for client, value in ordered}
     if points(told.nobody) != "0.0":
-        steps.append((NOBODY, told.nobody))
+        steps[NOBODY] = told.nobody
+    bars = [Bar("before", 0.0, before, ACCURACY_BAR), *_steps(before, steps)]
     if steps:
-        rest = (
-            "rest",
-            before + sum(v for _, v in steps),
-            after - before - sum(v for _, v in steps),
-            REST,
-        )
-    bars = [("before", 0.0, before, WHOLE), *_running(before, steps), *([rest] if steps else [])]
-    bars += [("after", 0.0, after, WHOLE), *_running(before, list(told.parts.items()))]
-    names, bases, heights, colours = zip(*bars, strict=True)
-    trace = {
-        "type": "bar",
-        "x": [plain(name) for name in names],
-        "y": [rounded(h) for h in heights],
-        "base": [rounded(b) for b in bases],
-        "marker": {"color": list(colours)},
-        "text": [
-            f"{100 * h:.1f} %" if c == WHOLE else points(h)
-            for h, c in zip(heights, colours, strict=True)
-        ],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "hovertemplate": "%{x}: %{text}<extra></extra>",
-    }
-    axes = {
-        "xaxis": {"type": "category", "showgrid": False},
-        "yaxis": {**PERCENT, "range": [-0.12, 1.12], "tickvals": [0, 0.25, 0.5, 0.75, 1]},
-    }
-    return {"data": [trace], "layout": layout(showlegend=False, hovermode="closest", **axes)}
+        total = sum(steps.values())
+        bars.append(Bar("rest", before + total, after - before - total, REST))
+    bars.append(Bar("after", 0.0, after, ACCURACY_BAR))
+    return [*bars, *_steps(before, told.parts)]
 
 
-def _running(
-    start: float, steps: Sequence[tuple[str, float]]
-) -> list[tuple[str, float, float, str]]:
+def _steps(start: float, steps: Mapping[str, float]) -> list[Bar]:
     """Steps as bars, each from where the one before ended."""
-    bars, at = [], start
-    for name, value in steps:
-        bars.append((name, at, value, FELL if value < 0 else ROSE))
-        at += value
+    bars = []
+    base = start
+    for name, height in steps.items():
+        colour = ROSE
+        if height < 0:
+            colour = FELL
+        bars.append(Bar(name, base, height, colour))
+        base += height
     return bars
 
 
 def _told(run: Run, moment: Moment) -> Told | None:
-    own = next((m for m in _moments(run) if (m.round, m.of) == (moment.round, moment.of)), None)
+    """What the run says of a class in a round; None where the round was not measured."""
     events = _by_round(of_one_model(_looks(run))).get(moment.round, [])
-    if own is None and events:
-        own = Moment(
-            moment.round,
-            moment.of,
-            *(events[i][k][moment.of] or 0.0 for i, k in ((0, "before"), (-1, "after"))),
-        )
-    return told_of(own, events) if own is not None else None
+    for fall in _moments(run):
+        if (fall.round, fall.of) == (moment.round, moment.of):
+            return told_of(fall, events)
+    if not events:
+        return None
+    before = events[0]["before"][moment.of] or 0.0
+    after = events[-1]["after"][moment.of] or 0.0
+    return told_of(Moment(moment.round, moment.of, before, after), events)
 
 
-def _table(groups: Sequence[Group], style: Style, worst: Sequence[Moment]) -> Html:
-    head: list[Cell] = ["moment", *([""] if len(groups) > 1 else []), "what happened"]
+def _table(groups: Sequence[Group], style: Style, deepest: Sequence[Moment]) -> Table:
+    several = len(groups) > 1
+    head = ["moment", "what happened"]
+    if several:
+        head.insert(1, "")
     rows: list[list[Cell]] = []
-    for moment in worst:
+    for moment in deepest:
         for group in groups:
             run = group.started[0]
             told = _told(run, moment)
-            name = [labelled(group, style)] if len(groups) > 1 else []
             if told is not None:
-                of = f"class {run.classes[moment.of]}, round {moment.round}"
-                rows.append([of, *name, sentence_of(run, told)])
-    return html_table(head, rows, "wide")
+                row: list[Cell] = [_moment_name(run.classes, moment), sentence_of(run, told)]
+                if several:
+                    row.insert(1, group_label(group, style))
+                rows.append(row)
+    return Table(head, rows, "wide")

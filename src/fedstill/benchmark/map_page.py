@@ -9,10 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import plotly.graph_objects as go
+
 from fedstill.benchmark.maps import MAPPED, Grid, MapCell, map_text
 from fedstill.core.files import PAGE, make_folder, refuse_other_kind, write_whole
+from fedstill.report.blocks import Block, Chart, Folded, Gallery, Paragraph, Section, Table
 from fedstill.report.figures import Figure, layout
-from fedstill.report.markup import Html, escape, figure, folded, grid, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
 from fedstill.report.table_files import markdown
@@ -79,65 +81,76 @@ def _numbers(cell: MapCell) -> list[str]:
 
 
 def _page(one: Grid) -> str:
-    title = f"Where {one.row} helps"
-    shown = section(
-        f"Gain over {one.against}", sentence(how_to_read(one.against)), panels(one), name=PARTS[0]
-    )
-    table = section(
-        "All cells", html_table(*cell_table(one), "numbers wide sortable"), name=PARTS[1]
-    )
-    head = f"<header><h1>{escape(title)}</h1><p>{escape(one.summary)}. {CHANCE}.</p></header>"
-    return document(title, f"{head}{shown.text}{table.text}")
+    explained = Paragraph(how_to_read(one.against))
+    gains = Section(PARTS[0], f"Gain over {one.against}", [explained, panels(one)])
+    head, rows = cell_table(one)
+    cells = Section(PARTS[1], "All cells", [Table(head, rows, "numbers wide sortable")])
+    introduction = Paragraph(f"{one.summary}. {CHANCE}.")
+    return document(f"Where {one.row} helps", [introduction], [gains, cells])
 
 
-def panels(one: Grid) -> Html:
+def panels(one: Grid) -> Gallery:
     """A picture for each value of the last axis."""
     keys = list(one.axes)
-    drawn = []
-    for value in list(one.axes[keys[2]]) if len(keys) > 2 else [None]:
-        cells = [c for c in one.cells if value is None or c.values[keys[2]] == value]
-        name = "" if value is None else f"{keys[2]} = {value}"
-        title = Html(escape(name or f"Where {one.row} helps"))
-        drawn.append(
-            figure([_panel(one, cells)], f"{name} {how_to_read(one.against)}", title, "map")
-        )
-    return grid(drawn, "small")
+    if len(keys) < 3:
+        return Gallery([_chart(one, one.cells, "")], "small")
+    last = keys[2]
+    charts = []
+    for value in one.axes[last]:
+        cells = [cell for cell in one.cells if cell.values[last] == value]
+        charts.append(_chart(one, cells, f"{last} = {value}"))
+    return Gallery(charts, "small")
+
+
+def _chart(one: Grid, cells: Sequence[MapCell], name: str) -> Chart:
+    return Chart(
+        [_panel(one, cells)],
+        f"{name} {how_to_read(one.against)}",
+        name or f"Where {one.row} helps",
+        "map",
+        is_explained=True,
+    )
 
 
 def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
     keys = list(one.axes)
     rows = list(one.axes[keys[0]])
-    columns = list(one.axes[keys[1]]) if len(keys) > 1 else [None]
+    columns: Sequence[Any] = [None]
+    column_key = ""
+    if len(keys) > 1:
+        column_key = keys[1]
+        columns = list(one.axes[column_key])
     most = max([0.01, *(abs(cell.gain) for cell in one.cells)])
-    by = {(c.values[keys[0]], c.values[keys[1]] if len(keys) > 1 else None): c for c in cells}
-    trace: dict[str, Any] = {
-        "type": "heatmap",
-        "x": ["" if c is None else f"{c}" for c in columns],
-        "y": [f"{r}" for r in rows],
-        "z": [[round(100 * by[r, c].gain, 1) for c in columns] for r in rows],
-        "text": [[_text(by[r, c]) for c in columns] for r in rows],
-        "texttemplate": "%{text}",
-        "zmin": -100 * most,
-        "zmax": 100 * most,
-        "colorscale": GAINS,
-        "showscale": False,
-        "hovertemplate": "%{y}, %{x}: %{z:+.1f} points<extra></extra>",
-    }
-    right = {
-        "type": "category",
-        "title": {"text": keys[1] if len(keys) > 1 else ""},
-        "showgrid": False,
-    }
-    up = {
-        "type": "category",
-        "title": {"text": keys[0]},
-        "autorange": "reversed",
-        "showgrid": False,
-    }
-    axes = layout(
-        height=110 + 46 * len(rows), showlegend=False, hovermode="closest", xaxis=right, yaxis=up
+    placed = {(cell.values[keys[0]], cell.values.get(column_key)): cell for cell in cells}
+    laid_out = [[placed[row, column] for column in columns] for row in rows]
+    trace = go.Heatmap(
+        x=[_shown(column) for column in columns],
+        y=[str(row) for row in rows],
+        z=[[round(100 * cell.gain, 1) for cell in line] for line in laid_out],
+        text=[[_text(cell) for cell in line] for line in laid_out],
+        texttemplate="%{text}",
+        zmin=-100 * most,
+        zmax=100 * most,
+        colorscale=GAINS,
+        showscale=False,
+        hovertemplate="%{y}, %{x}: %{z:+.1f} points<extra></extra>",
     )
-    return {"data": [trace], "layout": axes}
+    axis = {"type": "category", "showgrid": False}
+    axes = layout(
+        height=110 + 46 * len(rows),
+        showlegend=False,
+        hovermode="closest",
+        xaxis={**axis, "title": {"text": column_key}},
+        yaxis={**axis, "title": {"text": keys[0]}, "autorange": "reversed"},
+    )
+    return Figure([trace], axes)
+
+
+def _shown(column: Any) -> str:
+    """The name of a column; empty where a map has no second axis."""
+    if column is None:
+        return ""
+    return str(column)
 
 
 def _text(cell: MapCell) -> str:
@@ -178,16 +191,19 @@ COMMAND = "fedstill rank map METHOD"
 """What anybody maps a method with."""
 
 
-def maps_section(maps: Mapping[str, Grid]) -> Html:
+def maps_section(maps: Mapping[str, Grid]) -> Section:
     """The section of the page: each method's pictures and cells, and which maps are missing."""
-    parts = [sentence(f"{WHAT} {how_to_read()}" if maps else WHAT)]
+    about = WHAT
+    if maps:
+        about = f"{WHAT} {how_to_read()}"
+    blocks: list[Block] = [Paragraph(about)]
     for one in maps.values():
-        cells = html_table(*cell_table(one), "numbers wide sortable")
-        parts += [
-            sentence(f"{one.summary}."),
-            folded(f"The map of {one.row}, and all its cells", panels(one), cells),
-        ]
-    return section(TITLE, *parts, *map(sentence, missing(maps)), name=MAPS)
+        head, rows = cell_table(one)
+        cells = Table(head, rows, "numbers wide sortable")
+        blocks.append(Paragraph(f"{one.summary}."))
+        blocks.append(Folded(f"The map of {one.row}, and all its cells", [panels(one), cells]))
+    blocks += [Paragraph(text) for text in missing(maps)]
+    return Section(MAPS, TITLE, blocks)
 
 
 def maps_text(maps: Mapping[str, Grid]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 import tomli_w
 
 from fedstill.benchmark import standings as agreement
@@ -24,12 +25,35 @@ from fedstill.benchmark.tables import (
     standing_lines,
 )
 from fedstill.core.files import PAGE, make_folder, write_over
+from fedstill.report.blocks import (
+    Block,
+    Chart,
+    Folded,
+    Gallery,
+    Listing,
+    Paragraph,
+    Section,
+    Table,
+)
 from fedstill.report.figures import ACCURACY, COLOURS, PERCENT, Figure, layout, plain, rounded
-from fedstill.report.markup import Html, escape, figure, folded, grid, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.tasks import equal_curves
 
 # The pictures of the ranking: learned against kept, ranks with bars, and the matrix of tasks.
+
+
+@dataclass(frozen=True)
+class RowPoint:
+    """A row of the ranking in the plane of learned and kept, and its accuracy, the product.
+
+    is_bound: whether it is no entrant but a bound, such as joint training.
+    """
+
+    name: str
+    learned: float
+    kept: float
+    accuracy: float
+    is_bound: bool
 
 
 def scatter(one: Standings) -> Figure:
@@ -38,45 +62,70 @@ def scatter(one: Standings) -> Figure:
 
     Without the rows of which it is not known what was kept.
     """
-    data, own = equal_curves(), one.columns
-    every = [(p.row.name, p.learned, p.kept, p.accuracy, "circle") for p in one.placed]
-    every += [
-        (
-            row.name,
-            row.mean("learned", own),
-            row.kept(own),
-            row.mean("accuracy", own),
-            "diamond-open",
+    rows = _row_points(one)
+    low_learned = _low([row.learned for row in rows])
+    low_kept = _low([row.kept for row in rows])
+    sides = label_sides(
+        [(row.name, row.learned, row.kept) for row in rows],
+        (HIGHEST[0] - low_learned, HIGHEST[1] - low_kept),
+    )
+    traces = equal_curves()
+    for index, (row, side) in enumerate(zip(rows, sides, strict=True)):
+        traces.append(_row_trace(row, side, COLOURS[index % len(COLOURS)]))
+    axes = layout(
+        hovermode="closest",
+        xaxis={**PERCENT, "title": {"text": "learned"}, "range": [low_learned, HIGHEST[0]]},
+        yaxis={**PERCENT, "title": {"text": "kept"}, "range": [low_kept, HIGHEST[1]]},
+        showlegend=False,
+        height=440,
+    )
+    return Figure(traces, axes)
+
+
+def _row_points(one: Standings) -> list[RowPoint]:
+    """The rows of which it is known what was kept, bounds last."""
+    points = [
+        RowPoint(
+            name=placed.row.name,
+            learned=placed.learned,
+            kept=placed.kept,
+            accuracy=placed.accuracy,
+            is_bound=False,
+        )
+        for placed in one.placed
+    ]
+    points += [
+        RowPoint(
+            name=row.name,
+            learned=row.mean("learned", one.columns),
+            kept=row.kept(one.columns),
+            accuracy=row.mean("accuracy", one.columns),
+            is_bound=True,
         )
         for row in one.bounds
     ]
-    places = [place for place in every if not math.isnan(place[2])]
-    low = _low([p[1] for p in places]), _low([p[2] for p in places])
-    sides = label_sides(
-        [(p[0], p[1], p[2]) for p in places], (HIGHEST[0] - low[0], HIGHEST[1] - low[1])
+    return [point for point in points if not math.isnan(point.kept)]
+
+
+def _row_trace(row: RowPoint, side: str, colour: str) -> go.Scatter:
+    """A point, and its name on a side where there is room; no name where there is none."""
+    text = ""
+    if side:
+        text = plain(row.name)
+    symbol = "circle"
+    if row.is_bound:
+        symbol = "diamond-open"
+    return go.Scatter(
+        mode="markers+text",
+        name=plain(row.name),
+        text=[text],
+        textposition=side or "top center",
+        textfont={"size": 10},
+        x=[rounded(row.learned)],
+        y=[rounded(row.kept)],
+        marker={"size": 10, "symbol": symbol, "color": colour},
+        hovertemplate=f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy {100 * row.accuracy:.1f} %",
     )
-    for i, (name, learned, kept, accuracy, symbol) in enumerate(places):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers+text",
-                "name": plain(name),
-                "text": [plain(name) if sides[i] else ""],
-                "textposition": sides[i] or "top center",
-                "textfont": {"size": 10},
-                "x": [rounded(learned)],
-                "y": [rounded(kept)],
-                "marker": {"size": 10, "symbol": symbol, "color": COLOURS[i % len(COLOURS)]},
-                "hovertemplate": f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy "
-                f"{100 * accuracy:.1f} %",
-            }
-        )
-    right = {**PERCENT, "title": {"text": "learned"}, "range": [low[0], HIGHEST[0]]}
-    up = {**PERCENT, "title": {"text": "kept"}, "range": [low[1], HIGHEST[1]]}
-    return {
-        "data": data,
-        "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False, height=440),
-    }
 
 
 SIDES = {
@@ -142,70 +191,65 @@ def rank_figure(one: Standings) -> Figure:
     """Mean ranks with their intervals, the best above; to the right a bar for each group that
     cannot be told apart.
     """
-    names = [plain(p.row.name) for p in one.placed]
-    low, high = ([p.rank_ends[k] for p in one.placed] for k in (0, 1))
-    ranks = [p.rank for p in one.placed]
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "x": [rounded(r) for r in ranks],
-            "y": names,
-            "error_x": {
-                "type": "data",
-                "symmetric": False,
-                "array": [rounded(b - r) for b, r in zip(high, ranks, strict=True)],
-                "arrayminus": [rounded(r - a) for a, r in zip(low, ranks, strict=True)],
-                "thickness": 1.5,
-                "color": COLOURS[0],
-            },
-            "marker": {"size": 9, "color": COLOURS[0]},
-            "hovertemplate": "%{y}: mean rank %{x:.2f}<extra></extra>",
-        }
-    ]
+    names = [plain(placed.row.name) for placed in one.placed]
+    ranks = go.Scatter(
+        mode="markers",
+        x=[rounded(placed.rank) for placed in one.placed],
+        y=names,
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "array": [rounded(placed.rank_ends[1] - placed.rank) for placed in one.placed],
+            "arrayminus": [rounded(placed.rank - placed.rank_ends[0]) for placed in one.placed],
+            "thickness": 1.5,
+            "color": COLOURS[0],
+        },
+        marker={"size": 9, "color": COLOURS[0]},
+        hovertemplate="%{y}: mean rank %{x:.2f}<extra></extra>",
+    )
     start = len(names) + 0.8
-    data += [_bar(start + 0.45 * i, group) for i, group in enumerate(one.bars)]
-    ticks = list(range(1, len(names) + 1))
+    bars = [_bar(start + 0.45 * index, group) for index, group in enumerate(one.bars)]
     right = {
         "title": {"text": "mean rank"},
         "range": [0.5, start + 0.45 * max(1, len(one.bars))],
-        "tickvals": ticks,
+        "tickvals": list(range(1, len(names) + 1)),
     }
-    up = {"type": "category", "categoryorder": "array", "categoryarray": list(reversed(names))}
-    height = 110 + 26 * len(names)
-    axes = layout(height=height, hovermode="closest", xaxis=right, yaxis=up, showlegend=False)
-    return {"data": data, "layout": axes}
+    up = {"type": "category", "categoryorder": "array", "categoryarray": names[::-1]}
+    axes = layout(
+        height=110 + 26 * len(names), hovermode="closest", xaxis=right, yaxis=up, showlegend=False
+    )
+    return Figure([ranks, *bars], axes)
 
 
-def _bar(x: float, group: Sequence[str]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": [x] * len(group),
-        "y": [plain(name) for name in group],
-        "line": {"width": 3, "color": "#888888"},
-        "marker": {"size": 7, "color": "#888888"},
-        "hovertemplate": "%{y} cannot be told apart from the others on this bar<extra></extra>",
-    }
+def _bar(x: float, group: Sequence[str]) -> go.Scatter:
+    return go.Scatter(
+        mode="lines+markers",
+        x=[x] * len(group),
+        y=[plain(name) for name in group],
+        line={"width": 3, "color": "#888888"},
+        marker={"size": 7, "color": "#888888"},
+        hovertemplate="%{y} cannot be told apart from the others on this bar<extra></extra>",
+    )
 
 
 def task_matrix(row: RankedRow, column: str) -> Figure | None:
     """Task by task end of one row, the mean over seeds; None without tasks."""
-    own = [np.array(m, dtype=np.float64) for (c, _), m in row.tasks.items() if c == column]
-    if not own or len({m.shape for m in own}) > 1:
+    matrices = [np.array(m, dtype=np.float64) for (c, _), m in row.tasks.items() if c == column]
+    shapes = {matrix.shape for matrix in matrices}
+    if len(shapes) != 1:
         return None
-    mean = np.mean(own, axis=0)
-    trace = {
-        "type": "heatmap",
-        "x": [f"after {t + 1}" for t in range(len(mean))],
-        "y": [f"task {j + 1}" for j in range(mean.shape[1])],
-        "z": [[round(100 * v, 1) for v in mean[:, j]] for j in range(mean.shape[1])],
-        "zmin": 0,
-        "zmax": 100,
-        "colorscale": ACCURACY,
-        "showscale": False,
-        "hovertemplate": "%{y}, %{x}: %{z:.1f} %<extra></extra>",
-    }
+    mean = np.mean(matrices, axis=0)
+    ends, tasks = mean.shape
+    trace = go.Heatmap(
+        x=[f"after {end + 1}" for end in range(ends)],
+        y=[f"task {task + 1}" for task in range(tasks)],
+        z=[[round(100 * value, 1) for value in mean[:, task]] for task in range(tasks)],
+        zmin=0,
+        zmax=100,
+        colorscale=ACCURACY,
+        showscale=False,
+        hovertemplate="%{y}, %{x}: %{z:.1f} %<extra></extra>",
+    )
     axes = layout(
         height=240,
         showlegend=False,
@@ -213,7 +257,7 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
         xaxis={"type": "category", "showgrid": False},
         yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
     )
-    return {"data": [trace], "layout": axes}
+    return Figure([trace], axes)
 
 
 # The page of the ranking: one file that needs no network, with a section for each suite.
@@ -279,70 +323,71 @@ def write_ranking_page(
 
 def ranking_page(every: Sequence[Standings], maps: Mapping[str, Grid] | None = None) -> str:
     """The page as text."""
-    head = f"<header><h1>{escape(TITLE)}</h1></header>"
-    parts = [
-        Html(head),
-        *map(sentence, (MEANS, HOW, INTERVALS)),
-        *_agreement(every),
-        *map(_section, every),
-    ]
-    parts += [] if maps is None else [maps_section(maps)]
-    return document(TITLE, "\n".join(part.text for part in parts))
+    introduction = [Paragraph(text) for text in (MEANS, HOW, INTERVALS)]
+    sections = [*_agreement(every), *map(_section, every)]
+    if maps is not None:
+        sections.append(maps_section(maps))
+    return document(TITLE, introduction, sections)
 
 
-def _section(one: Standings) -> Html:
+def _section(one: Standings) -> Section:
     suite = one.suite
-    missing = [sentence(f"No entry yet: {', '.join(one.missing)}.")] if one.missing else []
-    drawn = [figure([rank_figure(one)], BARS, "Ranks")] if len(one.placed) > 1 else []
-    if any(not math.isnan(p.kept) for p in one.placed):
-        drawn.append(figure([scatter(one)], PAIR, "Learned and kept"))
-    groups = (
-        [sentence(f"Cannot be told apart by rank: {'; '.join(joined(one))}.")] if one.bars else []
-    )
-    lines = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]
-    head = standing_head(one)
-    return section(
-        suite.title,
-        sentence(f"{about(one)} Version {suite.version} of {suite.name}."),
-        html_table([head[1], head[0], *head[2:]], lines, "numbers wide sortable"),
-        *missing,
-        grid(drawn, "top"),
-        *groups,
-        folded("By column", html_table(*cell_lines(one), "numbers wide sortable")),
-        *_matrices(one),
-        folded("The fields that were chosen, to copy", *_fields(one)),
-        name=suite.name,
-    )
+    blocks: list[Block] = [
+        Paragraph(f"{about(one)} Version {suite.version} of {suite.name}."),
+        _standing_table(one),
+    ]
+    if one.missing:
+        blocks.append(Paragraph(f"No entry yet: {', '.join(one.missing)}."))
+    blocks.append(Gallery(_standing_charts(one), "top"))
+    if one.bars:
+        blocks.append(Paragraph(f"Cannot be told apart by rank: {'; '.join(joined(one))}."))
+    head, rows = cell_lines(one)
+    blocks.append(Folded("By column", [Table(head, rows, "numbers wide sortable")]))
+    blocks += _matrices(one)
+    blocks.append(Folded("The fields that were chosen, to copy", _fields(one)))
+    return Section(suite.name, suite.title, blocks)
 
 
-def _matrices(one: Standings) -> Iterator[Html]:
+def _standing_table(one: Standings) -> Table:
+    """The standings, the name before the rank."""
+    rank, name, *columns = standing_head(one)
+    rows = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]
+    return Table([name, rank, *columns], rows, "numbers wide sortable")
+
+
+def _standing_charts(one: Standings) -> list[Chart]:
+    charts = []
+    if len(one.placed) > 1:
+        charts.append(Chart([rank_figure(one)], BARS, "Ranks"))
+    if any(not math.isnan(placed.kept) for placed in one.placed):
+        charts.append(Chart([scatter(one)], PAIR, "Learned and kept"))
+    return charts
+
+
+def _matrices(one: Standings) -> Iterator[Folded]:
     """The matrix of tasks of each row, column by column."""
-    rows = [*(p.row for p in one.placed), *one.bounds]
+    rows = [*(placed.row for placed in one.placed), *one.bounds]
     for column in one.columns:
-        drawn = [(row.name, task_matrix(row, column)) for row in rows]
-        maps = [
-            figure([f], f"{name}, {column}: {MATRIX}", Html(escape(name)), "matrix")
-            for name, f in drawn
-            if f
-        ]
-        if maps:
-            yield folded(
-                f"The matrix of tasks by method: {column}", sentence(MATRIX), grid(maps, "small")
-            )
+        charts = []
+        for row in rows:
+            figure = task_matrix(row, column)
+            if figure is not None:
+                description = f"{row.name}, {column}: {MATRIX}"
+                chart = Chart([figure], description, row.name, "matrix", is_explained=True)
+                charts.append(chart)
+        if charts:
+            title = f"The matrix of tasks by method: {column}"
+            yield Folded(title, [Paragraph(MATRIX), Gallery(charts, "small")])
 
 
-def _fields(one: Standings) -> Iterator[Html]:
+def _fields(one: Standings) -> list[Block]:
     """The settings of a row as a config's lines, for those who want them."""
     suite = one.suite
-    yield sentence(
+    explained = Paragraph(
         f"Over the settings that all rows of {suite.name} have; chosen {chosen_where(suite)}."
     )
-    for name in (p.row.name for p in one.placed):
-        text = (
-            f"<strong>{escape(name)}</strong></p><pre "
-            f"class='copy'>{escape(copied_fields(one, name))}</pre>"
-        )
-        yield Html(f"<p>{text}")
+    names = [placed.row.name for placed in one.placed]
+    return [explained, *(Listing(name, copied_fields(one, name)) for name in names)]
 
 
 def copied_fields(one: Standings, name: str) -> str:
@@ -355,7 +400,8 @@ def copied_fields(one: Standings, name: str) -> str:
     return tomli_w.dumps(tree)
 
 
-def _agreement(every: Sequence[Standings]) -> Iterator[Html]:
-    if lines := agreement.agreement_lines(every):
-        table = html_table(agreement.HEAD, lines, "numbers")
-        yield section(agreement.TITLE, sentence(agreement.MEANS), table, name=AGREEMENT)
+def _agreement(every: Sequence[Standings]) -> Iterator[Section]:
+    lines = agreement.agreement_lines(every)
+    if lines:
+        table = Table(agreement.HEAD, lines, "numbers")
+        yield Section(AGREEMENT, agreement.TITLE, [Paragraph(agreement.MEANS), table])

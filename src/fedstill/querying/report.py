@@ -1,15 +1,31 @@
-"""The report's section on queries: who asked for what, gain against forgetting."""
+"""The report's sections on queries: who asked for what, gain against forgetting, and the noise
+probe.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import plotly.graph_objects as go
 
 from fedstill.core.errors import CorruptFile
 from fedstill.core.reports import WHY
 from fedstill.methods.fit import FIT
 from fedstill.querying.queries import because
+from fedstill.report.blocks import (
+    Block,
+    Chart,
+    Choice,
+    Folded,
+    Gallery,
+    Paragraph,
+    Section,
+    Table,
+    line_key,
+)
 from fedstill.report.figures import (
     COLOURS,
     COUNTS,
@@ -24,18 +40,7 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.markup import (
-    Cell,
-    Html,
-    choice,
-    figure,
-    folded,
-    grid,
-    html_table,
-    key,
-    section,
-    sentence,
-)
+from fedstill.report.sections import Report
 from fedstill.running.groups import Group
 from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Run
@@ -46,18 +51,15 @@ from fedstill.running.runs import JOURNAL, Run
 
 def untaught(runs: Mapping[str, Sequence[Run]]) -> str:
     """A sentence on them, by what the runs are called; empty if every query had a teacher."""
-    told = []
-    for name, own in runs.items():
-        without, asked = (
-            (sum(numbers) for numbers in zip(*(r.untaught for r in own), strict=True))
-            if own
-            else (0, 0)
-        )
-        if without:
-            told.append(f"{name}, {without} of {asked}")
-    return (
-        f"Queries that had no teacher, and count in all numbers: {'; '.join(told)}." if told else ""
-    )
+    parts = []
+    for name, named_runs in runs.items():
+        without_teacher = sum(run.untaught[0] for run in named_runs)
+        queries = sum(run.untaught[1] for run in named_runs)
+        if without_teacher:
+            parts.append(f"{name}, {without_teacher} of {queries}")
+    if not parts:
+        return ""
+    return f"Queries that had no teacher, and count in all numbers: {'; '.join(parts)}."
 
 
 # Who asked for what, and why; and, where clients ask again, how query follows query.
@@ -73,9 +75,9 @@ def reading_queries(run: Run) -> Iterator[None]:
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
         raise CorruptFile(
-            f"{run.folder / JOURNAL}: the entries on queries are damaged: {said}"
+            f"{run.folder / JOURNAL}: the entries on queries are damaged: {problem}"
         ) from error
 
 
@@ -84,86 +86,105 @@ def asks_again(group: Group) -> bool:
     return "query.again" in group.settings
 
 
-def query_rows(group: Group) -> list[list[Cell]]:
+def query_rows(group: Group) -> list[list[str]]:
     """Round, client, classes and why, of each query of a group's first run."""
-    run, rows = group.started[0], list[list[Cell]]()
+    run = group.started[0]
+    events = run.rounds[-1:]
+    if asks_again(group):
+        events = run.rounds
+    rows = []
     with reading_queries(run):
-        for event in run.rounds if asks_again(group) else run.rounds[-1:]:
+        for event in events:
             for answer in event.get("answers") or []:
-                names = ", ".join(run.classes[c] for c in answer["query"])
-                rows.append([str(event["round"]), str(answer["client"]), names, _why(run, answer)])
+                classes = ", ".join(run.classes[c] for c in answer["query"])
+                client = str(answer["client"])
+                rows.append([str(event["round"]), client, classes, _why(run, answer)])
     return rows
 
 
-def who_asked(groups: Sequence[Group]) -> list[Html]:
+@dataclass(frozen=True)
+class QueryTable:
+    """The queries of a seed, and the groups that have the same ones."""
+
+    seed: int
+    rows: Sequence[Sequence[str]]
+    labels: list[str]
+
+
+def who_asked(groups: Sequence[Group]) -> list[Folded]:
     """A folded table of the queries of each group's first run; groups with the same queries share
     one.
     """
-    by_rows: dict[str, tuple[list[str], list[list[Cell]], int]] = {}
-    for group in groups:
-        if group.started and (rows := query_rows(group)):
+    tables: dict[str, QueryTable] = {}
+    for group in (group for group in groups if group.started):
+        rows = query_rows(group)
+        if rows:
             seed = group.started[0].seed
-            by_rows.setdefault(str([seed, rows]), ([], rows, seed))[0].append(group.label)
-    head: list[Cell] = ["round", "client", "asks for", "why"]
-    shown = []
-    for labels, rows, seed in by_rows.values():
-        whose = "" if len(by_rows) == 1 else f", {', '.join(labels)}"
-        more = f" The first {MOST_QUERIES} of {len(rows)}." if len(rows) > MOST_QUERIES else ""
-        title = f"Who asked for what, and why{whose}. From seed {seed}.{more}"
-        shown.append(folded(title, html_table(head, rows[:MOST_QUERIES], "settings")))
-    return shown
+            table = tables.setdefault(str([seed, rows]), QueryTable(seed, rows, []))
+            table.labels.append(group.label)
+    return [_folded_queries(table, len(tables) > 1) for table in tables.values()]
 
 
-def one_after_another(groups: Sequence[Group], style: Style) -> Html | None:
+def _folded_queries(table: QueryTable, names_groups: bool) -> Folded:
+    title = "Who asked for what, and why"
+    if names_groups:
+        title += f", {', '.join(table.labels)}"
+    title += f". From seed {table.seed}."
+    if len(table.rows) > MOST_QUERIES:
+        title += f" The first {MOST_QUERIES} of {len(table.rows)}."
+    head = ["round", "client", "asks for", "why"]
+    return Folded(title, [Table(head, table.rows[:MOST_QUERIES], "settings")])
+
+
+ABOUT_AVERAGE = (
+    "Average accuracy of clients that asked in a round. Dotted: of the client alone, before its "
+    "peers answered."
+)
+ABOUT_GAIN = (
+    "Accuracy gained on the classes asked for in a round, compared with the client alone in that "
+    "round."
+)
+ABOUT_LOSS = (
+    "Accuracy lost on the client's own classes by asking, compared with the client alone in that "
+    "round."
+)
+
+
+def one_after_another(groups: Sequence[Group], style: Style) -> Gallery | None:
     """Gain, forgetting and average accuracy by round; None if no client asked again."""
-    some = [g for g in groups if asks_again(g)]
-    if not some:
+    groups = [group for group in groups if asks_again(group)]
+    if not groups:
         return None
-    gain = (
-        "Accuracy gained on the classes asked for in a round, compared with the client alone in "
-        "that round."
+    average = lines(
+        groups,
+        style,
+        "query_average_accuracy",
+        PERCENT,
+        reference="query_average_accuracy_before",
     )
-    average = (
-        "Average accuracy of clients that asked in a round. Dotted: of the client alone, before "
-        "its peers answered."
-    )
-    lost = (
-        "Accuracy lost on the client's own classes by asking, compared with the client alone in "
-        "that round."
-    )
-    return grid(
-        [
-            figure(
-                [
-                    lines(
-                        some,
-                        style,
-                        "query_average_accuracy",
-                        "query_average_accuracy_before",
-                        **PERCENT,
-                    )
-                ],
-                average,
-                "Average accuracy, query after query",
-            ),
-            figure([lines(some, style, "query_gain", **PERCENT)], gain, "Gain, query after query"),
-            figure(
-                [lines(some, style, "query_forgetting", **PERCENT)],
-                lost,
-                "Forgetting, query after query",
-            ),
-        ],
-        "small",
-    )
+    gain = lines(groups, style, "query_gain", PERCENT)
+    loss = lines(groups, style, "query_forgetting", PERCENT)
+    charts = [
+        Chart([average], ABOUT_AVERAGE, "Average accuracy, query after query"),
+        Chart([gain], ABOUT_GAIN, "Gain, query after query"),
+        Chart([loss], ABOUT_LOSS, "Forgetting, query after query"),
+    ]
+    return Gallery(charts, "small")
 
 
 def _why(run: Run, answer: Mapping[str, Any]) -> str:
     """What spoke for the classes of a query; journals of before say of label counts only."""
     if run.settings.get("query.draw", "none") == "none":
         return "written in the config"
-    counts = run.label_counts[answer["client"]] if run.label_counts else []
-    known = answer.get(WHY) or {str(c): {"lack": counts[c]} for c in answer["query"]}
-    return "; ".join(f"{run.classes[c]}: {because(known.get(str(c), {}))}" for c in answer["query"])
+    reasons = answer.get(WHY)
+    if not reasons:
+        counts: Sequence[int] = []
+        if run.label_counts:
+            counts = run.label_counts[answer["client"]]
+        reasons = {str(c): {"lack": counts[c]} for c in answer["query"]}
+    return "; ".join(
+        f"{run.classes[c]}: {because(reasons.get(str(c), {}))}" for c in answer["query"]
+    )
 
 
 # What clients asked for: gain against forgetting, classes before and after, the noise probe beside
@@ -172,81 +193,107 @@ def _why(run: Run, answer: Mapping[str, Any]) -> str:
 
 QUERY_HEIGHT = 380
 MOST_CLIENTS = 20
-NOT_DOTTED = [d for d in DASHES if d != "dot"]
+NOT_DOTTED = [dash for dash in DASHES if dash != "dot"]
+
+STAGE_TITLES = {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}
+SHADES = ("#999999", "#56B4E9", "#D55E00", "#009E73")
+"""The colours of the bars of stages."""
+
+ABOUT = "Clients asked their peers for classes. Accuracy is on the common test set."
+ABOUT_AGAIN = " Where they asked again, points and bars are of their last query."
+ABOUT_TRADE = (
+    "Large points are means over clients and seeds; small points are clients. Further right: more "
+    "accuracy gained on the classes asked for, compared with the client alone. Further down: more "
+    "forgotten of its own classes. The upper right corner is best."
+)
+ABOUT_PHASES = (
+    "Average accuracy on the validation set after each epoch, first of phase 1, then of phase 2: a "
+    "line for each client that asked. Dotted: its model before, on the test set."
+)
 
 
-def asked(groups: Sequence[Group], style: Style) -> Html | None:
+def asked(report: Report) -> Section | None:
     """Gain against forgetting, class accuracies of each client, epochs of its phases; None if no
     client asked.
     """
-    some = [g for g in groups if any(_last(r).get("answers") for r in g.started)]
-    if not some:
+    groups = [group for group in report.groups if any(_has_answers(run) for run in group.started)]
+    if not groups:
         return None
-    trade = (
-        "Large points are means over clients and seeds; small points are clients. Further right: "
-        "more "
-        "accuracy gained on the classes asked for, compared with the client alone. Further down: "
-        "more "
-        "forgotten of its own classes. The upper right corner is best."
-    )
-    figures = [figure([_trade(some, style)], trade, "Forgetting against gain")]
-    curves = [r for g in some for r in g.started if any("scores" in e for e in _phases(r))]
-    if curves:
-        says = (
-            "Average accuracy on the validation set after each epoch, first of phase 1, then of "
-            "phase 2: a line "
-            "for each client that asked. Dotted: its model before, on the test set."
-        )
-        figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
-    parts = [
-        key(some, style),
-        grid(figures),
-        one_after_another(some, style),
-        *_bars(some),
-        *who_asked(some),
-    ]
-    says = "Clients asked their peers for classes. Accuracy is on the common test set."
-    if any(asks_again(g) for g in some):
-        says += " Where they asked again, points and bars are of their last query."
-    without = untaught({g.label: g.started for g in some})
-    notes = [sentence(said) for said in (says, without) if said]
-    return section("Queries: what clients gained and forgot", *notes, *parts, name="asked")
+    style = report.style
+    charts = [Chart([_trade(groups, style)], ABOUT_TRADE, "Forgetting against gain")]
+    runs = [run for group in groups for run in group.started if _has_scores(run)]
+    if runs:
+        charts.append(Chart([_epochs(runs[0])], ABOUT_PHASES, "Phases, epoch by epoch"))
+
+    about = ABOUT
+    if any(asks_again(group) for group in groups):
+        about += ABOUT_AGAIN
+    blocks: list[Block | None] = [Paragraph(about)]
+    without_teacher = untaught({group.label: group.started for group in groups})
+    if without_teacher:
+        blocks.append(Paragraph(without_teacher))
+    blocks += [line_key(groups, style), Gallery(charts), one_after_another(groups, style)]
+    blocks += [*_bars(groups), *who_asked(groups)]
+    return Section("asked", "Queries: what clients gained and forgot", blocks)
 
 
-def noise_probes(groups: Sequence[Group], _: Style) -> Html | None:
+def _has_answers(run: Run) -> bool:
+    return bool(_last(run).get("answers"))
+
+
+def _has_scores(run: Run) -> bool:
+    return any("scores" in event for event in _phases(run))
+
+
+def noise_probes(report: Report) -> Section | None:
     """What models predict on noise beside what their clients hold; None if no model was probed."""
-    run = next((r for g in groups for r in g.started if any("probe" in e for e in r.clients)), None)
+    run = _first_probed(report.groups)
     if run is None:
         return None
     with reading_queries(run):
-        events = {e["client"]: e for e in run.clients if e["name"] == FIT and "probe" in e}
+        fitted = [e for e in run.clients if e["name"] == FIT and "probe" in e]
+        events = {event["client"]: event for event in fitted}
         clients = sorted(events)
-        counts = [run.label_counts[c] for c in clients]
-        shares = [[n / max(sum(row), 1) for n in row] for row in counts]
-        seen = [[float(p) for p in events[c]["probe"]] for c in clients]
-        errors = [
-            sum((a - b) ** 2 for a, b in zip(s, p, strict=True)) / len(s)
-            for s, p in zip(shares, seen, strict=True)
-        ]
-        names = [f"client {c} (error {e:.3f})" for c, e in zip(clients, errors, strict=True)]
-        left = figure(
-            [_map(shares, names, run.classes)],
-            "Label shares of each client's data.",
-            "Label shares",
-        )
-        right = figure(
-            [_map(seen, names, run.classes)],
-            "Mean prediction of its model on noise.",
-            "Noise probe",
-        )
-    says = (
+        shares = [_shares(run.label_counts[client]) for client in clients]
+        predictions = [[float(share) for share in events[c]["probe"]] for c in clients]
+        names = []
+        for client, of_data, predicted in zip(clients, shares, predictions, strict=True):
+            error = _mean_squared_error(of_data, predicted)
+            names.append(f"client {client} (error {error:.3f})")
+        label_map = _map(shares, names, run.classes)
+        probe_map = _map(predictions, names, run.classes)
+    about = (
         "A peer guesses which classes a model knows from its predictions on Gaussian noise. Error: "
-        "the mean squared "
-        f"difference between label shares and predictions, over classes. From seed {run.seed}."
+        "the mean squared difference between label shares and predictions, over classes. From seed "
+        f"{run.seed}."
     )
-    return section(
-        "The noise probe and the label shares", sentence(says), grid([left, right]), name="probe"
+    charts = [
+        Chart([label_map], "Label shares of each client's data.", "Label shares"),
+        Chart([probe_map], "Mean prediction of its model on noise.", "Noise probe"),
+    ]
+    return Section(
+        "probe",
+        "The noise probe and the label shares",
+        [Paragraph(about), Gallery(charts)],
     )
+
+
+def _first_probed(groups: Sequence[Group]) -> Run | None:
+    for group in groups:
+        for run in group.started:
+            if any("probe" in event for event in run.clients):
+                return run
+    return None
+
+
+def _shares(counts: Sequence[int]) -> list[float]:
+    total = max(sum(counts), 1)
+    return [count / total for count in counts]
+
+
+def _mean_squared_error(shares: Sequence[float], predictions: Sequence[float]) -> float:
+    pairs = zip(shares, predictions, strict=True)
+    return sum((share - predicted) ** 2 for share, predicted in pairs) / len(shares)
 
 
 def _last(run: Run) -> Event:
@@ -254,189 +301,232 @@ def _last(run: Run) -> Event:
 
 
 def _answers(run: Run) -> list[dict[str, Any]]:
-    return [
-        a
-        for a in _last(run).get("answers") or []
-        if a["gain"] is not None and a["forgetting"] is not None
-    ]
+    """The answers in the last round of which gain and forgetting are known."""
+    answers = _last(run).get("answers") or []
+    return [a for a in answers if a["gain"] is not None and a["forgetting"] is not None]
 
 
 def _in_last(run: Run) -> list[Event]:
     """What clients did in the last round; what those that asked but once did before it, too."""
-    last = max((e["round"] for e in run.clients if e.get("name") == FIT), default=0)
-    return [e for e in run.clients if e["round"] >= last]
+    last = max((event["round"] for event in run.clients if event.get("name") == FIT), default=0)
+    return [event for event in run.clients if event["round"] >= last]
 
 
 def _phases(run: Run) -> list[Event]:
-    return [e for e in _in_last(run) if e.get("name") in ("transfer", "refine")]
+    return [event for event in _in_last(run) if event.get("name") in ("transfer", "refine")]
+
+
+# Forgetting against gain
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What a client gained and forgot by asking."""
+
+    gain: float
+    forgetting: float
+    client: int
+    seed: int
 
 
 def _trade(groups: Sequence[Group], style: Style) -> Figure:
-    data = []
+    traces: list[go.Scatter] = []
     for group in groups:
-        points = []
-        for run in group.started:
-            with reading_queries(run):
-                points += [
-                    (a["gain"], a["forgetting"], a["client"], run.seed) for a in _answers(run)
-                ]
-        if not points:
-            continue
-        colour = style.colour(group)
-        mean = [sum(p[i] for p in points) / len(points) for i in (0, 1)]
-        usual = {
-            "type": "scatter",
-            "mode": "markers",
-            "legendgroup": group.label,
-            "name": named(group),
-        }
-        data.append(
-            {
-                **usual,
-                "x": [rounded(p[0]) for p in points],
-                "y": [rounded(p[1]) for p in points],
-                "customdata": [f"client {p[2]}, seed {p[3]}" for p in points],
-                "hovertemplate": "%{customdata}: gain %{x:.1%}, forgetting %{y:.1%}",
-                "marker": {"size": 6, "color": faint(colour, 0.35)},
-                "showlegend": False,
-            }
-        )
-        data.append(
-            {
-                **usual,
-                "x": [rounded(mean[0])],
-                "y": [rounded(mean[1])],
-                "hovertemplate": "mean: gain %{x:.1%}, forgetting %{y:.1%}",
-                "marker": {"size": 13, "color": colour, "line": {"width": 1, "color": "white"}},
-            }
-        )
-    x = {"title": {"text": "gain on classes asked for"}, **PERCENT}
-    y = {"title": {"text": "forgetting of own classes"}, **PERCENT}
-    return {
-        "data": data,
-        "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT, hovermode="closest"),
-    }
+        trades = [trade for run in group.started for trade in _trades(run)]
+        if trades:
+            traces += _trade_points(trades, group, style)
+    axes = layout(
+        xaxis={"title": {"text": "gain on classes asked for"}, **PERCENT},
+        yaxis={"title": {"text": "forgetting of own classes"}, **PERCENT},
+        height=QUERY_HEIGHT,
+        hovermode="closest",
+    )
+    return Figure(traces, axes)
 
 
-def _bars(groups: Sequence[Group]) -> list[Html | None]:
+def _trades(run: Run) -> list[Trade]:
+    with reading_queries(run):
+        return [
+            Trade(gain=a["gain"], forgetting=a["forgetting"], client=a["client"], seed=run.seed)
+            for a in _answers(run)
+        ]
+
+
+def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[go.Scatter]:
+    """The clients as small points, and their mean as a large one."""
+    colour = style.colour(group)
+    small = go.Scatter(
+        mode="markers",
+        legendgroup=group.label,
+        name=named(group),
+        x=[rounded(trade.gain) for trade in trades],
+        y=[rounded(trade.forgetting) for trade in trades],
+        customdata=[f"client {trade.client}, seed {trade.seed}" for trade in trades],
+        hovertemplate="%{customdata}: gain %{x:.1%}, forgetting %{y:.1%}",
+        marker={"size": 6, "color": faint(colour, 0.35)},
+        showlegend=False,
+    )
+    large = go.Scatter(
+        mode="markers",
+        legendgroup=group.label,
+        name=named(group),
+        x=[rounded(sum(trade.gain for trade in trades) / len(trades))],
+        y=[rounded(sum(trade.forgetting for trade in trades) / len(trades))],
+        hovertemplate="mean: gain %{x:.1%}, forgetting %{y:.1%}",
+        marker={"size": 13, "color": colour, "line": {"width": 1, "color": "white"}},
+    )
+    return [small, large]
+
+
+# Bars by class, before and after each phase
+
+
+def _bars(groups: Sequence[Group]) -> list[Block]:
     """For each method whose clients end with models of their own: classes before and after, a
     client at a time.
+
+    The selector is that of the first group; a group with other clients is left out.
     """
-    drawn: list[Html | None] = []
-    names: list[str] = []
+    charts: list[Chart] = []
+    chosen: list[int] = []
     for group in groups:
-        run = next(
-            (r for r in group.started if any(e.get("correct_by_class") for e in _phases(r))), None
-        )
+        run = _first_with_phases(group)
         if run is None:
             continue
         with reading_queries(run):
-            clients = [a["client"] for a in _answers(run)][:MOST_CLIENTS]
-            if not clients or (names and [f"client {c}" for c in clients] != names):
+            clients = [answer["client"] for answer in _answers(run)][:MOST_CLIENTS]
+            if not clients or (chosen and clients != chosen):
                 continue
-            names = [f"client {c}" for c in clients]
-            says = (
+            chosen = clients
+            about = (
                 f"{group.label}: accuracy by class, alone and after each phase. From seed "
                 f"{run.seed}."
             )
-            drawn.append(
-                figure([_client(run, c) for c in clients], says, plain(group.label), "client")
-            )
-    if not drawn:
+            figures = [_client(run, client) for client in clients]
+            charts.append(Chart(figures, about, plain(group.label), "client"))
+    if not charts:
         return []
-    return [choice("client", "Show", names), grid([d for d in drawn if d is not None], "small")]
+    names = [f"client {client}" for client in chosen]
+    return [Choice("client", "Show", names), Gallery(charts, "small")]
+
+
+def _first_with_phases(group: Group) -> Run | None:
+    for run in group.started:
+        if any(event.get("correct_by_class") for event in _phases(run)):
+            return run
+    return None
 
 
 def _client(run: Run, client: int) -> Figure:
-    query = {a["client"]: a["query"] for a in _answers(run)}[client]
+    """Accuracy by class of a client after each stage, the classes that it asked for first."""
+    query = next(a["query"] for a in reversed(_answers(run)) if a["client"] == client)
     counts = run.label_counts[client]
     order = sorted(range(len(counts)), key=lambda c: (c not in query, counts[c] == 0, c))
-    role = ["asked for" if c in query else "own" if counts[c] else "neither" for c in order]
-    labels = [f"{plain(run.classes[c])} ({r})" for c, r in zip(order, role, strict=True)]
+    labels = []
+    for c in order:
+        role = "neither"
+        if c in query:
+            role = "asked for"
+        elif counts[c]:
+            role = "own"
+        labels.append(f"{plain(run.classes[c])} ({role})")
+
+    totals = [int(total) for total in run.start["test_counts"]]
     stages = [e for e in _in_last(run) if e["client"] == client and e.get("correct_by_class")]
-    totals = _totals(run)
-    shades = ("#999999", "#56B4E9", "#D55E00", "#009E73")
-    data = [
-        {
-            "type": "bar",
-            "name": {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}.get(
-                e["name"], e["name"]
-            ),
-            "x": labels,
-            "y": [
-                rounded(e["correct_by_class"][c] / totals[c]) if totals[c] else None for c in order
-            ],
-            "marker": {"color": shades[i % len(shades)]},
-            "hovertemplate": "%{x}: %{y:.1%}",
-        }
-        for i, e in enumerate(stages)
-    ]
-    axes = {"xaxis": {"type": "category"}, "yaxis": {**PERCENT, "range": [0, 1]}}
-    return {"data": data, "layout": {**layout(**axes, height=QUERY_HEIGHT), "barmode": "group"}}
+    traces = []
+    for index, event in enumerate(stages):
+        correct = event["correct_by_class"]
+        traces.append(
+            go.Bar(
+                name=STAGE_TITLES.get(event["name"], event["name"]),
+                x=labels,
+                y=[_share(correct[c], totals[c]) for c in order],
+                marker={"color": SHADES[index % len(SHADES)]},
+                hovertemplate="%{x}: %{y:.1%}",
+            )
+        )
+    axes = layout(
+        xaxis={"type": "category"},
+        yaxis={**PERCENT, "range": [0, 1]},
+        height=QUERY_HEIGHT,
+        barmode="group",
+    )
+    return Figure(traces, axes)
 
 
-def _totals(run: Run) -> list[int]:
-    return [int(n) for n in run.start["test_counts"]]
+def _share(correct: float, total: int) -> float | None:
+    if not total:
+        return None
+    return rounded(correct / total)
+
+
+# Phases, epoch by epoch
 
 
 def _epochs(run: Run) -> Figure:
-    data: list[Figure] = []
+    """A line for each client that asked, and its accuracy before as a dotted one."""
+    traces: list[go.Scatter] = []
     with reading_queries(run):
-        alone = {a["client"]: a["average_accuracy_before"] for a in _last(run).get("answers") or []}
-        for client in sorted({e["client"] for e in _phases(run) if e.get("scores")}):
-            scores = [s for e in _phases(run) if e["client"] == client for s in e.get("scores", [])]
-            turn, place = divmod(len(data) // 2, len(COLOURS))
-            name, colour, dash = (
-                f"client {client}",
-                COLOURS[place],
-                NOT_DOTTED[turn % len(NOT_DOTTED)],
-            )
-            line = {
-                "type": "scatter",
-                "mode": "lines",
-                "legendgroup": name,
-                "hovertemplate": "%{y:.1%}",
-            }
-            epochs, before = list(range(1, len(scores) + 1)), alone.get(client)
-            drawn = {
-                "x": epochs,
-                "y": [rounded(s) for s in scores],
-                "line": {"color": colour, "dash": dash},
-            }
-            data.append({**line, "name": name, **drawn})
-            level = [None if before is None else rounded(before)] * 2
-            dots = {"color": colour, "dash": "dot", "width": 1}
-            data.append(
-                {
-                    **line,
-                    "name": f"{name} alone",
-                    "x": [1, len(scores)],
-                    "y": level,
-                    "line": dots,
-                    "showlegend": False,
-                }
-            )
-    x, y = {"title": {"text": "epoch of both phases"}}, PERCENT
-    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT)}
+        answers = _last(run).get("answers") or []
+        alone = {answer["client"]: answer["average_accuracy_before"] for answer in answers}
+        clients = sorted({event["client"] for event in _phases(run) if event.get("scores")})
+        for index, client in enumerate(clients):
+            traces += _epoch_lines(run, client, alone.get(client), index)
+    axes = layout(
+        xaxis={"title": {"text": "epoch of both phases"}}, yaxis=PERCENT, height=QUERY_HEIGHT
+    )
+    return Figure(traces, axes)
+
+
+def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list[go.Scatter]:
+    scores: list[float] = []
+    for event in _phases(run):
+        if event["client"] == client:
+            scores += event.get("scores", [])
+    level = None
+    if alone is not None:
+        level = rounded(alone)
+    turn, place = divmod(index, len(COLOURS))
+    colour = COLOURS[place]
+    name = f"client {client}"
+    after = go.Scatter(
+        mode="lines",
+        legendgroup=name,
+        hovertemplate="%{y:.1%}",
+        name=name,
+        x=list(range(1, len(scores) + 1)),
+        y=[rounded(score) for score in scores],
+        line={"color": colour, "dash": NOT_DOTTED[turn % len(NOT_DOTTED)]},
+    )
+    before = go.Scatter(
+        mode="lines",
+        legendgroup=name,
+        hovertemplate="%{y:.1%}",
+        name=f"{name} alone",
+        x=[1, len(scores)],
+        y=[level, level],
+        line={"color": colour, "dash": "dot", "width": 1},
+        showlegend=False,
+    )
+    return [after, before]
 
 
 def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:
-    trace = {
-        "type": "heatmap",
-        "x": [plain(c) for c in classes],
-        "y": list(names),
-        "z": [[rounded(v) for v in row] for row in rows],
-        "zmin": 0,
-        "zmax": 1,
-        "colorscale": COUNTS,
-        "showscale": False,
-        "hovertemplate": "%{y}, class %{x}: %{z:.3f}<extra></extra>",
-    }
-    axes = {
-        "xaxis": {"type": "category", "title": {"text": "class"}},
-        "yaxis": {"type": "category", "autorange": "reversed"},
-    }
-    return {
-        "data": [trace],
-        "layout": layout(**axes, height=80 + max(160, 24 * len(names)), showlegend=False),
-    }
+    """Shares by client and class."""
+    trace = go.Heatmap(
+        x=[plain(name) for name in classes],
+        y=list(names),
+        z=[[rounded(value) for value in row] for row in rows],
+        zmin=0,
+        zmax=1,
+        colorscale=COUNTS,
+        showscale=False,
+        hovertemplate="%{y}, class %{x}: %{z:.3f}<extra></extra>",
+    )
+    axes = layout(
+        xaxis={"type": "category", "title": {"text": "class"}},
+        yaxis={"type": "category", "autorange": "reversed"},
+        height=80 + max(160, 24 * len(names)),
+        showlegend=False,
+    )
+    return Figure([trace], axes)

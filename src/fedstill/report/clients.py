@@ -1,13 +1,26 @@
-"""What each client gets: a section with its network and accuracy, as bars by client and as lines by
-round.
-"""
+"""The section on each client: its network and accuracy, as bars by client and as lines by round."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from fedstill.report.data_split import NAMED
+import plotly.graph_objects as go
+
+from fedstill.report.blocks import (
+    Block,
+    Cell,
+    ChangeCell,
+    Chart,
+    Folded,
+    Gallery,
+    Paragraph,
+    Section,
+    Table,
+)
+from fedstill.report.data_split import MOST_NAMES
 from fedstill.report.figures import (
     COLOURS,
     DASHES,
@@ -20,236 +33,357 @@ from fedstill.report.figures import (
     plain,
     rounded,
     short,
+    y_values,
 )
-from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
+from fedstill.report.sections import Report
 from fedstill.report.summary import NONE
-from fedstill.running.groups import Group, spread
+from fedstill.running.groups import Group
 from fedstill.running.runs import Run
 
-MEASURED_ON = {
-    "personal": "test examples in the client's proportions of classes",
-    "private": "its own held-out examples",
-    "public": "the public examples",
-    "own_test": "the client's own test set",
-}
 
-SAYS = {
-    "personal": "accuracy on test examples in the client's proportions of classes",
-    "private": "on held-out examples of its own data",
-    "public": "on the public examples",
-    "own_test": "accuracy of the client's answer, its own model or else the global one, on its own "
-    "test set",
-}
+@dataclass(frozen=True)
+class ClientMeasure:
+    """An accuracy of each client that the journal has by round.
+
+    examples: the examples that it is measured on. about: what it is, for the section's text.
+    """
+
+    name: str
+    title: str
+    examples: str
+    about: str
+
+    @property
+    def key(self) -> str:
+        """The key of a round's event."""
+        return f"{self.name}_by_client"
+
+    @property
+    def key_before(self) -> str:
+        """The key of the accuracy before clients learned from the others."""
+        return f"{self.name}_before_by_client"
+
+
+MEASURES = (
+    ClientMeasure(
+        name="personal",
+        title="personal data",
+        examples="test examples in the client's proportions of classes",
+        about="accuracy on test examples in the client's proportions of classes",
+    ),
+    ClientMeasure(
+        name="private",
+        title="private data",
+        examples="its own held-out examples",
+        about="on held-out examples of its own data",
+    ),
+    ClientMeasure(
+        name="public",
+        title="public data",
+        examples="the public examples",
+        about="on the public examples",
+    ),
+    ClientMeasure(
+        name="own_test",
+        title="own tests",
+        examples="the client's own test set",
+        about="accuracy of the client's answer, its own model or else the global one, on its own "
+        "test set",
+    ),
+)
 
 MOST_DRAWN = 40
 """More clients than this are not drawn one by one."""
 
+ABOUT_COURSES = (
+    "Two values of each client in each round: before and after it learns from the others. A step "
+    "up is what it learned."
+)
 
-def clients(groups: Sequence[Group], style: Style) -> Html | None:
+
+def clients(report: Report) -> Section | None:
     """Accuracy by client and architecture; None if no run measured it."""
-    some = [g for g in groups if any(_last(g, f"{k}_by_client") for k in MEASURED_ON)]
-    if not some or len(_ids(some)) > MOST_DRAWN:
+    groups = [group for group in report.groups if _measures([group])]
+    if not groups or len(_ids(groups)) > MOST_DRAWN:
         return None
-    bars = [
-        figure(
-            [_bars(some, style, kind)],
-            f"After the last round, on {what}.",
-            f"Accuracy on {_kind(kind)} by client",
-        )
-        for kind, what in MEASURED_ON.items()
-        if any(_last(g, f"{kind}_by_client") for g in some)
+    blocks: list[Block] = [
+        Paragraph(_about(_measures(groups))),
+        _table(groups),
+        Gallery(_bar_charts(groups, report.style), "small"),
     ]
-    if any(g.values("accuracy") for g in some):
-        bars.append(
-            figure(
-                [_server(some, style)],
-                "After the last round, on the test set.",
-                "Accuracy of the server",
-            )
-        )
-    there = [kind for kind in MEASURED_ON if any(_last(g, f"{kind}_by_client") for g in some)]
-    each = ". ".join(f"{_kind(kind).capitalize()}: {SAYS[kind]}" for kind in there)
-    own = "Every client keeps a model of its own. " if there != ["own_test"] else ""
-    says = f"{own}{each}. Values are means over seeds."
-    saw = (
-        "Two values of each client in each round: before and after it learns from the others. A "
-        "step up is "
-        "what it learned."
-    )
-    courses = [
-        figure([_course(g, kind)], saw, f"{g.label}: accuracy on {_kind(kind)} by round")
-        for g in some
-        for kind in MEASURED_ON
-        if _rounds(g, kind)
-    ]
-    head: list[Cell] = [
-        "client",
-        "network",
-        *(f"{g.label}: {_kind(k)} [%]" for g in some for k in there),
-    ]
-    lines: list[list[Cell]] = [
-        [_name(some, c), _network(some, c), *_cells(some, c, there)] for c in _ids(some)
-    ]
-    sent = _sent(some)
-    parts = [
-        html_table(head, lines, "numbers wide"),
-        grid(bars, "small"),
-        sentence(sent) if sent else None,
-        folded("Round by round", grid(courses)) if courses else None,
-    ]
-    return section("Client by client", sentence(says), *parts, name="clients")
+    traffic = _traffic(groups)
+    if traffic:
+        blocks.append(Paragraph(traffic))
+    courses = _course_charts(groups)
+    if courses:
+        blocks.append(Folded("Round by round", [Gallery(courses)]))
+    return Section("clients", "Client by client", blocks)
+
+
+def _about(measures: Sequence[ClientMeasure]) -> str:
+    explained = ". ".join(f"{m.title.capitalize()}: {m.about}" for m in measures)
+    text = f"{explained}. Values are means over seeds."
+    if [measure.name for measure in measures] == ["own_test"]:
+        return text
+    return f"Every client keeps a model of its own. {text}"
+
+
+# What the journals have of clients
+
+
+def _measures(groups: Iterable[Group]) -> list[ClientMeasure]:
+    """The accuracies that any of the groups has of its last round."""
+    compared = list(groups)
+    return [m for m in MEASURES if any(_last(group, m.key) for group in compared)]
 
 
 def _last(group: Group, key: str) -> dict[str, float]:
     """A mapping of the last round by client, mean over the runs that have it."""
-    by_run = [r.rounds[-1].get(key) for r in group.started]
-    return _means([f for f in by_run if isinstance(f, Mapping)])
+    by_run = [run.rounds[-1].get(key) for run in group.started]
+    return _means([by_client for by_client in by_run if isinstance(by_client, Mapping)])
 
 
 def _means(mappings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    ids = dict.fromkeys(k for f in mappings for k in f)
-    means = {k: spread([float(f[k]) for f in mappings if k in f]) for k in ids}
-    return {k: m.mean for k, m in means.items() if m}
+    """The mean of each client over the mappings that have it."""
+    ids = dict.fromkeys(client for by_client in mappings for client in by_client)
+    return {
+        client: fmean(float(by_client[client]) for by_client in mappings if client in by_client)
+        for client in ids
+    }
 
 
-def _ids(groups: Sequence[Group]) -> list[str]:
-    ids = {c for g in groups for k in MEASURED_ON for c in _last(g, f"{k}_by_client")}
+def _ids(groups: Iterable[Group]) -> list[str]:
+    """The clients of which any accuracy is known, in the order of their numbers."""
+    ids: set[str] = set()
+    for group in groups:
+        for measure in MEASURES:
+            ids |= _last(group, measure.key).keys()
     return sorted(ids, key=int)
 
 
-def _kind(kind: str) -> str:
-    return "own tests" if kind == "own_test" else f"{kind} data"
+def _name(groups: Iterable[Group], client: str) -> str:
+    """A client's name in the data, or else its number."""
+    names = _client_names(groups)
+    if int(client) < len(names):
+        return str(names[int(client)])
+    return client
 
 
-def _name(groups: Sequence[Group], client: str) -> str:
-    """What a client is called in the data, or else by its number."""
-    names: Sequence[str] = next(
-        (n for g in groups for r in g.started if (n := r.start.get("client_names"))), ()
-    )
-    return str(names[int(client)]) if int(client) < len(names) else client
-
-
-def _network(groups: Sequence[Group], client: str) -> str:
-    networks = dict.fromkeys(_model(r, int(client)) for g in groups for r in g.started)
-    return ", ".join(networks)
-
-
-def _model(run: Run, client: int) -> str:
-    return str(
-        run.networks[client] if client < len(run.networks) else run.settings.get("model.name", NONE)
-    )
-
-
-def _cells(groups: Sequence[Group], client: str, kinds: Sequence[str]) -> list[Cell]:
-    out: list[Cell] = []
+def _client_names(groups: Iterable[Group]) -> Sequence[str]:
+    """The names of the clients in the first run that has some; empty where none has."""
     for group in groups:
-        for kind in kinds:
-            after, before = (
-                _last(group, f"{kind}{b}_by_client").get(client) for b in ("", "_before")
-            )
-            small = "" if before is None else f"<small>{100 * before:.1f} → </small>"
-            out.append(NONE if after is None else Html(f"{small}{100 * after:.1f}"))
-    return out
+        for run in group.started:
+            names: Sequence[str] = run.start.get("client_names", ())
+            if names:
+                return names
+    return ()
 
 
-def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
-    ids = _ids(groups)
-    called = [name if (name := _name(groups, c)) != c else f"client {c}" for c in ids]
-    names = {plain(name): short(name) for name in called}
-    data = [
-        {
-            "type": "bar",
-            "name": named(g),
-            "x": list(names),
-            "y": [rounded(accuracies[c]) if c in accuracies else None for c in ids],
-            "marker": {"color": style.colour(g)},
-            "hovertemplate": "%{x}: %{y:.2%}",
-        }
-        for g in groups
-        if (accuracies := _last(g, f"{kind}_by_client"))
+def _network(groups: Iterable[Group], client: str) -> str:
+    """The networks that a client has in any of the runs."""
+    networks = [_network_in(run, int(client)) for group in groups for run in group.started]
+    return ", ".join(dict.fromkeys(networks))
+
+
+def _network_in(run: Run, client: int) -> str:
+    if client < len(run.networks):
+        return run.networks[client]
+    return str(run.settings.get("model.name", NONE))
+
+
+# The table
+
+
+def _table(groups: Sequence[Group]) -> Table:
+    measures = _measures(groups)
+    head = ["client", "network"]
+    head += [f"{group.label}: {m.title} [%]" for group in groups for m in measures]
+    rows: list[list[Cell]] = []
+    for client in _ids(groups):
+        cells = [_cell(group, client, measure) for group in groups for measure in measures]
+        rows.append([_name(groups, client), _network(groups, client), *cells])
+    return Table(head, rows, "numbers wide")
+
+
+def _cell(group: Group, client: str, measure: ClientMeasure) -> Cell:
+    after = _last(group, measure.key).get(client)
+    before = _last(group, measure.key_before).get(client)
+    if after is None:
+        return NONE
+    if before is None:
+        return f"{100 * after:.1f}"
+    return ChangeCell(f"{100 * before:.1f}", f"{100 * after:.1f}")
+
+
+# Bars
+
+
+def _bar_charts(groups: Sequence[Group], style: Style) -> list[Chart]:
+    charts = [
+        Chart(
+            [_bars(groups, style, measure)],
+            f"After the last round, on {measure.examples}.",
+            f"Accuracy on {measure.title} by client",
+        )
+        for measure in _measures(groups)
     ]
-    ticks = (
-        {"tickmode": "array", "tickvals": list(names), "ticktext": list(names.values())}
-        if len(ids) <= NAMED
-        else {}
-    )
-    return {
-        "data": data,
-        "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category", **ticks}),
-    }
-
-
-def _server(groups: Sequence[Group], style: Style) -> Figure:
-    means = [(g, m) for g in groups if (m := g.mean_spread("accuracy"))]
-    data = {
-        "type": "bar",
-        "x": [named(g) for g, _ in means],
-        "y": [rounded(m.mean) for _, m in means],
-        "marker": {"color": [style.colour(g) for g, _ in means]},
-        "hovertemplate": "%{x}: %{y:.2%}<extra></extra>",
-    }
-    return {
-        "data": [data],
-        "layout": layout(yaxis=PERCENT, xaxis={"type": "category"}, showlegend=False),
-    }
-
-
-def _rounds(group: Group, kind: str) -> list[tuple[int, dict[str, float], dict[str, float]]]:
-    """(round, before, after) by client, where both were measured; mean over the runs."""
-    numbers = sorted(
-        {e["round"] for r in group.started for e in r.rounds if f"{kind}_before_by_client" in e}
-    )
-    out = []
-    for n in numbers:
-        events = [e for r in group.started for e in r.rounds if e["round"] == n]
-        before, after = (
-            _means([e[k] for e in events if k in e])
-            for k in (f"{kind}_before_by_client", f"{kind}_by_client")
+    if any(group.values("accuracy") for group in groups):
+        figure = _server_bars(groups, style)
+        charts.append(
+            Chart([figure], "After the last round, on the test set.", "Accuracy of the server")
         )
-        out.append((n, before, after))
-    return out
+    return charts
 
 
-def _course(group: Group, kind: str) -> Figure:
-    rounds, data = _rounds(group, kind), []
-    for i, client in enumerate(_ids([group])):
-        x = [v for n, _, _ in rounds for v in (n - 0.5, n)]
-        y = [rounded(m[client]) if client in m else None for _, b, a in rounds for m in (b, a)]
-        line = {
-            "color": COLOURS[i % len(COLOURS)],
-            "width": 2,
-            "dash": DASHES[i // len(COLOURS) % len(DASHES)],
-        }
-        name = plain(f"client {client}, {_network([group], client)}")
-        data.append(
-            {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y, "line": line}
+def _bars(groups: Sequence[Group], style: Style, measure: ClientMeasure) -> Figure:
+    ids = _ids(groups)
+    names = [_bar_name(groups, client) for client in ids]
+    traces = []
+    for group in groups:
+        accuracies = _last(group, measure.key)
+        if accuracies:
+            traces.append(
+                go.Bar(
+                    name=named(group),
+                    x=[plain(name) for name in names],
+                    y=[_rounded(accuracies.get(client)) for client in ids],
+                    marker={"color": style.colour(group)},
+                    hovertemplate="%{x}: %{y:.2%}",
+                )
+            )
+    across: dict[str, Any] = {"type": "category"}
+    if len(ids) <= MOST_NAMES:
+        across["tickmode"] = "array"
+        across["tickvals"] = [plain(name) for name in names]
+        across["ticktext"] = [short(name) for name in names]
+    return Figure(traces, layout(barmode="group", yaxis=PERCENT, xaxis=across))
+
+
+def _bar_name(groups: Sequence[Group], client: str) -> str:
+    name = _name(groups, client)
+    if name == client:
+        return f"client {client}"
+    return name
+
+
+def _server_bars(groups: Sequence[Group], style: Style) -> Figure:
+    groups = [group for group in groups if group.values("accuracy")]
+    trace = go.Bar(
+        x=[named(group) for group in groups],
+        y=[rounded(fmean(group.values("accuracy"))) for group in groups],
+        marker={"color": [style.colour(group) for group in groups]},
+        hovertemplate="%{x}: %{y:.2%}<extra></extra>",
+    )
+    return Figure([trace], layout(yaxis=PERCENT, xaxis={"type": "category"}, showlegend=False))
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None:
+        return None
+    return rounded(value)
+
+
+# Round by round
+
+
+@dataclass(frozen=True)
+class LearningRound:
+    """A round in which clients were measured before and after they learned from the others."""
+
+    number: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+def _course_charts(groups: Iterable[Group]) -> list[Chart]:
+    return [
+        Chart(
+            [_course(group, rounds)],
+            ABOUT_COURSES,
+            f"{group.label}: accuracy on {measure.title} by round",
         )
-    axis = {
+        for group in groups
+        for measure, rounds in _measured_rounds(group).items()
+    ]
+
+
+def _measured_rounds(group: Group) -> dict[ClientMeasure, list[LearningRound]]:
+    """By measure, the rounds in which it was taken twice."""
+    by_measure = {measure: _rounds(group, measure) for measure in MEASURES}
+    return {measure: rounds for measure, rounds in by_measure.items() if rounds}
+
+
+def _rounds(group: Group, measure: ClientMeasure) -> list[LearningRound]:
+    """The rounds with a value before and after, mean over the runs."""
+    events = [event for run in group.started for event in run.rounds]
+    numbers = sorted({event["round"] for event in events if measure.key_before in event})
+    rounds = []
+    for number in numbers:
+        of_round = [event for event in events if event["round"] == number]
+        before = [e[measure.key_before] for e in of_round if measure.key_before in e]
+        after = [e[measure.key] for e in of_round if measure.key in e]
+        rounds.append(LearningRound(number, _means(before), _means(after)))
+    return rounds
+
+
+def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
+    """Two points for each round: half-way to it before learning, and at it after."""
+    x: list[float] = []
+    for measured_round in rounds:
+        x += [measured_round.number - 0.5, measured_round.number]
+    traces = []
+    for index, client in enumerate(_ids([group])):
+        y = []
+        for measured_round in rounds:
+            y.append(_rounded(measured_round.before.get(client)))
+            y.append(_rounded(measured_round.after.get(client)))
+        dash = DASHES[index // len(COLOURS) % len(DASHES)]
+        traces.append(
+            go.Scatter(
+                mode="lines+markers",
+                name=plain(f"client {client}, {_network([group], client)}"),
+                x=x,
+                y=y,
+                line={"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
+            )
+        )
+    across = {
         "title": {"text": "round (half-way: before learning from the others)"},
         "rangemode": "tozero",
     }
-    return {"data": data, "layout": layout(xaxis=axis, yaxis=PERCENT | flat_range(data, PERCENT))}
+    up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
+    return Figure(traces, layout(xaxis=across, yaxis=up))
 
 
-def _sent(groups: Sequence[Group]) -> str:
-    """What was sent beside what weights would have cost."""
-    told = []
+# What was sent
+
+
+def _traffic(groups: Iterable[Group]) -> str:
+    """A sentence on what was sent, beside what weights would have cost; empty where no run knows
+    that.
+    """
+    parts = []
     for group in groups:
-        pairs = [
-            (
-                sum(e["bytes_up"] + e["bytes_down"] for e in r.rounds),
-                sum(e["bytes_as_weights"] for e in r.rounds),
-            )
-            for r in group.started
-            if all("bytes_as_weights" in e for e in r.rounds)
-        ]
-        if pairs:
-            sent, weights = (sum(p[i] for p in pairs) / len(pairs) / 1e6 for i in (0, 1))
-            told.append(f"{group.label} {sent:.4g} MB (weights: {weights:.4g} MB)")
-    if not told:
+        runs = [run for run in group.started if _knows_weights(run)]
+        if runs:
+            sent = fmean(_bytes_sent(run) for run in runs) / 1e6
+            weights = fmean(_bytes_as_weights(run) for run in runs) / 1e6
+            parts.append(f"{group.label} {sent:.4g} MB (weights: {weights:.4g} MB)")
+    if not parts:
         return ""
     return (
         "Sent in the whole run and, in brackets, what the weights of the same clients would take, "
-        "sent down and up "
-        "once a round: " + "; ".join(told) + "."
+        f"sent down and up once a round: {'; '.join(parts)}."
     )
+
+
+def _knows_weights(run: Run) -> bool:
+    return all("bytes_as_weights" in event for event in run.rounds)
+
+
+def _bytes_sent(run: Run) -> int:
+    return sum(event["bytes_up"] + event["bytes_down"] for event in run.rounds)
+
+
+def _bytes_as_weights(run: Run) -> int:
+    return sum(event["bytes_as_weights"] for event in run.rounds)

@@ -1,60 +1,190 @@
-"""What a run costs: seconds by phase, megabytes, and the time to a target accuracy."""
+"""The sections on what a run costs: seconds and megabytes, and the time to a target accuracy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
+import plotly.graph_objects as go
+
+from fedstill.report.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Gallery,
+    Paragraph,
+    Section,
+    Table,
+    group_label,
+    line_key,
+)
 from fedstill.report.figures import (
     HEIGHT,
     Figure,
     Style,
     faint,
     layout,
+    measured,
     named,
     over,
+    over_seconds,
     plain,
     rounded,
 )
-from fedstill.report.markup import Cell, Html, figure, html_table, key, labelled, section, sentence
-from fedstill.report.series import over_seeds, phases, seconds, trained
+from fedstill.report.sections import Report
+from fedstill.report.series import Phases, over_seeds, phases, seconds, trained
 from fedstill.report.summary import NONE, three_digits
 from fedstill.running.groups import Group, spread
 from fedstill.running.runs import Run
 
-# Bars of what a run costs: seconds by phase and megabytes, as Plotly's JSON.
+ABOUT_COST = "Seconds depend on the machine and on what else ran on it. Bytes do not."
+ABOUT_TIMES = (
+    "A method that takes longer for a round lies further right. Both axes are means over seeds "
+    "after each round."
+)
+ABOUT_PHASES = (
+    "Seconds of a run, mean over seeds: training at the clients (full colour), measuring "
+    "(lighter), and the rest, such as aggregation and checkpoints (lightest)."
+)
+ABOUT_BYTES = (
+    "Megabytes of a run, mean over seeds: what clients sent (up, full colour) and received "
+    "(down, lighter)."
+)
+ABOUT_MEASURES = (
+    "Seconds that each measure took in a run, mean over seeds. Local models are measured at the "
+    "clients."
+)
 
 
-STRENGTHS = (1.0, 0.55, 0.25)
-"""How opaque the parts of a bar are, the first first."""
+def cost(report: Report) -> Section | None:
+    """Seconds and bytes; None if no round is finished."""
+    groups = [group for group in report.groups if group.started]
+    if not groups:
+        return None
+    style = report.style
+    charts = [
+        Chart([seconds_by_phase(groups, style)], ABOUT_PHASES, "Seconds by phase"),
+        Chart([megabytes(groups, style)], ABOUT_BYTES, "Megabytes sent"),
+    ]
+    if measured(groups, "accuracy"):
+        by_seconds = Chart([over_seconds(groups, style)], ABOUT_TIMES, "Accuracy by seconds")
+        charts.insert(0, by_seconds)
+    if any(seconds(group) for group in groups):
+        by_measure = seconds_by_measure(groups, style)
+        charts.append(Chart([by_measure], ABOUT_MEASURES, "Seconds by measure"))
+    return Section(
+        "cost",
+        "What it costs",
+        [Paragraph(ABOUT_COST), line_key(groups, style), Gallery(charts, "small top")],
+    )
+
+
+# Bars of seconds and megabytes
+
+
+@dataclass(frozen=True)
+class BarPart:
+    """One part of every group's bar: its name, a value for each group, and how opaque it is.
+
+    is_named: whether its name and value stand on the bar.
+    """
+
+    name: str
+    values: Sequence[float]
+    opacity: float
+    is_named: bool = False
 
 
 def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
-    """Seconds a run, by phase: a bar a group, mean over seeds."""
-    by_group = {id(g): [phases(r) for r in g.started] for g in groups}
-    parts = {
-        name: [_average([getattr(p, name) for p in by_group[id(g)]]) for g in groups]
-        for name in ("training", "measuring", "other")
-    }
-    return _bars(groups, style, parts, "s", stacked=True)
+    """Seconds of a run by phase: one bar for each group, mean over seeds."""
+    by_group = [[phases(run) for run in group.started] for group in groups]
+
+    def means(phase: str) -> list[float]:
+        return [_mean_phase(of_runs, phase) for of_runs in by_group]
+
+    parts = [
+        BarPart("training", means("training"), opacity=1.0, is_named=True),
+        BarPart("measuring", means("measuring"), opacity=0.55),
+        BarPart("other", means("other"), opacity=0.25),
+    ]
+    axes = _bar_layout(len(groups), "seconds", "stack")
+    return Figure([_bar(part, groups, style, "s") for part in parts], axes)
+
+
+def _mean_phase(of_runs: Sequence[Phases], phase: str) -> float:
+    return fmean(getattr(of_run, phase) for of_run in of_runs)
+
+
+def megabytes(groups: Sequence[Group], style: Style) -> Figure:
+    """Megabytes of a run, up and down: two bars for each group, mean over seeds."""
+    up = [_mean_megabytes(group, "bytes_up") for group in groups]
+    down = [_mean_megabytes(group, "bytes_down") for group in groups]
+    parts = [
+        BarPart("up", up, opacity=1.0, is_named=True),
+        BarPart("down", down, opacity=0.55),
+    ]
+    axes = _bar_layout(len(groups), "megabytes", "group")
+    return Figure([_bar(part, groups, style, "MB") for part in parts], axes)
+
+
+def _mean_megabytes(group: Group, key: str) -> float:
+    value = group.mean_spread(key)
+    if value is None:
+        return 0.0
+    return value.mean / 1e6
+
+
+def _bar(part: BarPart, groups: Sequence[Group], style: Style, unit: str) -> go.Bar:
+    texts = None
+    if part.is_named:
+        texts = [f"{part.name} {three_digits(value)} {unit}" for value in part.values]
+    return go.Bar(
+        orientation="h",
+        name=part.name,
+        y=[named(group) for group in groups],
+        x=[rounded(value) for value in part.values],
+        text=texts,
+        textposition="inside",
+        insidetextanchor="start",
+        textangle=0,
+        marker={"color": [faint(style.colour(group), part.opacity) for group in groups]},
+        hovertemplate=f"%{{y}}: {part.name} %{{x:,.4~r}} {unit}<extra></extra>",
+    )
+
+
+def _bar_layout(groups: int, title: str, mode: str) -> go.Layout:
+    return layout(
+        barmode=mode,
+        height=max(HEIGHT, 90 + 30 * groups),
+        uniformtext={"mode": "hide", "minsize": 10},
+        showlegend=False,
+        hovermode="closest",
+        bargap=0.35,
+        xaxis={"title": {"text": title}},
+        yaxis={"autorange": "reversed", "type": "category"},
+    )
 
 
 def seconds_by_measure(groups: Sequence[Group], style: Style) -> Figure:
-    """Seconds a run that each measure took: a bar a measure and group, mean over seeds."""
-    by_group = [seconds(g) for g in groups]
-    names = list(dict.fromkeys(n for each in by_group for n in each))
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": named(group),
-            "y": [plain(n) for n in names],
-            "x": [rounded(each.get(n, 0.0)) for n in names],
-            "marker": {"color": style.colour(group)},
-            "hovertemplate": f"%{{y}}, {named(group)}: %{{x:,.3~r}} s<extra></extra>",
-        }
-        for group, each in zip(groups, by_group, strict=True)
-    ]
-    about = layout(
+    """Seconds of a run that each measure took: a bar for each measure and group, mean over
+    seeds.
+    """
+    by_group = [seconds(group) for group in groups]
+    names = list(dict.fromkeys(name for by_measure in by_group for name in by_measure))
+    traces = []
+    for group, by_measure in zip(groups, by_group, strict=True):
+        traces.append(
+            go.Bar(
+                orientation="h",
+                name=named(group),
+                y=[plain(name) for name in names],
+                x=[rounded(by_measure.get(name, 0.0)) for name in names],
+                marker={"color": style.colour(group)},
+                hovertemplate=f"%{{y}}, {named(group)}: %{{x:,.3~r}} s<extra></extra>",
+            )
+        )
+    axes = layout(
         barmode="group",
         height=max(HEIGHT, 60 + 14 * len(names) * len(groups)),
         showlegend=False,
@@ -62,103 +192,79 @@ def seconds_by_measure(groups: Sequence[Group], style: Style) -> Figure:
         xaxis={"title": {"text": "seconds"}},
         yaxis={"autorange": "reversed", "type": "category"},
     )
-    return {"data": data, "layout": about}
+    return Figure(traces, axes)
 
 
-def megabytes(groups: Sequence[Group], style: Style) -> Figure:
-    """Megabytes a run, up and down: two bars a group, mean over seeds."""
-    parts = {}
-    for name in ("up", "down"):
-        means = [g.mean_spread(f"bytes_{name}") for g in groups]
-        parts[name] = [m.mean / 1e6 if m else 0.0 for m in means]
-    return _bars(groups, style, parts, "MB", stacked=False)
+# Accuracy over seconds of training, and how many of them a target accuracy takes
 
 
-def _bars(
-    groups: Sequence[Group],
-    style: Style,
-    parts: Mapping[str, Sequence[float]],
-    unit: str,
-    *,
-    stacked: bool,
-) -> Figure:
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": [named(g) for g in groups],
-            "x": [rounded(v) for v in values],
-            "text": [f"{name} {three_digits(v)} {unit}" for v in values] if strength == 1 else None,
-            "textposition": "inside",
-            "insidetextanchor": "start",
-            "textangle": 0,
-            "marker": {"color": [faint(style.colour(g), strength) for g in groups]},
-            "hovertemplate": f"%{{y}}: {name} %{{x:,.4~r}} {unit}<extra></extra>",
-        }
-        for (name, values), strength in zip(parts.items(), STRENGTHS, strict=False)
-    ]
-    about = layout(
-        barmode="stack" if stacked else "group",
-        height=max(HEIGHT, 90 + 30 * len(groups)),
-        uniformtext={"mode": "hide", "minsize": 10},
-        showlegend=False,
-        hovermode="closest",
-        bargap=0.35,
-        xaxis={"title": {"text": "seconds" if unit == "s" else "megabytes"}},
-        yaxis={"autorange": "reversed", "type": "category"},
-    )
-    return {"data": data, "layout": about}
+STEP = 0.05
+"""Targets are multiples of this accuracy."""
+MOST_TARGETS = 5
+
+ABOUT_TARGETS = (
+    "Seconds of training, summed over clients, whether they trained one after another or side by "
+    "side. Measuring and saving are left out."
+)
+ABOUT_REACHED = (
+    "Seconds of training until the accuracy first reaches a target: mean ± one standard deviation "
+    "over the seeds that reach it, and how many seeds reach it if not all do. Teachers: how many "
+    "models teach a client, on average."
+)
 
 
-def _average(values: Sequence[float]) -> float:
-    average = spread(values)
-    return average.mean if average else 0.0
-
-
-# Accuracy over seconds of training, and how many of them a target accuracy takes.
-
-
-STEP, MOST = 0.05, 5
-
-
-def targets(groups: Sequence[Group], style: Style) -> Html | None:
+def targets(report: Report) -> Section | None:
     """Accuracy by seconds of training, and the seconds to each of some targets; None if nothing was
     measured.
     """
-    some = [g for g in groups if len(over_seeds(g, "accuracy").rounds) > 1 and any(trained(g).mean)]
-    if not some:
+    groups = [group for group in report.groups if _has_times(group)]
+    if not groups:
         return None
-    goals = _goals(some)
-    head: list[Cell] = ["", "teachers", *(f"{100 * goal:.0f} %" for goal in goals)]
-    body: list[list[Cell]] = [
-        [labelled(g, style), _teachers(g), *(_seconds(g, goal) for goal in goals)] for g in some
-    ]
-    says = (
-        "Seconds of training, summed over clients, whether they trained one after another or side "
-        "by side. "
-        "Measuring and saving are left out."
-    )
-    reached = (
-        "Seconds of training until the accuracy first reaches a target: mean ± one standard "
-        "deviation over "
-        "the seeds that reach it, and how many seeds reach it if not all do. Teachers: how many "
-        "models teach "
-        "a client, on average."
-    )
-    times = (
-        "A method that takes longer for a round lies further right. Both axes are means over seeds "
-        "after each round."
-    )
-    drawn = figure(
-        [over(some, style, trained, "seconds of training")],
-        times,
+    chart = Chart(
+        [over(groups, report.style, trained, "seconds of training")],
+        ABOUT_TIMES,
         "Accuracy by seconds of training",
     )
-    parts = [sentence(says), key(some, style), drawn]
+    blocks: list[Block | None] = [
+        Paragraph(ABOUT_TARGETS),
+        line_key(groups, report.style),
+        chart,
+    ]
+    goals = _goals(groups)
     if goals:
-        parts += [sentence(reached), html_table(head, body, "numbers wide")]
-    return section("Time to target", *parts, name="targets")
+        blocks += [Paragraph(ABOUT_REACHED), _target_table(groups, report.style, goals)]
+    return Section("targets", "Time to target", blocks)
+
+
+def _has_times(group: Group) -> bool:
+    """Whether there is an accuracy after a round, and training took time that was recorded."""
+    accuracy = over_seeds(group, "accuracy")
+    return len(accuracy.rounds) > 1 and any(trained(group).mean)
+
+
+def _goals(groups: Sequence[Group]) -> list[float]:
+    """The highest few multiples of 5 % that any run reaches."""
+    best = 0.0
+    for group in groups:
+        for run in group.started:
+            best = max([best, *_accuracies(run)])
+    # a best accuracy of 0.15 is three steps, though the quotient is a little below 3
+    highest = int(best / STEP + 1e-9)
+    lowest = max(1, highest - MOST_TARGETS + 1)
+    return [STEP * step for step in range(lowest, highest + 1)]
+
+
+def _accuracies(run: Run) -> list[float]:
+    return [event["accuracy"] for event in run.rounds if event.get("accuracy") is not None]
+
+
+def _target_table(groups: Sequence[Group], style: Style, goals: Sequence[float]) -> Table:
+    head = ["", "teachers", *(f"{100 * goal:.0f} %" for goal in goals)]
+    rows: list[list[Cell]] = []
+    for group in groups:
+        times = [_times_to(group, goal) for goal in goals]
+        rows.append([group_label(group, style), _mean_teachers(group), *times])
+    return Table(head, rows, "numbers wide")
 
 
 def seconds_to(run: Run, goal: float) -> float | None:
@@ -166,42 +272,31 @@ def seconds_to(run: Run, goal: float) -> float | None:
     passed = 0.0
     for event in run.rounds:
         passed += event.get("seconds_clients") or 0.0
-        if event.get("accuracy") is not None and event["accuracy"] >= goal:
+        accuracy = event.get("accuracy")
+        if accuracy is not None and accuracy >= goal:
             return passed
     return None
 
 
-def _goals(groups: Sequence[Group]) -> list[float]:
-    """The highest few multiples of 5 % that any run reaches."""
-    best = max(
-        e["accuracy"]
-        for g in groups
-        for r in g.started
-        for e in r.rounds
-        if e.get("accuracy") is not None
-    )
-    steps = int(best / STEP + 1e-9)
-    return [STEP * n for n in range(max(1, steps - MOST + 1), steps + 1)]
-
-
-def _seconds(group: Group, goal: float) -> str:
-    times = [s for r in group.started if (s := seconds_to(r, goal)) is not None]
-    value = spread(times)
+def _times_to(group: Group, goal: float) -> str:
+    """The seconds to a goal over the seeds that reach it, and how many do if not all do."""
+    by_run = [seconds_to(run, goal) for run in group.started]
+    reached = [passed for passed in by_run if passed is not None]
+    value = spread(reached)
     if value is None:
         return NONE
-    text = three_digits(value.mean, *([value.std] if value.runs > 1 else []))
-    return (
-        text
-        if len(times) == len(group.started)
-        else f"{text} ({len(times)} of {len(group.started)})"
-    )
+    text = three_digits(value.mean)
+    if value.runs > 1:
+        text = three_digits(value.mean, value.std)
+    if len(reached) < len(by_run):
+        text += f" ({len(reached)} of {len(by_run)})"
+    return text
 
 
-def _teachers(group: Group) -> str:
-    counts = [
-        len(e["teachers"])
-        for r in group.started
-        for e in r.clients
-        if isinstance(e.get("teachers"), list)
-    ]
-    return f"{sum(counts) / len(counts):.3g}" if counts else NONE
+def _mean_teachers(group: Group) -> str:
+    """How many models taught a client, on average; a dash where methods have no teachers."""
+    lists = [event.get("teachers") for run in group.started for event in run.clients]
+    counts = [len(teachers) for teachers in lists if isinstance(teachers, list)]
+    if not counts:
+        return NONE
+    return f"{sum(counts) / len(counts):.3g}"

@@ -1,59 +1,60 @@
-"""How data are split over clients, and forgetting against the heterogeneity of splits."""
+"""The sections on data: how they are split over clients, and what the examples are."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from fedstill.data.client_split import LabelCounts
 from fedstill.data.inputs import examples_are
+from fedstill.report.blocks import Block, Chart, Choice, Facts, Gallery, Paragraph, Section
 from fedstill.report.figures import (
     COLOURS,
     COUNTS,
     MOST_CELLS,
-    PERCENT,
     Figure,
     class_axis,
     class_names,
-    flat_range,
     height_of,
     layout,
     plain,
-    rounded,
     short,
     whole_numbers,
 )
-from fedstill.report.markup import Html, choice, facts, figure, grid, section, sentence
-from fedstill.running.groups import Group, differing, group_labels, method_of, split_of
+from fedstill.report.sections import Report
+from fedstill.running.groups import Group, split_of
 from fedstill.running.runs import Run
 
-# How the data are split, as pictures: class × client, and where clients are too many, how many are
-# how large.
+# Maps of class × client
 
 
-KINDS = ("examples", "in-local p", "out-local p")
+EXAMPLES = "examples"
+IN_LOCAL = "in-local p"
+OUT_LOCAL = "out-local p"
+KINDS = (EXAMPLES, IN_LOCAL, OUT_LOCAL)
+"""What a map shows: numbers of examples, or one of two distributions over classes."""
+
 FIRST = 200
 """How many clients a map shows where all are too many."""
-NAMED = 60
+MOST_NAMES = 60
 """The most clients whose names stand on an axis."""
-MOST_TOLD = 40
+MOST_NUMBERS = 40
 """A map of more clients or classes than these is drawn without numbers; of distributions, of half
 as many clients.
 """
 BINS = 40
 """The most bars of a picture that counts clients."""
 
-SAYS = (
+ABOUT_SPLIT = (
     "How many training examples of each class each client has. It trains on its own column only. "
-    "Blank: none. Its "
-    "in-local distribution p is its column divided by its sum; its out-local distribution is (1 - "
-    "p) / (C - 1)."
+    "Blank: none. Its in-local distribution p is its column divided by its sum; its out-local "
+    "distribution is (1 - p) / (C - 1)."
 )
 
 
@@ -70,355 +71,222 @@ class Split:
     @property
     def name(self) -> str:
         """The seeds of its runs, and the partition."""
-        seeds = sorted({r.seed for r in self.runs})
-        return (
-            f"seed {', '.join(map(str, seeds))} ({split_of(self.runs[0].settings)}, "
-            f"{len(self.counts):,} clients)"
-        )
+        seeds = ", ".join(map(str, sorted({run.seed for run in self.runs})))
+        partition = split_of(self.runs[0].settings)
+        return f"seed {seeds} ({partition}, {len(self.counts):,} clients)"
 
     @property
-    def clients(self) -> list[str]:
-        """What the clients that a map shows are called in the data; empty where they have no
-        names.
-        """
-        called: Sequence[str] = next(
-            (n for r in self.runs if (n := r.start.get("client_names"))), ()
-        )
-        return list(map(str, called[: len(self.drawn)]))
+    def client_names(self) -> list[str]:
+        """The names, in the data, of the clients that a map shows; empty where they have none."""
+        for run in self.runs:
+            names = run.start.get("client_names")
+            if names:
+                return [str(name) for name in names[: len(self.drawn)]]
+        return []
 
     @property
     def drawn(self) -> Sequence[list[int]]:
-        """Of the clients that a map shows, all or the first, the label counts."""
-        return self.counts[: FIRST if self.too_many else len(self.counts)]
+        """The label counts of the clients that a map shows: all, or the first."""
+        if self.is_too_large:
+            return self.counts[:FIRST]
+        return self.counts[: len(self.counts)]
 
     @property
-    def too_many(self) -> bool:
+    def is_too_large(self) -> bool:
         """Whether a map of all clients would be too large for a page."""
         return len(self.counts) * len(self.classes) > MOST_CELLS
 
 
-def splits(groups: Sequence[Group]) -> list[Split]:
+def split_maps(report: Report) -> Section | None:
+    """How the data are dealt out; None if no run has started."""
+    distinct = splits(report.groups)
+    if not distinct:
+        return None
+    kinds: Sequence[str] = KINDS
+    if not are_small(distinct):
+        kinds = [EXAMPLES]
+    options = []
+    maps = []
+    for split in distinct:
+        for kind in kinds:
+            options.append(f"{split.name}, {kind}")
+            maps.append(class_by_client(split, kind))
+
+    blocks: list[Block] = [Paragraph(ABOUT_SPLIT), Choice("split", "Split of", options)]
+    if len(distinct) == 1:
+        blocks.append(Paragraph(f"The same split in all runs: {distinct[0].name}."))
+    blocks.append(Chart(maps, ABOUT_SPLIT, name="split", is_explained=True))
+    for split in distinct:
+        if split.is_too_large:
+            blocks += _in_numbers(split)
+    return Section("split", "How the data are split", blocks)
+
+
+def splits(groups: Iterable[Group]) -> list[Split]:
     """The distinct splits among all runs, in the order of their first seed."""
+    runs = [run for group in groups for run in group.runs if len(run.label_counts)]
     by_split: dict[tuple[Any, ...], list[Run]] = {}
-    for run in sorted(
-        (r for g in groups for r in g.runs if len(r.label_counts)), key=lambda r: r.seed
-    ):
+    for run in sorted(runs, key=lambda run: run.seed):
         by_split.setdefault((run.label_counts.key, *run.classes), []).append(run)
     return [Split(runs[0].label_counts, runs[0].classes, runs) for runs in by_split.values()]
 
 
-def small(every_split: Sequence[Split]) -> bool:
-    """Whether every kind of picture of these splits can be carried."""
-    return sum(len(s.drawn) * len(s.classes) for s in every_split) * len(KINDS) <= MOST_CELLS
+def are_small(distinct: Iterable[Split]) -> bool:
+    """Whether a page can carry the maps of every kind of these splits."""
+    cells = sum(len(split.drawn) * len(split.classes) for split in distinct)
+    return cells * len(KINDS) <= MOST_CELLS
 
 
-def class_by_client(split: Split, kind: str = "examples") -> Figure:
+def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
     """What each client holds of each class, as one of ``KINDS``; what a client lacks is left blank.
 
     Of more clients than a page can carry, the first. Source of the distributions: FedNTD, section
     2.2 and figure 3.
     """
-    each: Sequence[Sequence[float]] = split.drawn
-    most = MOST_TOLD if kind == KINDS[0] else MOST_TOLD // 2
-    if kind != KINDS[0]:
-        each = [_distribution(counts, kind) for counts in split.drawn]
-    who = "%{customdata}" if split.clients else "client %{x}"
-    trace = {
-        "type": "heatmap",
-        "x": list(range(len(each))),
-        "y": class_names(split.classes),
-        "z": [[v or None for v in row] for row in zip(*each, strict=True)],
-        "zmin": 0,
-        "colorscale": COUNTS,
-        "xgap": 1,
-        "ygap": 1,
-        "hoverongaps": False,
-        "texttemplate": "%{z}" if len(each) <= most and len(split.classes) <= MOST_TOLD else "",
-        "hovertemplate": f"{who}, class %{{y}}: %{{z}} ({kind})<extra></extra>",
-        "colorbar": {"title": {"text": kind}, "thickness": 12, "outlinewidth": 0},
-    }
-    if split.clients:
-        trace["customdata"] = [[plain(name) for name in split.clients]] * len(split.classes)
+    columns = [_column(counts, kind) for counts in split.drawn]
+    client = "client %{x}"
+    names = None
+    if split.client_names:
+        client = "%{customdata}"
+        names = [[plain(name) for name in split.client_names]] * len(split.classes)
+    trace = go.Heatmap(
+        x=list(range(len(columns))),
+        y=class_names(split.classes),
+        z=[[value or None for value in row] for row in zip(*columns, strict=True)],
+        zmin=0,
+        customdata=names,
+        colorscale=COUNTS,
+        colorbar={"title": {"text": kind}, "thickness": 12, "outlinewidth": 0},
+        xgap=1,
+        ygap=1,
+        hoverongaps=False,
+        texttemplate=_number_template(split, kind),
+        hovertemplate=f"{client}, class %{{y}}: %{{z}} ({kind})<extra></extra>",
+    )
+    across = {"title": {"text": "client"}, "showgrid": False, "zeroline": False}
     axes = layout(
         height=height_of(len(split.classes)),
         showlegend=False,
         hovermode="closest",
-        xaxis={"title": {"text": "client"}, "showgrid": False, "zeroline": False, **_ticks(split)},
+        xaxis={**across, **_ticks(split)},
         yaxis=class_axis("class"),
     )
-    return {"data": [trace], "layout": axes}
+    return Figure([trace], axes)
+
+
+def _column(counts: Sequence[int], kind: str) -> Sequence[float]:
+    """What a client has of each class."""
+    if kind == EXAMPLES:
+        return counts
+    total = sum(counts) or 1
+    inside = [count / total for count in counts]
+    if kind == IN_LOCAL:
+        return [round(share, 3) for share in inside]
+    others = max(1, len(counts) - 1)
+    return [round((1 - share) / others, 3) for share in inside]
+
+
+def _number_template(split: Split, kind: str) -> str:
+    """The number in each cell, where there is room for it."""
+    most_clients = MOST_NUMBERS
+    if kind != EXAMPLES:
+        most_clients = MOST_NUMBERS // 2
+    if len(split.drawn) > most_clients or len(split.classes) > MOST_NUMBERS:
+        return ""
+    return "%{z}"
 
 
 def _ticks(split: Split) -> dict[str, Any]:
     """Clients on an axis: by their names, short ones where they are few; else by number."""
-    if not split.clients or len(split.clients) > NAMED:
+    names = split.client_names
+    if not names or len(names) > MOST_NAMES:
         return whole_numbers(len(split.drawn))
     return {
         "tickmode": "array",
-        "tickvals": list(range(len(split.clients))),
-        "ticktext": list(map(short, split.clients)),
+        "tickvals": list(range(len(names))),
+        "ticktext": [short(name) for name in names],
     }
 
 
-def split_section(groups: Sequence[Group]) -> Html | None:
-    """How the data are dealt out; None if no run has started."""
-    every_split = splits(groups)
-    if not every_split:
-        return None
-    shown = [
-        (s, kind) for s in every_split for kind in (KINDS if small(every_split) else KINDS[:1])
-    ]
-    parts = [choice("split", "Split of", [f"{s.name}, {kind}" for s, kind in shown])]
-    if len(every_split) == 1:
-        parts.append(sentence(f"The same split in all runs: {every_split[0].name}."))
-    parts.append(figure([class_by_client(s, kind) for s, kind in shown], SAYS, name="split"))
-    for large in (s for s in every_split if s.too_many):
-        parts += _in_numbers(large)
-    return section("How the data are split", sentence(SAYS), *parts, name="split")
+# Splits over too many clients, in numbers
 
 
-def _in_numbers(split: Split) -> list[Html]:
-    """Of a split over more clients than are drawn: what the map shows, and how many clients are how
-    large.
-    """
-    sizes, held = split.counts.sizes(), split.counts.classes_held()
-    examples, classes = (_range(values) for values in (sizes, held))
-    says = (
+def _in_numbers(split: Split) -> list[Block]:
+    """What the map shows of a split over too many clients, and how many clients are how large."""
+    sizes = split.counts.sizes()
+    classes = split.counts.classes_held()
+    about = (
         f"{split.name}: too many clients to draw each. The map shows the first {FIRST}; these "
-        "pictures count all "
-        f"{len(sizes):,}. A client has {examples} examples, of {classes} classes."
+        f"pictures count all {len(sizes):,}. A client has {_range(sizes)} examples, of "
+        f"{_range(classes)} classes."
     )
-    figures = [
-        figure(
-            [clients_by(sizes, "examples")],
-            "How many clients have how many examples.",
-            "Clients by examples",
-        ),
-        figure(
-            [clients_by(held, "classes")],
-            "How many clients have examples of how many classes.",
-            "Clients by classes",
-        ),
-    ]
-    return [sentence(says), grid(figures, "small")]
+    by_size = Chart(
+        [clients_by(sizes, "examples")],
+        "How many clients have how many examples.",
+        "Clients by examples",
+    )
+    by_classes = Chart(
+        [clients_by(classes, "classes")],
+        "How many clients have examples of how many classes.",
+        "Clients by classes",
+    )
+    return [Paragraph(about), Gallery([by_size, by_classes], "small")]
 
 
 def _range(values: NDArray[Any]) -> str:
     """The smallest and the largest value with their mean, or the one that all have."""
-    low, high = int(values.min()), int(values.max())
-    return f"{low:,} to {high:,} (mean {values.mean():,.1f})" if low < high else f"{low:,}"
+    low = int(values.min())
+    high = int(values.max())
+    if low == high:
+        return f"{low:,}"
+    return f"{low:,} to {high:,} (mean {values.mean():,.1f})"
 
 
 def clients_by(values: NDArray[Any], unit: str) -> Figure:
     """How many clients have a value: a bar for each value, or for a range where they are many."""
-    each, clients = np.unique(values, return_counts=True)
-    names = [f"{v:,.0f}" for v in each]
-    if len(each) > BINS:
+    distinct, clients = np.unique(values, return_counts=True)
+    names = [f"{value:,.0f}" for value in distinct]
+    if len(distinct) > BINS:
         clients, edges = np.histogram(values, BINS)
         names = [f"{low:,.0f}–{high:,.0f}" for low, high in pairwise(edges)]
-    bars = {
-        "type": "bar",
-        "x": names,
-        "y": clients.tolist(),
-        "marker": {"color": COLOURS[0]},
-        "hovertemplate": f"%{{y:,}} clients: %{{x}} {unit}<extra></extra>",
-    }
+    bars = go.Bar(
+        x=names,
+        y=clients.tolist(),
+        marker={"color": COLOURS[0]},
+        hovertemplate=f"%{{y:,}} clients: %{{x}} {unit}<extra></extra>",
+    )
     axes = layout(
         showlegend=False,
         xaxis={"type": "category", "title": {"text": unit}},
         yaxis={"title": {"text": "clients"}, "rangemode": "tozero"},
     )
-    return {"data": [bars], "layout": axes}
+    return Figure([bars], axes)
 
 
-def _distribution(counts: Sequence[int], kind: str) -> list[float]:
-    total = sum(counts) or 1
-    inside = [n / total for n in counts]
-    if kind == KINDS[1]:
-        return [round(p, 3) for p in inside]
-    return [round((1 - p) / max(1, len(counts) - 1), 3) for p in inside]
+# What the examples of runs are, whose mean and spread standardises them, and what was left out
 
 
-# Forgetting and accuracy against one number in which runs differ: of the split, or of the method.
-
-
-NOT_THAT = ("partition.seed", "partition.min_size", "partition.clients")
-SHOWN = {
-    False: (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")),
-    True: (
-        ("personal_forgetting", "Forgetting at clients"),
-        ("personal_accuracy", "Accuracy for the clients"),
-    ),
-}
-"""Key and title of what is drawn; True: of runs whose clients have models of their own."""
-MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
-
-
-def heterogeneity(groups: Sequence[Group]) -> Html | None:
-    """Accuracy and forgetting over a parameter of the split; None if no such parameter varies."""
-    says = (
-        "Each line is one method on splits that differ in one number only. A method that is robust "
-        "to uneven "
-        "data has a flat line."
-    )
-    return _section("heterogeneity", "Effect of uneven data", says, _figures(groups, "partition"))
-
-
-def sensitivity(groups: Sequence[Group]) -> Html | None:
-    """Accuracy and forgetting over a number of the method; None if none varies with all else
-    equal.
-    """
-    says = (
-        "Each line is one method on one split; its runs differ in one number only. Dotted: other "
-        "methods on "
-        "that split. A flat line means that the number needs no tuning."
-    )
-    return _section("sensitivity", "Effect of a hyper-parameter", says, _figures(groups, "method"))
-
-
-def _section(name: str, title: str, says: str, figures: Sequence[Html]) -> Html | None:
-    return section(title, sentence(says), grid(figures), name=name) if figures else None
-
-
-def _figures(groups: Sequence[Group], table: str) -> list[Html]:
-    figures = []
-    for key in _varied(groups, f"{table}."):
-        series = _series(groups, key)
-        if not series:
-            continue
-        name = key.rpartition(".")[2]
-        hint = f" ({MORE_UNEVEN[name]})" if name in MORE_UNEVEN and table == "partition" else ""
-        measured = {g.own_models for points in series.values() for _, g in points}
-        for measure, title in (shown for own in sorted(measured) for shown in SHOWN[own]):
-            says = (
-                f"{title} after the last round over {name}{hint}; bars are one standard deviation "
-                "over seeds."
-            )
-            beside = _beside(groups, series) if table == "method" else []
-            figures.append(
-                figure([_drawn(series, measure, name, beside)], says, f"{title} against {name}")
-            )
-    return figures
-
-
-def _varied(groups: Sequence[Group], prefix: str) -> list[str]:
-    keys = [
-        k
-        for k in differing([g.settings for g in groups])
-        if k.startswith(prefix) and k not in NOT_THAT
-    ]
-    return [k for k in keys if any(_number(g.settings.get(k)) for g in groups)]
-
-
-def _beside(
-    groups: Sequence[Group], series: Mapping[str, Sequence[tuple[float, Group]]]
-) -> list[Group]:
-    """Groups of other methods, on the splits and with the plans of those that are drawn."""
-    drawn = [g for points in series.values() for _, g in points]
-    methods, around = {method_of(g.settings) for g in drawn}, {_around(g) for g in drawn}
-    return [g for g in groups if method_of(g.settings) not in methods and _around(g) in around]
-
-
-def _around(group: Group) -> str:
-    rest = {k: v for k, v in group.settings.items() if not k.startswith("method.")}
-    return json.dumps(rest, sort_keys=True, default=str)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _series(groups: Sequence[Group], key: str) -> dict[str, list[tuple[float, Group]]]:
-    buckets: dict[str, list[tuple[float, Group]]] = {}
-    for group in groups:
-        if _number(group.settings.get(key)):
-            rest = json.dumps(
-                {k: v for k, v in group.settings.items() if k != key}, sort_keys=True, default=str
-            )
-            buckets.setdefault(rest, []).append((float(group.settings[key]), group))
-    kept = [b for b in buckets.values() if len(b) > 1]
-    names = group_labels([{k: v for k, v in b[0][1].settings.items() if k != key} for b in kept])
-    return {name: sorted(b, key=lambda pair: pair[0]) for name, b in zip(names, kept, strict=True)}
-
-
-def _drawn(
-    series: dict[str, list[tuple[float, Group]]],
-    measure: str,
-    name: str,
-    beside: Sequence[Group] = (),
-) -> Figure:
-    data: list[dict[str, Any]] = []
-    for i, (label, points) in enumerate(series.items()):
-        values_at = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": plain(label),
-                "x": [x for x, _ in values_at],
-                "y": [rounded(s.mean) for _, s in values_at],
-                "error_y": {
-                    "type": "data",
-                    "array": [rounded(s.std) for _, s in values_at],
-                    "thickness": 1.2,
-                    "width": 3,
-                },
-                "hovertemplate": "%{y:.2%}",
-                "line": {"color": COLOURS[i % len(COLOURS)], "width": 2},
-                "marker": {"size": 7},
-            }
-        )
-    data += _dotted(series, beside, measure)
-    values = sorted({x for points in series.values() for x, _ in points})
-    axis = {
-        "title": {"text": name},
-        "tickmode": "array",
-        "tickvals": values,
-        "ticktext": [f"{v:g}" for v in values],
-    }
-    log = {"type": "log"} if values[0] > 0 else {}
-    return {
-        "data": data,
-        "layout": layout(xaxis={**axis, **log}, yaxis=PERCENT | flat_range(data, PERCENT)),
-    }
-
-
-def _dotted(
-    series: Mapping[str, Sequence[tuple[float, Group]]], beside: Sequence[Group], measure: str
-) -> list[dict[str, Any]]:
-    """A level line for each other method, in the colour of the line that it stands beside."""
-    data = []
-    for i, points in enumerate(series.values()):
-        xs, around = [x for x, _ in points], _around(points[0][1])
-        for group in (g for g in beside if _around(g) == around):
-            level = group.mean_spread(measure)
-            if level is not None:
-                line = {"color": COLOURS[i % len(COLOURS)], "width": 1.5, "dash": "dot"}
-                level_line = {"x": [min(xs), max(xs)], "y": [rounded(level.mean)] * 2, "line": line}
-                about = {"name": plain(group.label), "hovertemplate": "%{y:.2%}"}
-                data.append({"type": "scatter", "mode": "lines", **about, **level_line})
-    return data
-
-
-# What the examples of runs are, whose mean and spread standardises them, and what was left out.
-
-
-def data_section(groups: Sequence[Group]) -> Html | None:
+def data_notes(report: Report) -> Section | None:
     """The notes of reading and splitting the data; None where there are none and examples are
     images.
     """
-    told: dict[tuple[str, ...], list[str]] = {}
-    for group in groups:
+    labels_by_notes: dict[tuple[str, ...], list[str]] = {}
+    for group in report.groups:
         for run in group.started:
-            said = examples_are(run.start.get("inputs", {}))
-            lines = tuple(filter(None, (said, *map(str, run.start.get("notes", ())))))
-            if lines:
-                told.setdefault(lines, []).append(group.label)
-    if not told:
+            notes = _notes(run)
+            if notes:
+                labels_by_notes.setdefault(notes, []).append(group.label)
+    if not labels_by_notes:
         return None
-    parts = []
-    for lines, labels in told.items():
-        if len(told) > 1:
-            parts.append(facts({"runs": ", ".join(dict.fromkeys(labels))}))
-        parts += [sentence(f"{line[:1].upper()}{line[1:]}.") for line in lines]
-    return section("Data", *parts, name="data")
+    blocks: list[Block] = []
+    for notes, labels in labels_by_notes.items():
+        if len(labels_by_notes) > 1:
+            blocks.append(Facts({"runs": ", ".join(dict.fromkeys(labels))}))
+        blocks += [Paragraph(f"{note[:1].upper()}{note[1:]}.") for note in notes]
+    return Section("data", "Data", blocks)
+
+
+def _notes(run: Run) -> tuple[str, ...]:
+    """The notes of a run, of which none is empty."""
+    notes = [examples_are(run.start.get("inputs", {})), *map(str, run.start.get("notes", ()))]
+    return tuple(note for note in notes if note)

@@ -1,27 +1,63 @@
-"""Figures of one measure: lines over rounds or seconds, with bands over seeds, as Plotly's JSON."""
+"""Figures of plotly's traces: their layout and colours, and lines over rounds with bands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fedstill.report.series import Series, class_means, elapsed, over_seeds
-from fedstill.running.groups import Group, Spread
+import plotly.graph_objects as go
 
-Figure = dict[str, Any]
+from fedstill.report.series import Series, elapsed, over_seeds
+from fedstill.running.groups import Group, Spread
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 DASHES = ("solid", "dash", "dot", "dashdot")
+
 PERCENT = {"tickformat": ".3~%"}
 SHARE = {"tickformat": ".3~f"}
 """Ticks of an axis of shares: as many digits as tell them apart, without zeros at the end."""
+
+ACCURACY = (
+    (0.0, "#440154"),
+    (0.25, "#3b528b"),
+    (0.5, "#21918c"),
+    (0.75, "#5ec962"),
+    (1.0, "#fde725"),
+)
+"""The colours of accuracies from 0 to 100 %: viridis, whose brightness alone tells the order."""
+
+COUNTS = ((0.0, "#c6dbef"), (0.5, "#4292c6"), (1.0, "#08306b"))
+"""The colours of numbers from 0 up: blues."""
+
 DECIMALS = 5
 HEIGHT = 340
 MOST_IN_LEGEND = 4
 """How many groups a figure names within itself; of more, the page shows a key."""
+MOST_WITH_MARKERS = 60
+"""A line through more points than these is drawn without markers."""
+MOST_TICKS = 12
+"""An axis of at most so many whole numbers has a tick at each."""
+MOST_CELLS = 250_000
+"""More numbers than these a page does not carry in pictures of one kind."""
 LETTERS = 18
 """The most letters of a name on an axis."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Traces and their layout, all of them plotly's graph objects, which check what they are given.
+
+    A ``go.Figure`` would copy them and add plotly's default template: for the 243 figures of 100
+    runs that takes 0.26 s, more than all the traces. Figures may share a layout.
+    """
+
+    traces: Sequence[Any]
+    layout: go.Layout
+
+    def to_plotly_json(self) -> dict[str, Any]:
+        """The figure as Plotly reads it; plotly's JSON encoder calls this."""
+        return {"data": list(self.traces), "layout": self.layout}
 
 
 class Style:
@@ -32,7 +68,7 @@ class Style:
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self._index = {id(g): i for i, g in enumerate(groups)}
+        self._index = {id(group): i for i, group in enumerate(groups)}
 
     def colour(self, group: Group) -> str:
         """A colour; they repeat after seven groups."""
@@ -43,302 +79,58 @@ class Style:
         return DASHES[self._index[id(group)] // len(COLOURS) % len(DASHES)]
 
 
-def lines(
-    groups: Sequence[Group], style: Style, key: str, reference: str = "", **axis: Any
-) -> Figure:
-    """A measure over rounds, a line a group, with a band of one standard deviation over seeds.
+# Layouts and axes
 
-    ``reference``: a second measure, drawn dotted in the same colour. ``axis``: settings of the y
-    axis.
+
+def layout(**settings: Any) -> go.Layout:
+    """A layout with the settings that all figures share, and its own.
+
+    The page sets the colours of text and grid, for they follow the reader's theme.
     """
-    none = Series([], [])
-    by_group = [
-        (g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups
-    ]
-    return curves(by_group, style, "round", **axis)
-
-
-def curves(
-    by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any
-) -> Figure:
-    """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to,
-    drawn dotted.
-
-    Between hops that were measured and do not follow one another is a gap.
-    """
-    data = []
-    for group, series, other in by_group:
-        parts, others = (each.stretches if unit == "hop" else [each] for each in (series, other))
-        if series.rounds:
-            data += [
-                *_band(group, style, parts),
-                _with_gaps(_mean(group, style, series.rounds, series, axis), parts),
-            ]
-        if other.rounds:
-            dotted = {**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)}
-            data.append(_with_gaps(dotted, others))
-    last = max((r for _, *both in by_group for series in both for r in series.rounds), default=0)
-    named_so = {"title": {"text": unit}, "unifiedhovertitle": {"text": f"{unit} %{{x}}"}}
-    rounds = {**named_so, "rangemode": "tozero", **whole_numbers(last + 1)}
-    return {
-        "data": data,
-        "layout": layout(
-            xaxis=rounds,
-            yaxis=axis | flat_range(data, axis),
-            showlegend=len(by_group) <= MOST_IN_LEGEND,
-        ),
-    }
-
-
-def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
-    """Accuracy over the seconds passed, both the mean over seeds at the end of each round."""
-    return over(groups, style, elapsed, "seconds")
-
-
-def over(
-    groups: Sequence[Group], style: Style, clock: Callable[[Group], Series], title: str
-) -> Figure:
-    """Accuracy over what a clock says, both the mean over seeds at the end of each round."""
-    data = []
-    for group in groups:
-        accuracy, times = over_seeds(group, "accuracy"), clock(group)
-        seconds = dict(zip(times.rounds, times.mean, strict=True))
-        if accuracy.rounds:
-            trace = _mean(
-                group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy, PERCENT
-            )
-            data.append(
-                {
-                    **trace,
-                    "customdata": accuracy.rounds,
-                    "hovertemplate": "%{y:.2%}, round %{customdata}",
-                }
-            )
-    axes = {"title": {"text": title}, "rangemode": "tozero", "hoverformat": ".1f"}
-    up = PERCENT | flat_range(data, PERCENT)
-    return {
-        "data": data,
-        "layout": layout(xaxis=axes, yaxis=up, showlegend=len(groups) <= MOST_IN_LEGEND),
-    }
-
-
-def layout(**more: Any) -> dict[str, Any]:
-    """What all figures share; colours of text and grid are set by the page, for they follow the
-    reader's theme.
-    """
-    return {
+    for axis in ("xaxis", "yaxis"):
+        if axis in settings:
+            settings[axis] = {"automargin": True, **settings[axis]}
+    shared = {
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "height": HEIGHT,
         "hovermode": "x unified",
         "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        **{k: {"automargin": True, **v} if k in ("xaxis", "yaxis") else v for k, v in more.items()},
     }
+    return go.Layout(**{**shared, **settings})
 
 
-def flat_range(data: Sequence[Figure], axis: Mapping[str, Any]) -> dict[str, Any]:
-    """A range around the value where there is but one, for Plotly takes one up and one down; else
-    nothing.
+def flat_range(values: Iterable[float | None], axis: Mapping[str, Any]) -> dict[str, Any]:
+    """A range around the value of an axis that has only one, for Plotly takes one up and one down;
+    empty for any other axis.
     """
-    values = {y for trace in data for y in trace["y"] if y is not None}
-    share = axis.get("tickformat") in (PERCENT["tickformat"], SHARE["tickformat"])
-    if len(values) != 1 or (values == {0} and not share) or axis.get("type") == "log":
+    distinct = {value for value in values if value is not None}
+    if len(distinct) != 1 or axis.get("type") == "log":
         return {}
-    (value,) = values
-    room = 0.05 if share else 0.1 * abs(value)
-    low, high = value - room, value + room
-    inside = share and 0 <= value <= 1
-    return {"range": [max(0, low), min(1, high)] if inside else [low, high]}
+    (value,) = distinct
+    is_share = axis.get("tickformat") in (PERCENT["tickformat"], SHARE["tickformat"])
+    if is_share:
+        low, high = value - 0.05, value + 0.05
+        if 0 <= value <= 1:
+            low, high = max(0, low), min(1, high)
+        return {"range": [low, high]}
+    if value == 0:
+        return {}
+    margin = 0.1 * abs(value)
+    return {"range": [value - margin, value + margin]}
 
 
-def rounded(value: float) -> float:
-    """A number with as many digits as a figure shows."""
-    return round(value, DECIMALS)
-
-
-def _with_gaps(line: Figure, parts: Sequence[Series]) -> Figure:
-    """A line that is not drawn from one part to the next."""
-    ends = list(accumulate(len(part.rounds) for part in parts[:-1]))
-    lone = any(len(part.rounds) == 1 for part in parts)
-    mode = "lines+markers" if lone and line["mode"] == "lines" else line["mode"]
-    return line | {"mode": mode} | {key: _cut(line[key], ends) for key in ("x", "y", "customdata")}
-
-
-def _cut(values: Sequence[Any], ends: Sequence[int]) -> list[Any]:
-    return [v for i, value in enumerate(values) for v in ([None, value] if i in ends else [value])]
-
-
-def _band(group: Group, style: Style, parts: Sequence[Series]) -> list[dict[str, Any]]:
-    if not any(part.has_band for part in parts):
-        return []
-    quiet = {"mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": group.label}
-    edge = {"width": 0, "color": style.colour(group)}
-    fill = {"fill": "toself", "fillcolor": faint(style.colour(group), 0.16)}
-    ends = list(accumulate(2 * len(part.rounds) for part in parts[:-1]))
-    around = [round for part in parts for round in (*part.rounds, *reversed(part.rounds))]
-    levels = [rounded(v) for part in parts for v in _around(part)]
-    outline = {"x": _cut(around, ends), "y": _cut(levels, ends)}
-    return [{"type": "scatter", **outline, "line": edge, **fill, **quiet}]
-
-
-def _around(series: Series) -> Iterator[float]:
-    """One standard deviation above a series, forwards, and one below it, back again."""
-    yield from (v.mean + v.std for v in series.values)
-    yield from (v.mean - v.std for v in reversed(series.values))
-
-
-def _mean(
-    group: Group, style: Style, x: Sequence[float], series: Series, axis: Mapping[str, Any]
-) -> dict[str, Any]:
-    percent = axis.get("tickformat") == PERCENT["tickformat"]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if 1 < len(x) <= 60 else "lines" if len(x) > 1 else "markers",
-        "name": named(group),
-        "legendgroup": group.label,
-        "x": list(x),
-        "y": [rounded(v) for v in series.mean],
-        "customdata": [_seeds(v, 100 if percent else 1) for v in series.values],
-        "hovertemplate": f"%{{y:{'.2%' if percent else '.2f'}}}%{{customdata}}",
-        "line": {"color": style.colour(group), "width": 2, "dash": style.dash(group)},
-        "marker": {"size": 5, "color": style.colour(group)},
-    }
-
-
-def named(group: Group) -> str:
-    """A group's label in a figure, which says whether it is unfinished."""
-    return plain(group.display)
-
-
-def plain(name: str) -> str:
-    """A name whose markup Plotly prints as text."""
-    return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def short(name: str) -> str:
-    """A name as an axis has room for: a long one is cut."""
-    return plain(name if len(name) <= LETTERS else f"{name[: LETTERS - 1].rstrip()}…")
+def y_values(traces: Iterable[Any]) -> Iterator[float | None]:
+    """The numbers of all traces on the y axis."""
+    for trace in traces:
+        yield from trace.y or ()
 
 
 def whole_numbers(count: int) -> dict[str, Any]:
     """Ticks of an axis from 0 on with so many whole numbers: none between them."""
-    return {"tickmode": "linear", "dtick": 1} if count <= 12 else {}
-
-
-def _dotted(group: Group, style: Style) -> dict[str, Any]:
-    return {
-        "mode": "lines",
-        "name": f"{named(group)}, received model",
-        "showlegend": False,
-        "line": {"color": style.colour(group), "width": 1.5, "dash": "dot"},
-    }
-
-
-def faint(colour: str, alpha: float) -> str:
-    """A colour that lets others through: ``alpha`` in [0, 1]."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{alpha})"
-
-
-def _seeds(value: Spread, scale: int) -> str:
-    return f" ± {scale * value.std:.2f} ({value.runs} seeds)" if value.runs > 1 else ""
-
-
-# Heat maps of class accuracies: class × round, where forgetting shows.
-
-
-ACCURACY = (
-    (0.0, "#440154"),
-    (0.25, "#3b528b"),
-    (0.5, "#21918c"),
-    (0.75, "#5ec962"),
-    (1.0, "#fde725"),
-)
-"""The colours of class accuracies from 0 to 100 %: viridis, whose brightness alone tells the
-order.
-"""
-
-COUNTS = ((0.0, "#c6dbef"), (0.5, "#4292c6"), (1.0, "#08306b"))
-"""The colours of numbers from 0 up: blues."""
-MOST_CELLS = 250_000
-"""More numbers than these a page does not carry in pictures of one kind."""
-MEAN = "mean over seeds"
-
-
-def has_class_accuracy(group: Group) -> bool:
-    """Whether any class of any round has an accuracy."""
-    rows = [row for run in group.started for row in run.class_accuracy().values()]
-    return any(value is not None for row in rows for value in row)
-
-
-def views(groups: Sequence[Group]) -> list[str]:
-    """What a reader may choose: the mean, and each seed, unless that is one and the same or too
-    much to carry.
-    """
-    seeds = sorted({s for g in groups for s in g.seeds})
-    cells = sum(len(r.rounds) * len(r.classes) for g in groups for r in g.runs)
-    if len(seeds) == 1:
-        return [f"seed {seeds[0]}"]
-    return [MEAN, *(f"seed {s}" for s in seeds)] if cells <= MOST_CELLS else [MEAN]
-
-
-def class_by_round(group: Group, view: str, shares: bool = False) -> Figure:
-    """Accuracy of each class in each round, for the mean over seeds or one seed; ``shares`` sum to
-    1 a round.
-
-    Source of the shares: FedNTD, appendix E, figure 10.
-    """
-    columns = class_means([r for r in group.started if view in (MEAN, f"seed {r.seed}")])
-    if shares:
-        columns = {n: _of_sum(row) for n, row in columns.items()}
-    drawn = class_map(columns, group.classes, "round", f"no run with {view}")
-    for trace in drawn["data"] if shares else ():
-        trace["zmax"] = (
-            max((v for row in trace["z"] for v in row if v is not None), default=100) or 100
-        )
-    return drawn
-
-
-def _of_sum(row: Sequence[float | None]) -> list[float | None]:
-    total = sum(v for v in row if v is not None)
-    return [None if v is None or total == 0 else v / total for v in row]
-
-
-def class_map(
-    columns: Mapping[int, Sequence[float | None]],
-    classes: Sequence[str],
-    unit: str,
-    absent: str = "",
-) -> Figure:
-    """Accuracy of each class (C,) by round or hop, which ``unit`` names; ``absent``: the text where
-    there is none.
-    """
-    rows = [[_percent(v) for v in row] for row in zip(*columns.values(), strict=True)]
-    names = class_names(classes)
-    trace = {
-        "type": "heatmap",
-        "x": list(columns),
-        "y": names,
-        "z": rows,
-        "zmin": 0,
-        "zmax": 100,
-        "colorscale": ACCURACY,
-        "showscale": False,
-        "hoverongaps": False,
-        "hovertemplate": f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
-    }
-    about: dict[str, Any] = {} if rows else {"annotations": [absent_note(absent)]}
-    # on an axis of numbers a round takes the room up to the next one that was measured; hops are
-    # drawn side by side
-    shown = {"type": "category"} if unit == "hop" else whole_numbers(1 + max(columns, default=0))
-    axes = layout(
-        height=height_of(len(names)),
-        showlegend=False,
-        hovermode="closest",
-        xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False, **shown},
-        yaxis=class_axis("class"),
-    )
-    return {"data": [trace] if rows else [], "layout": {**axes, **about}}
+    if count > MOST_TICKS:
+        return {}
+    return {"tickmode": "linear", "dtick": 1}
 
 
 def class_axis(title: str) -> dict[str, Any]:
@@ -357,19 +149,248 @@ def height_of(classes: int) -> int:
 
 
 def absent_note(text: str) -> dict[str, Any]:
-    """What a figure says where there is nothing to draw."""
+    """The annotation of a figure that has nothing to draw."""
     return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
 
 
-def _percent(value: float | None) -> float | None:
-    return None if value is None else round(100 * value, 1)
+# Names, numbers and colours
+
+
+def rounded(value: float) -> float:
+    """A number with as many digits as a figure shows."""
+    return round(value, DECIMALS)
+
+
+def plain(name: str) -> str:
+    """A name whose markup Plotly prints as text."""
+    return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def short(name: str) -> str:
+    """A name as an axis has room for: a long one is cut."""
+    if len(name) > LETTERS:
+        name = f"{name[: LETTERS - 1].rstrip()}…"
+    return plain(name)
+
+
+def named(group: Group) -> str:
+    """A group's label in a figure, which says whether it is unfinished."""
+    return plain(group.display)
 
 
 def class_names(classes: Sequence[str]) -> list[str]:
     """The names of classes as a figure shows them, each once."""
-    names = (
-        list(classes)
-        if len(set(classes)) == len(classes)
-        else [f"{i}: {c}" for i, c in enumerate(classes)]
-    )
+    names = list(classes)
+    if len(set(names)) < len(names):
+        names = [f"{number}: {name}" for number, name in enumerate(classes)]
     return [plain(name) for name in names]
+
+
+def faint(colour: str, alpha: float) -> str:
+    """A colour that lets others through: ``alpha`` in [0, 1]."""
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+# Lines over rounds, hops or seconds, with bands over seeds
+
+
+def measured(groups: Sequence[Group], key: str) -> bool:
+    """Whether any group has a number of that key in any round."""
+    return any(over_seeds(group, key).rounds for group in groups)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The series of a group, and one to compare it with, which is drawn dotted in its colour."""
+
+    group: Group
+    series: Series
+    reference: Series = Series([], [])  # noqa: RUF009 - a Series is frozen
+
+
+def lines(
+    groups: Sequence[Group],
+    style: Style,
+    key: str,
+    axis: Mapping[str, Any] | None = None,
+    reference: str = "",
+) -> Figure:
+    """A measure over rounds, one line for each group, with a band of one standard deviation over
+    seeds.
+
+    axis: settings of the y axis. reference: a second measure, drawn dotted in the same colour.
+    """
+    drawn = []
+    for group in groups:
+        line = Line(group, over_seeds(group, key))
+        if reference:
+            line = Line(group, line.series, over_seeds(group, reference))
+        drawn.append(line)
+    return curves(drawn, style, "round", axis)
+
+
+def curves(
+    drawn: Sequence[Line], style: Style, unit: str, axis: Mapping[str, Any] | None = None
+) -> Figure:
+    """Lines over rounds or hops, which ``unit`` names.
+
+    Between hops that were measured and do not follow one another there is a gap.
+    """
+    traces: list[go.Scatter] = []
+    last = 0
+    for line in drawn:
+        pen = _Pen(line.group, style, axis or {})
+        parts = _parts(line.series, unit)
+        if line.series.has_band:
+            traces.append(pen.band(parts))
+        if line.series.rounds:
+            traces.append(pen.mean(parts))
+        if line.reference.rounds:
+            traces.append(pen.reference(_parts(line.reference, unit)))
+        last = max([last, *line.series.rounds, *line.reference.rounds])
+
+    across = {
+        "title": {"text": unit},
+        "unifiedhovertitle": {"text": f"{unit} %{{x}}"},
+        "rangemode": "tozero",
+        **whole_numbers(last + 1),
+    }
+    up = {**(axis or {}), **flat_range(y_values(traces), axis or {})}
+    has_legend = len(drawn) <= MOST_IN_LEGEND
+    return Figure(traces, layout(xaxis=across, yaxis=up, showlegend=has_legend))
+
+
+def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
+    """Accuracy over the seconds passed, both the mean over seeds at the end of each round."""
+    return over(groups, style, elapsed, "seconds")
+
+
+def over(
+    groups: Sequence[Group], style: Style, clock: Callable[[Group], Series], title: str
+) -> Figure:
+    """Accuracy over the seconds of a clock, both the mean over seeds at the end of each round."""
+    traces = []
+    for group in groups:
+        accuracy = over_seeds(group, "accuracy")
+        times = clock(group)
+        seconds = dict(zip(times.rounds, times.mean, strict=True))
+        if accuracy.rounds:
+            trace = _Pen(group, style, PERCENT).mean([accuracy])
+            trace.x = [rounded(seconds[number]) for number in accuracy.rounds]
+            trace.customdata = accuracy.rounds
+            trace.hovertemplate = "%{y:.2%}, round %{customdata}"
+            traces.append(trace)
+    across = {"title": {"text": title}, "rangemode": "tozero", "hoverformat": ".1f"}
+    up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
+    has_legend = len(groups) <= MOST_IN_LEGEND
+    return Figure(traces, layout(xaxis=across, yaxis=up, showlegend=has_legend))
+
+
+@dataclass(frozen=True)
+class _Pen:
+    """Draws the lines of a group over an axis with some settings."""
+
+    group: Group
+    style: Style
+    axis: Mapping[str, Any]
+
+    def band(self, parts: Sequence[Series]) -> go.Scatter:
+        """One standard deviation above and below the mean."""
+        colour = self.style.colour(self.group)
+        return go.Scatter(
+            x=_joined([*part.rounds, *reversed(part.rounds)] for part in parts),
+            y=_joined(_outline(part) for part in parts),
+            mode="lines",
+            line={"width": 0, "color": colour},
+            fill="toself",
+            fillcolor=faint(colour, 0.16),
+            legendgroup=self.group.label,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+
+    def mean(self, parts: Sequence[Series]) -> go.Scatter:
+        """The mean over seeds; its hover text has the standard deviation, too."""
+        dash = self.style.dash(self.group)
+        points = sum(len(part.rounds) for part in parts)
+        return self._line(
+            parts,
+            name=named(self.group),
+            mode=_mode(points, parts),
+            line={"color": self.style.colour(self.group), "width": 2, "dash": dash},
+        )
+
+    def reference(self, parts: Sequence[Series]) -> go.Scatter:
+        """The mean of what the group is compared with."""
+        mode = "lines"
+        if _has_lone_point(parts):
+            mode = "lines+markers"
+        return self._line(
+            parts,
+            name=f"{named(self.group)}, received model",
+            mode=mode,
+            showlegend=False,
+            line={"color": self.style.colour(self.group), "width": 1.5, "dash": "dot"},
+        )
+
+    def _line(self, parts: Sequence[Series], **settings: Any) -> go.Scatter:
+        is_percent = self.axis.get("tickformat") == PERCENT["tickformat"]
+        number = ".2f"
+        scale = 1
+        if is_percent:
+            number = ".2%"
+            scale = 100
+        return go.Scatter(
+            legendgroup=self.group.label,
+            x=_joined(part.rounds for part in parts),
+            y=_joined([rounded(mean) for mean in part.mean] for part in parts),
+            customdata=_joined([_deviation(v, scale) for v in part.values] for part in parts),
+            hovertemplate=f"%{{y:{number}}}%{{customdata}}",
+            marker={"size": 5, "color": self.style.colour(self.group)},
+            **settings,
+        )
+
+
+def _parts(series: Series, unit: str) -> Sequence[Series]:
+    """The parts of a series that are drawn without a gap."""
+    if unit == "hop":
+        return series.stretches
+    return [series]
+
+
+def _joined(parts: Iterable[Sequence[Any]]) -> list[Any]:
+    """The values of all parts, with None between parts: there Plotly draws no line."""
+    values: list[Any] = []
+    for part in parts:
+        if values:
+            values.append(None)
+        values.extend(part)
+    return values
+
+
+def _outline(series: Series) -> list[float]:
+    """One standard deviation above a series, forwards, and one below it, backwards."""
+    above = [rounded(value.mean + value.std) for value in series.values]
+    below = [rounded(value.mean - value.std) for value in series.values]
+    return [*above, *reversed(below)]
+
+
+def _mode(points: int, parts: Sequence[Series]) -> str:
+    """How a line is drawn: a single point needs a marker, and many markers hide the line."""
+    if points == 1:
+        return "markers"
+    if points > MOST_WITH_MARKERS and not _has_lone_point(parts):
+        return "lines"
+    return "lines+markers"
+
+
+def _has_lone_point(parts: Sequence[Series]) -> bool:
+    return any(len(part.rounds) == 1 for part in parts)
+
+
+def _deviation(value: Spread, scale: int) -> str:
+    """The standard deviation over seeds in a hover text; empty for a single run."""
+    if value.runs == 1:
+        return ""
+    return f" ± {scale * value.std:.2f} ({value.runs} seeds)"

@@ -1,392 +1,330 @@
-"""What models know of classes: in-local and out-local accuracy, over rounds and within local
-training; and along a chain, after every client, how alike successive models are and what the next
-client keeps.
+"""The sections on what local training keeps: in-local and out-local accuracy by round and within a
+client's visit, and prediction consistency.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
-from fedstill.metrics import consistency, forgetting
+import plotly.graph_objects as go
+
+from fedstill.report.blocks import Block, Chart, Choice, Gallery, Paragraph, Section, line_key
 from fedstill.report.figures import (
-    ACCURACY,
     HEIGHT,
     MOST_IN_LEGEND,
     PERCENT,
     SHARE,
     Figure,
     Style,
-    class_map,
-    curves,
     faint,
     flat_range,
     layout,
     lines,
+    measured,
     named,
     rounded,
     whole_numbers,
+    y_values,
 )
-from fedstill.report.markup import Html, choice, figure, grid, key, labelled, section, sentence
-from fedstill.report.series import Look, Series, looks, of_runs, over_seeds, reading
-from fedstill.running.groups import Group, spread
-
-# What local training keeps: in-local and out-local accuracy over rounds and as bars, and prediction
-# consistency.
+from fedstill.report.sections import Report
+from fedstill.report.series import over_seeds
+from fedstill.running.groups import Group
 
 
-FORMS = {"in proportion to a client's labels": "", "mean over seen or unseen classes": "_seen"}
-BARS = (
-    ("in_local_accuracy", "in-local", 1.0),
-    ("out_local_accuracy", "out-local", 0.55),
-    ("accuracy", "global", 0.25),
+@dataclass(frozen=True)
+class Side:
+    """The classes that a client's data have, or those that they lack.
+
+    about: what is measured by round. about_epochs: the same for the chart over epochs.
+    """
+
+    name: str
+    title: str
+    about: str
+    about_epochs: str
+
+    @property
+    def key(self) -> str:
+        """The key of the accuracy in a round's event."""
+        return f"{self.name}_local_accuracy"
+
+
+SIDES = (
+    Side(
+        name="in",
+        title="In-local accuracy",
+        about="Local models after training, on classes in the proportions of their own client's "
+        "data.",
+        about_epochs="On classes in the proportions of the client's own data.",
+    ),
+    Side(
+        name="out",
+        title="Out-local accuracy",
+        about="The same models on the classes that their client lacks or has little of.",
+        about_epochs="On the classes that the client lacks or has little of.",
+    ),
+)
+
+ABOUT_DOTTED = (
+    "Dotted: the global model that those clients received, measured on the mean of their label "
+    "distributions. Where a solid line is below the dotted line of its colour, local training "
+    "forgot what the received model knew."
+)
+ABOUT_CONSISTENCY = (
+    "Cosine of the class accuracies of two successive global models. 1: both are good at the same "
+    "classes."
 )
 
 
-def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
+def knowledge(report: Report) -> Section | None:
     """In-local and out-local accuracy, and prediction consistency; None if nothing of it was
     measured.
     """
-    inside = (
-        "Local models after training, on classes in the proportions of their own client's data."
-    )
-    outside = "The same models on the classes that their client lacks or has little of."
-    steady = (
-        "Cosine of the class accuracies of two successive global models. 1: both are good at the "
-        "same classes."
-    )
-    local = (("in", inside, "In-local accuracy"), ("out", outside, "Out-local accuracy"))
-    figures = [
-        figure(
-            [
-                lines(
-                    groups, style, f"{k}_local_accuracy", f"received_{k}_local_accuracy", **PERCENT
-                )
-            ],
-            text,
-            title,
-        )
-        for k, text, title in local
-        if measured(groups, f"{k}_local_accuracy")
-    ]
-    dotted = (
-        "Dotted: the global model that those clients received, measured on the mean of their label "
-        "distributions. Where a solid line is below the dotted line of its colour, local training "
-        "forgot what"
-        " the received model knew."
-    )
-    parts = [sentence(dotted) if figures else None, key(groups, style)]
+    groups, style = report.groups, report.style
+    sides = [side for side in SIDES if measured(groups, side.key)]
+    charts = [_side_chart(side, groups, style) for side in sides]
     if measured(groups, "consistency"):
-        figures.append(
-            figure([lines(groups, style, "consistency", **SHARE)], steady, "Prediction consistency")
-        )
-    if not figures:
+        figure = lines(groups, style, "consistency", SHARE)
+        charts.append(Chart([figure], ABOUT_CONSISTENCY, "Prediction consistency"))
+    if not charts:
         return None
-    parts.append(grid(figures, "small"))
+    blocks: list[Block | None] = []
+    if sides:
+        blocks.append(Paragraph(ABOUT_DOTTED))
+    blocks += [line_key(groups, style), Gallery(charts, "small")]
     if measured(groups, "in_local_accuracy"):
-        says = (
-            "The last measured round: local models on classes that their client has (full colour) "
-            "and does not "
-            "have (lighter), and the new global model on all classes (lightest). Thin lines: one "
-            "standard "
-            "deviation over clients."
-        )
-        forms = [f for f, suffix in FORMS.items() if measured(groups, f"in_local_accuracy{suffix}")]
-        parts.append(choice("forms", "In- and out-local accuracy", forms))
-        parts.append(
-            figure(
-                [_bars(groups, style, FORMS[f]) for f in forms],
-                says,
-                "In-local and out-local",
-                "forms",
-            )
-        )
-    return section("What local training keeps", *parts, name="knowledge")
+        blocks += _last_round(groups, style)
+    return Section("knowledge", "What local training keeps", blocks)
 
 
-def measured(groups: Sequence[Group], key: str) -> bool:
-    """Whether any group has a number of that key in any round."""
-    return any(over_seeds(g, key).rounds for g in groups)
+def _side_chart(side: Side, groups: Sequence[Group], style: Style) -> Chart:
+    figure = lines(groups, style, side.key, PERCENT, reference=f"received_{side.key}")
+    return Chart([figure], side.about, side.title)
 
 
-def _bars(groups: Sequence[Group], style: Style, form: str) -> Figure:
-    data = []
-    for measure, name, strength in BARS:
-        wanted = measure if measure == "accuracy" else measure + form
-        by_group = [(g, _at_last(g, wanted), _at_last(g, f"{wanted}_std")) for g in groups]
-        there = [(g, v, s) for g, v, s in by_group if v is not None]
-        spreads = [rounded(s or 0.0) for _, _, s in there]
-        data.append(
-            {
-                "type": "bar",
-                "name": name,
-                "x": [named(g) for g, _, _ in there],
-                "y": [rounded(v) for _, v, _ in there],
-                "error_y": {
-                    "type": "data",
-                    "array": spreads,
-                    "thickness": 1.2,
-                    "width": 4,
-                    "visible": any(spreads),
-                },
-                "marker": {"color": [faint(style.colour(g), strength) for g, _, _ in there]},
-                "text": [name for _ in there],
-                "textposition": "inside",
-                "insidetextanchor": "start",
-                # the page writes on faint bars as on its ground
-                "meta": "faint" if strength < 1 else "full",
-                "hovertemplate": f"%{{x}}: {name} %{{y:.2%}}<extra></extra>",
-            }
-        )
-    uniform = {"mode": "hide", "minsize": 9}
-    axes = {"xaxis": {"type": "category"}, "yaxis": {**PERCENT, "range": [0, 1]}}
-    about = layout(
-        height=HEIGHT, barmode="group", bargap=0.3, showlegend=False, hovermode="closest", **axes
+# Bars of the last measured round
+
+
+FORMS = {"in proportion to a client's labels": "", "mean over seen or unseen classes": "_seen"}
+"""The two means over classes that are measured, and the suffixes of their keys."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One of the bars of a group: its key in the journal, its name, and how opaque it is."""
+
+    key: str
+    name: str
+    opacity: float
+
+
+BARS = (
+    Bar("in_local_accuracy", "in-local", 1.0),
+    Bar("out_local_accuracy", "out-local", 0.55),
+    Bar("accuracy", "global", 0.25),
+)
+
+ABOUT_BARS = (
+    "The last measured round: local models on classes that their client has (full colour) and "
+    "does not have (lighter), and the new global model on all classes (lightest). Thin lines: one "
+    "standard deviation over clients."
+)
+
+
+def _last_round(groups: Sequence[Group], style: Style) -> list[Block]:
+    forms = {
+        title: suffix
+        for title, suffix in FORMS.items()
+        if measured(groups, f"in_local_accuracy{suffix}")
+    }
+    figures = [_bars(groups, style, suffix) for suffix in forms.values()]
+    return [
+        Choice("forms", "In- and out-local accuracy", list(forms)),
+        Chart(figures, ABOUT_BARS, "In-local and out-local", "forms"),
+    ]
+
+
+def _bars(groups: Sequence[Group], style: Style, suffix: str) -> Figure:
+    traces = []
+    for bar in BARS:
+        key = bar.key
+        if key != "accuracy":
+            key += suffix
+        traces.append(_bar_trace(bar, key, groups, style))
+    axes = layout(
+        height=HEIGHT,
+        barmode="group",
+        bargap=0.3,
+        showlegend=False,
+        hovermode="closest",
+        xaxis={"type": "category"},
+        yaxis={**PERCENT, "range": [0, 1]},
+        uniformtext={"mode": "hide", "minsize": 9},
     )
-    return {"data": data, "layout": {**about, "uniformtext": uniform}}
+    return Figure(traces, axes)
+
+
+def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> go.Bar:
+    names = []
+    means = []
+    deviations = []
+    colours = []
+    for group in groups:
+        mean = _at_last(group, key)
+        if mean is not None:
+            names.append(named(group))
+            means.append(rounded(mean))
+            deviations.append(rounded(_at_last(group, f"{key}_std") or 0.0))
+            colours.append(faint(style.colour(group), bar.opacity))
+    # the page writes on faint bars as on its ground
+    shade = "full"
+    if bar.opacity < 1:
+        shade = "faint"
+    return go.Bar(
+        name=bar.name,
+        x=names,
+        y=means,
+        error_y={
+            "type": "data",
+            "array": deviations,
+            "thickness": 1.2,
+            "width": 4,
+            "visible": any(deviations),
+        },
+        marker={"color": colours},
+        text=[bar.name] * len(names),
+        textposition="inside",
+        insidetextanchor="start",
+        meta=shade,
+        hovertemplate=f"%{{x}}: {bar.name} %{{y:.2%}}<extra></extra>",
+    )
 
 
 def _at_last(group: Group, key: str) -> float | None:
+    """A measure in the last round in which local models were measured."""
+    rounds = over_seeds(group, "in_local_accuracy").rounds
+    if not rounds:
+        return None
     series = over_seeds(group, key)
-    local = over_seeds(group, "in_local_accuracy").rounds
-    at = dict(zip(series.rounds, series.mean, strict=True))
-    return at.get(local[-1]) if local else None
+    means = dict(zip(series.rounds, series.mean, strict=True))
+    return means.get(rounds[-1])
 
 
-# Within local training: in-local and out-local accuracy of local models, from what they received to
-# what they sent.
+# Within local training: local models from the one that they received to the one that they send
 
 
-SIDES = {
-    "in": ("In-local accuracy", "On classes in the proportions of the client's own data."),
-    "out": ("Out-local accuracy", "On the classes that the client lacks or has little of."),
-}
 BAR_SHIFT = 0.06
 """How far, in epochs, the error bars of one group stand from those of the next."""
+
+Epochs = Mapping[str, Sequence[float | None]]
+"""What clients knew after each epoch, mean over them, by key; from epoch 0, the received model."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """The last measured round of a group: by stage, what each seed's clients knew epoch by
-    epoch.
-    """
+    """The last measured round of a group: by stage, the epochs of each seed."""
 
     group: Group
-    round: int
-    stages: Mapping[str, Sequence[Mapping[str, Any]]]
+    number: int
+    stages: Mapping[str, Sequence[Epochs]]
 
 
-def epochs(groups: Sequence[Group], style: Style) -> Html | None:
-    """Accuracy over the epochs of a client's visit, a figure for each stage and side; None if it
-    was not measured.
+def epochs(report: Report) -> Section | None:
+    """Accuracy over the epochs of a client's visit, a chart for each stage and side; None if it was
+    not measured.
     """
-    visits = [v for g in groups if (v := _visit(g)) is not None]
+    visits = [visit for group in report.groups if (visit := _visit(group)) is not None]
     if not visits:
         return None
-    names = list(dict.fromkeys(name for v in visits for name in v.stages))
-    figures = []
-    for name in names:
-        for side, (title, says) in SIDES.items():
-            where = f"{title}, stage {name}" if len(names) > 1 else title
-            figures.append(figure([_drawn(visits, style, name, side)], says, where))
-    rounds = ", ".join(map(str, sorted({v.round for v in visits})))
-    says = (
+    stages = list(dict.fromkeys(stage for visit in visits for stage in visit.stages))
+    charts = []
+    for stage in stages:
+        place = ""
+        if len(stages) > 1:
+            place = f", stage {stage}"
+        for side in SIDES:
+            figure = _epoch_figure(visits, report.style, stage, side.key)
+            charts.append(Chart([figure], side.about_epochs, f"{side.title}{place}"))
+    rounds = ", ".join(map(str, sorted({visit.number for visit in visits})))
+    about = (
         f"The clients of round {rounds} while they train. Epoch 0 is the model that they received. "
-        "Means over clients "
-        "and seeds; bars are one standard deviation over clients. A line that falls shows "
-        "forgetting during local "
-        "training."
+        "Means over clients and seeds; bars are one standard deviation over clients. A line that "
+        "falls shows forgetting during local training."
     )
-    parts = [sentence(says), key([v.group for v in visits], style), grid(figures)]
-    return section("During local training", *parts, name="epochs")
+    key = line_key([visit.group for visit in visits], report.style)
+    return Section("epochs", "During local training", [Paragraph(about), key, Gallery(charts)])
 
 
 def _visit(group: Group) -> Visit | None:
-    measured = [
-        (e["round"], e["by_epoch"]) for r in group.started for e in r.rounds if e.get("by_epoch")
-    ]
-    if not measured:
+    """The last round of any seed that was measured epoch by epoch; None if there is none."""
+    events = [event for run in group.started for event in run.rounds if event.get("by_epoch")]
+    if not events:
         return None
-    last = max(number for number, _ in measured)
-    stages: dict[str, list[Mapping[str, Any]]] = {}
-    for number, by_stage in measured:
-        for name, by_epoch in by_stage.items() if number == last else ():
-            stages.setdefault(name, []).append(by_epoch)
+    last = max(event["round"] for event in events)
+    stages: dict[str, list[Epochs]] = {}
+    for event in events:
+        if event["round"] == last:
+            for stage, by_epoch in event["by_epoch"].items():
+                stages.setdefault(stage, []).append(by_epoch)
     return Visit(group, last, stages)
 
 
-def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figure:
-    data, most = [], 0
-    for i, visit in enumerate(visits):
+def _epoch_figure(visits: Sequence[Visit], style: Style, stage: str, key: str) -> Figure:
+    middle = (len(visits) - 1) / 2
+    traces = []
+    most = 0
+    for index, visit in enumerate(visits):
         seeds = visit.stages.get(stage, [])
-        means, spreads = (_over(seeds, f"{side}_local_accuracy{k}") for k in ("", "_std"))
-        if not means:
-            continue
-        most = max(most, len(means))
-        colour, shift = style.colour(visit.group), BAR_SHIFT * (i - (len(visits) - 1) / 2)
-        bars = {"type": "data", "array": spreads, "thickness": 1.2, "width": 3, "color": colour}
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": named(visit.group),
-                "x": [rounded(n + shift) for n in range(len(means))],
-                "y": means,
-                "error_y": bars,
-                "customdata": list(range(len(means))),
-                "hovertemplate": "%{y:.2%} after epoch %{customdata}",
-                "line": {"color": colour, "width": 2, "dash": style.dash(visit.group)},
-                "marker": {"size": 6, "color": colour},
-            }
-        )
+        means = _over_seeds(seeds, key)
+        if means:
+            most = max(most, len(means))
+            deviations = _over_seeds(seeds, f"{key}_std")
+            shift = BAR_SHIFT * (index - middle)
+            traces.append(_epoch_line(visit.group, style, means, deviations, shift))
     across = {"title": {"text": "local epoch"}, "zeroline": False, **whole_numbers(most)}
-    axes = {"xaxis": across, "yaxis": PERCENT | flat_range(data, PERCENT)}
-    return {
-        "data": data,
-        "layout": layout(hovermode="closest", showlegend=len(data) <= MOST_IN_LEGEND, **axes),
-    }
-
-
-def _over(seeds: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:
-    """The mean over seeds at each epoch; where some stopped earlier, over those that did not."""
-    series = [by_epoch[key] for by_epoch in seeds]
-    out: list[float | None] = []
-    for n in range(max(map(len, series), default=0)):
-        over = spread([c[n] for c in series if n < len(c) and c[n] is not None])
-        out.append(rounded(over.mean) if over else None)
-    return out
-
-
-ABOUT_HOPS = (
-    "A hop is one client's training: its model goes to the next client. Only hops of measured "
-    "rounds are drawn."
-)
-MAP = (
-    "Each column is a hop, each row a class. The colour is the accuracy of the model after that "
-    "client (first seed)."
-)
-ALIKE = (
-    "Cosine of the class accuracies of two successive models. 1: both are good at the same classes."
-)
-LOST = (
-    "How far the classes are below the best accuracy after any earlier client, on average. Lower "
-    "is better."
-)
-ABOUT_DRIFT = (
-    "Accuracy on a client's training data: of the model after this client (solid), and of the "
-    "model after"
-    " the next client (dotted). The gap is what the next client's training made the model forget."
-)
-
-
-@dataclass
-class Hops:
-    """What a run's chain measured, by the number of the hop, counted from 1 through all rounds."""
-
-    links: int  # a round's hops
-    # (C,), None for a class without test examples
-    accuracy: dict[int, list[Any]] = field(default_factory=dict)
-    handed_over: dict[int, float] = field(default_factory=dict)
-    kept: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def columns(self) -> dict[int, list[Any]]:
-        """Accuracies (C,) of every hop of a measured round; those of a client that failed are
-        None.
-        """
-        blank = [None] * len(next(iter(self.accuracy.values()), []))
-        rounds = sorted({(hop - 1) // self.links for hop in self.accuracy})
-        hops = [r * self.links + i + 1 for r in rounds for i in range(self.links)]
-        return {hop: self.accuracy.get(hop, blank) for hop in hops if hop <= max(self.accuracy)}
-
-    @property
-    def alike(self) -> dict[int, float]:
-        """Cosine with the hop before, where that was measured."""
-        rows = self.accuracy
-        return _there(
-            {hop: consistency(rows[hop - 1], row) for hop, row in rows.items() if hop - 1 in rows}
-        )
-
-    @property
-    def lost(self) -> dict[int, float]:
-        """Forgetting over the hops so far."""
-        rows = list(self.accuracy.values())
-        return _there({hop: forgetting(rows[: i + 1]) for i, hop in enumerate(self.accuracy)})
-
-
-def chain(groups: Sequence[Group], style: Style) -> Html | None:
-    """Class accuracy, consistency, forgetting and drift by hop; None if no run measured a chain."""
-    measured = [(g, hops) for g in groups if (hops := read_hops(g))]
-    if not measured:
-        return None
-
-    def series(hops: Sequence[Hops], of: Callable[[Hops], dict[int, float]]) -> Series:
-        return of_runs([of(h) for h in hops])
-
-    def drawn(
-        of: Callable[[Hops], dict[int, float]], axis: dict[str, str], to: Any = lambda h: {}
-    ) -> Figure:
-        return curves(
-            [(g, series(h, of), series(h, to)) for g, h in measured], style, "hop", **axis
-        )
-
-    figures = [
-        figure([drawn(lambda h: h.alike, SHARE)], ALIKE, "Consistency of successive models"),
-        figure([drawn(lambda h: h.lost, PERCENT)], LOST, "Forgetting F along the chain"),
-        figure(
-            [drawn(lambda h: h.handed_over, PERCENT, lambda h: h.kept)], ABOUT_DRIFT, "Model drift"
-        ),
-    ]
-    maps = [
-        figure(
-            [class_map(hops[0].columns, g.classes, "hop")], f"{g.label}: {MAP}", labelled(g, style)
-        )
-        for g, hops in measured
-    ]
-    stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in ACCURACY)
-    scale = Html(
-        f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % '
-        "accuracy</p>"
+    axes = layout(
+        hovermode="closest",
+        showlegend=len(traces) <= MOST_IN_LEGEND,
+        xaxis=across,
+        yaxis={**PERCENT, **flat_range(y_values(traces), PERCENT)},
     )
-    names = key([g for g, _ in measured], style)
-    parts = [
-        sentence(ABOUT_HOPS),
-        names,
-        grid(figures, "small"),
-        sentence(MAP),
-        scale,
-        grid(maps, "small"),
-    ]
-    return section("Along the chain of clients", *parts, name="chain")
+    return Figure(traces, axes)
 
 
-def read_hops(group: Group) -> list[Hops]:
-    """The hops of each of a group's runs that measured any."""
-    by_run: dict[int, Hops] = {}
-    for look in looks(group, "chain"):
-        _take(look, by_run)
-    return list(by_run.values())
+def _epoch_line(
+    group: Group,
+    style: Style,
+    means: Sequence[float | None],
+    deviations: Sequence[float | None],
+    shift: float,
+) -> go.Scatter:
+    colour = style.colour(group)
+    numbers = list(range(len(means)))
+    error_bars: dict[str, Any] = {"type": "data", "array": deviations, "color": colour}
+    return go.Scatter(
+        mode="lines+markers",
+        name=named(group),
+        x=[rounded(number + shift) for number in numbers],
+        y=means,
+        error_y={**error_bars, "thickness": 1.2, "width": 3},
+        customdata=numbers,
+        hovertemplate="%{y:.2%} after epoch %{customdata}",
+        line={"color": colour, "width": 2, "dash": style.dash(group)},
+        marker={"size": 6, "color": colour},
+    )
 
 
-def _take(look: Look, by_run: dict[int, Hops]) -> None:
-    with reading(look) as event:
-        if id(look.run) not in by_run:
-            by_run[id(look.run)] = Hops(
-                1 + max(int(e["stage"]) for e in look.run.clients if e["round"] > 0)
-            )
-        into = by_run[id(look.run)]
-        hop = (event["round"] - 1) * into.links + int(event["stage"]) + 1
-        into.accuracy[hop] = [None if v is None else float(v) for v in event["class_accuracy"]]
-        if len(into.accuracy[hop]) != len(look.run.classes):
-            raise ValueError(f"class_accuracy must have {len(look.run.classes)} numbers")
-        if event.get("kept") is not None:  # a client without examples knows none of its own
-            into.handed_over[hop], into.kept[hop] = (
-                float(event["handed_over"]),
-                float(event["kept"]),
-            )
-
-
-def _there(values: dict[int, float]) -> dict[int, float]:
-    return {hop: value for hop, value in values.items() if not math.isnan(value)}
+def _over_seeds(seeds: Sequence[Epochs], key: str) -> list[float | None]:
+    """The mean over seeds after each epoch; where some stopped earlier, over those that did not."""
+    means: list[float | None] = []
+    for of_epoch in zip_longest(*(by_epoch[key] for by_epoch in seeds)):
+        values = [value for value in of_epoch if value is not None]
+        mean = None
+        if values:
+            mean = rounded(fmean(values))
+        means.append(mean)
+    return means

@@ -1,13 +1,27 @@
-"""How well members can be told from what clients send: by round, as curves at the end, and as a
-table.
+"""The section on how well training examples can be told from what clients send: by round, as curves
+at the end, and as a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
 
 from fedstill.metrics.membership import GRID, RATES
+from fedstill.report.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Choice,
+    Gallery,
+    Paragraph,
+    Section,
+    Table,
+    group_label,
+    line_key,
+)
 from fedstill.report.figures import (
     MOST_IN_LEGEND,
     SHARE,
@@ -15,26 +29,23 @@ from fedstill.report.figures import (
     Style,
     layout,
     lines,
+    measured,
     named,
     rounded,
 )
-from fedstill.report.knowledge import measured
-from fedstill.report.markup import (
-    Html,
-    choice,
-    figure,
-    grid,
-    html_table,
-    key,
-    labelled,
-    section,
-    sentence,
-)
+from fedstill.report.sections import Report
 from fedstill.report.series import Look, looks, over_seeds, reading
 from fedstill.running.groups import Group
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
+"""What an attack decides by, and its key in the journal."""
+
 SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}
+"""What is attacked, and its key in the journal."""
+
+NUMBERS = ("auc", *(f"tpr_at_{rate}" for rate in RATES))
+"""The numbers of an attack: the area under the curve, and members found at some false rates."""
+
 HEAD = (
     "",
     "attack on",
@@ -43,142 +54,176 @@ HEAD = (
     *(f"found at {100 * rate:g} % false [%]" for rate in RATES),
 )
 LOWEST = 1e-3
+"""The lowest rate that the logarithmic axes show."""
+
+ABOUT = (
+    "Which of two images of a class did a client train on? An attack guesses it from what the "
+    "client sent. Area under the curve: 0.5 is a coin, 1 is certainty. Where logits are sent, it "
+    "is on those that the client would send if the images that are asked about were public."
+)
+ABOUT_ROUNDS = (
+    "What the server sees: area under the curve by round, all clients of a stage with one "
+    "threshold."
+)
+ABOUT_CURVES = (
+    "Members found against others taken for members, in the last measured round of the first "
+    "seed; both axes are logarithmic. Dashed grey: a coin. Dotted: before privacy. What matters is "
+    "the left end: who is found there is found almost for sure."
+)
+ABOUT_TABLE = (
+    "The last measured round, mean ± one standard deviation over seeds; in brackets the 95 % "
+    "interval of the first seed. It counts examples as independent, and takes thresholds as given."
+)
 
 
-def leaks(groups: Sequence[Group], style: Style) -> Html | None:
+@dataclass(frozen=True)
+class AttackRow:
+    """The numbers of an attack on a group, in percent, in the last measured round.
+
+    target: what is attacked. method: what the attack decides by. numbers: one for each of
+    ``NUMBERS``, mean ± standard deviation over seeds. intervals: the 95 % intervals of the first
+    seed; empty where they are not known.
+    """
+
+    group: Group
+    target: str
+    method: str
+    numbers: Sequence[str]
+    intervals: Sequence[str]
+
+    @property
+    def plain_cells(self) -> list[str]:
+        """The row of a table, without intervals."""
+        return [self.target, self.method, *self.numbers]
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of a table, with intervals in brackets."""
+        pairs = zip(self.numbers, self.intervals, strict=True)
+        return [self.target, self.method, *(f"{number}{ends}" for number, ends in pairs)]
+
+
+def leaks(report: Report) -> Section | None:
     """The attacks on what clients sent and on the global model; None if they were not measured."""
+    groups, style = report.groups, report.style
     if not any(measured(groups, f"leakage/{side}/loss/auc") for side in SIDES.values()):
         return None
-    says = (
-        "Which of two images of a class did a client train on? An attack guesses it from what the "
-        "client sent. Area "
-        "under the curve: 0.5 is a coin, 1 is certainty. Where logits are sent, it is on those "
-        "that the client would "
-        "send if the images that are asked about were public."
-    )
-    attacks = {name: k for name, k in ATTACKS.items() if measured(groups, f"leakage/seen/{k}/auc")}
-    figures = []
-    if attacks:
-        by_round = (
-            "What the server sees: area under the curve by round, all clients of a stage with one "
-            "threshold."
-        )
-        drawn = [lines(groups, style, f"leakage/seen/{k}/auc", **SHARE) for k in attacks.values()]
-        figures.append(figure(drawn, by_round, "Area under the curve by round", "attack"))
-        curves = (
-            "Members found against others taken for members, in the last measured round of the "
-            "first seed; both "
-            "axes are logarithmic. Dashed grey: a coin. Dotted: before privacy. What matters is "
-            "the left end: who is "
-            "found there is found almost for sure."
-        )
-        drawn = [_curves(groups, style, k) for k in attacks.values()]
-        figures.append(figure(drawn, curves, "Members found", "attack"))
-    parts = [
-        choice("attack", "Attack by", list(attacks)),
-        key(groups, style),
-        grid(figures, "small"),
+    attacks = {
+        name: attack
+        for name, attack in ATTACKS.items()
+        if measured(groups, f"leakage/seen/{attack}/auc")
+    }
+    charts = _charts(groups, style, list(attacks.values()))
+    rows: list[list[Cell]] = [
+        [group_label(row.group, style), *row.cells] for row in leak_rows(groups)
     ]
-    table = (
-        "The last measured round, mean ± one standard deviation over seeds; in brackets the 95 % "
-        "interval of the "
-        "first seed. It counts examples as independent, and takes thresholds as given."
-    )
-    return section(
+    return Section(
+        "leakage",
         "What uploads leak",
-        sentence(says),
-        *parts,
-        sentence(table),
-        _table(groups, style),
-        name="leakage",
+        [
+            Paragraph(ABOUT),
+            Choice("attack", "Attack by", list(attacks)),
+            line_key(groups, style),
+            Gallery(charts, "small"),
+            Paragraph(ABOUT_TABLE),
+            Table(HEAD, rows, "numbers wide"),
+        ],
     )
 
 
-def leak_rows(groups: Sequence[Group], ends: bool = True) -> list[tuple[Group, list[str]]]:
-    """Each attack on each group in the last measured round: on what, by what, area in %, members
-    found in %.
+def _charts(groups: Sequence[Group], style: Style, attacks: Sequence[str]) -> list[Block]:
+    if not attacks:
+        return []
+    by_round = [lines(groups, style, f"leakage/seen/{attack}/auc", SHARE) for attack in attacks]
+    found = [_curves(groups, style, attack) for attack in attacks]
+    return [
+        Chart(by_round, ABOUT_ROUNDS, "Area under the curve by round", "attack"),
+        Chart(found, ABOUT_CURVES, "Members found", "attack"),
+    ]
 
-    ends: with the interval of the first seed.
-    """
-    keys, out = ("auc", *(f"tpr_at_{rate}" for rate in RATES)), []
+
+def leak_rows(groups: Sequence[Group]) -> list[AttackRow]:
+    """Each attack on each group in the last measured round."""
+    rows = []
     for group in groups:
-        for side, at in SIDES.items():
-            for name, attack in ATTACKS.items():
-                if over_seeds(group, f"leakage/{at}/{attack}/auc").rounds:
-                    said = [_said(group, at, attack, number) for number in keys]
-                    intervals = [
-                        _interval(group, at, attack, number) if ends else "" for number in keys
-                    ]
-                    out.append(
-                        (group, [side, name, *map("".join, zip(said, intervals, strict=True))])
-                    )
-    return out
+        for target, side in SIDES.items():
+            for method, attack in ATTACKS.items():
+                if over_seeds(group, f"leakage/{side}/{attack}/auc").rounds:
+                    numbers = [_number(group, side, attack, number) for number in NUMBERS]
+                    intervals = [_interval(group, side, attack, number) for number in NUMBERS]
+                    rows.append(AttackRow(group, target, method, numbers, intervals))
+    return rows
 
 
-def _table(groups: Sequence[Group], style: Style) -> Html:
-    return html_table(
-        HEAD,
-        [[labelled(group, style), *cells] for group, cells in leak_rows(groups)],
-        "numbers wide",
-    )
-
-
-def _said(group: Group, side: str, attack: str, number: str) -> str:
-    return over_seeds(group, f"leakage/{side}/{attack}/{number}").values[-1].text(100)
+def _number(group: Group, side: str, attack: str, number: str) -> str:
+    series = over_seeds(group, f"leakage/{side}/{attack}/{number}")
+    return series.values[-1].text(100)
 
 
 def _interval(group: Group, side: str, attack: str, number: str) -> str:
-    look = _last(group, side)
+    look = _last_look(group, side)
     if look is None:
         return ""
     with reading(look) as event:
-        low, high = (100 * float(v) for v in event[side][attack][f"{number}_interval"])
-    return f" ({low:.2f}–{high:.2f})"
+        low, high = event[side][attack][f"{number}_interval"]
+        return f" ({100 * float(low):.2f}–{100 * float(high):.2f})"
 
 
-def _last(group: Group, side: str) -> Look | None:
+def _last_look(group: Group, side: str) -> Look | None:
     """The last look of the first seed at what was sent, or at the global model."""
-    of_first = [
-        look for look in looks(group, "leakage") if isinstance(look.event.get(side), Mapping)
-    ]
-    return max((k for k in of_first if k.run is of_first[0].run), key=_when, default=None)
+    of_side = [look for look in looks(group, "leakage") if isinstance(look.event.get(side), dict)]
+    if not of_side:
+        return None
+    first_run = of_side[0].run
+    of_first = [look for look in of_side if look.run is first_run]
+    return max(of_first, key=lambda look: int(look.event["round"]))
 
 
-def _when(look: Look) -> int:
-    return int(look.event["round"])
+# Curves of members found
 
 
 def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
-    coin = {"color": "#999999", "width": 1, "dash": "dash"}
-    ends = {"x": [LOWEST, 1], "y": [LOWEST, 1], "line": coin, "name": "a coin", "showlegend": False}
-    data: list[dict[str, Any]] = [{"type": "scatter", "mode": "lines", **ends, "hoverinfo": "skip"}]
+    coin = go.Scatter(
+        mode="lines",
+        x=[LOWEST, 1],
+        y=[LOWEST, 1],
+        line={"color": "#999999", "width": 1, "dash": "dash"},
+        name="a coin",
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    traces = [coin]
     for group in groups:
         for side in ("seen", "raw"):
-            look = _last(group, side)
-            if look is None or attack not in look.event[side]:
-                continue
-            with reading(look) as event:
-                found_at = [float(v) for v in event[side][attack]["roc"]]
-                points = list(zip(GRID, found_at, strict=True))
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": named(group) if side == "seen" else f"{named(group)}, before privacy",
-                    "showlegend": side == "seen",
-                    "x": [x for x, _ in points],
-                    "y": [rounded(max(y, LOWEST)) for _, y in points],
-                    "line": {
-                        "color": style.colour(group),
-                        "width": 2 if side == "seen" else 1.5,
-                        "dash": style.dash(group) if side == "seen" else "dot",
-                    },
-                    "hovertemplate": "%{y:.2%}",
-                }
-            )
-    log = {"type": "log", "range": [-3, 0], "tickformat": ".1%"}
-    axes = {
-        "xaxis": {**log, "title": {"text": "others taken for members"}},
-        "yaxis": {**log, "title": {"text": "members found"}},
-    }
-    return {"data": data, "layout": layout(showlegend=len(groups) <= MOST_IN_LEGEND, **axes)}
+            look = _last_look(group, side)
+            if look is not None and attack in look.event[side]:
+                traces.append(_curve(look, style, side, attack))
+    axis = {"type": "log", "range": [-3, 0], "tickformat": ".1%"}
+    axes = layout(
+        showlegend=len(groups) <= MOST_IN_LEGEND,
+        xaxis={**axis, "title": {"text": "others taken for members"}},
+        yaxis={**axis, "title": {"text": "members found"}},
+    )
+    return Figure(traces, axes)
+
+
+def _curve(look: Look, style: Style, side: str, attack: str) -> go.Scatter:
+    """The members found at each false rate: by what the server sees, or dotted, before privacy."""
+    with reading(look) as event:
+        rates = [float(value) for value in event[side][attack]["roc"]]
+        if len(rates) != len(GRID):
+            raise ValueError(f"roc must have {len(GRID)} numbers")
+    name = named(look.group)
+    line = {"color": style.colour(look.group), "width": 2, "dash": style.dash(look.group)}
+    if side == "raw":
+        name = f"{name}, before privacy"
+        line = {**line, "width": 1.5, "dash": "dot"}
+    return go.Scatter(
+        mode="lines",
+        name=name,
+        showlegend=side == "seen",
+        x=list(GRID),
+        y=[rounded(max(rate, LOWEST)) for rate in rates],
+        line=line,
+        hovertemplate="%{y:.2%}",
+    )

@@ -1,5 +1,5 @@
-"""Tasks over time: the accuracy matrix as a map, accuracy by task over rounds, and what was learned
-and kept.
+"""The section on tasks over time: the accuracy matrix as a map, accuracy by task over rounds, and
+what was learned and kept.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
-from fedstill.metrics import tasks as over
+from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.values import Values
+from fedstill.report.blocks import Block, Chart, Gallery, Paragraph, Section, group_label, line_key
 from fedstill.report.figures import (
     ACCURACY,
     COLOURS,
@@ -21,72 +23,95 @@ from fedstill.report.figures import (
     flat_range,
     layout,
     lines,
+    measured,
     named,
     rounded,
+    y_values,
 )
-from fedstill.report.knowledge import measured
-from fedstill.report.markup import Html, figure, grid, key, labelled, section, sentence
+from fedstill.report.sections import Report
 from fedstill.running.groups import Group
 from fedstill.running.runs import Run
 
 ABOUT = (
     "Tasks come one after another. At the end of each the model is tested on all of them. "
-    "Forgetting over time is what"
-    " the model knew of an earlier task and does not know at the end."
+    "Forgetting over time is what the model knew of an earlier task and does not know at the end."
 )
-MAP = (
+ABOUT_MAPS = (
     "Each row is a task, each column a task's end; the colour is the accuracy on that task then, "
-    "mean over seeds. A"
-    " frame marks the end of the task itself. The last column says what was lost of the task since "
-    "its best end, which"
-    " may be another one on each seed."
+    "mean over seeds. A frame marks the end of the task itself. The last column says what was lost "
+    "of the task since its best end, which may be another one on each seed."
 )
-CURVES = (
+ABOUT_CURVES = (
     "Accuracy on the classes of each task by round, mean over seeds, where the answer is the "
-    "likeliest of all classes,"
-    " those to come among them. Dotted lines are changes of task."
+    "likeliest of all classes, those to come among them. Dotted lines are changes of task."
 )
-SEEN = (
+ABOUT_SEEN = (
     "Accuracy on test examples of all classes seen so far, among these; dotted lines are changes "
     "of task."
 )
-PLANE = (
+ABOUT_PLANE = (
     "Right: more was learned, the best that was known of each task. Up: more of it was kept to the "
-    "end. On a dotted"
-    " curve the final accuracy, which is the product, is the same. One point for each seed."
+    "end. On a dotted curve the final accuracy, which is the product, is the same. One point for "
+    "each seed."
 )
 MOST_NUMBERS = 12
 """A matrix of more tasks than these is drawn without numbers."""
 
+BRIGHT = 0.6
+"""From this accuracy on, the colour of a cell is so bright that its number is black."""
 
-def over_tasks(groups: Sequence[Group], style: Style) -> Html | None:
+DOTTED = {"color": "#999999", "width": 1, "dash": "dot"}
+
+
+def over_tasks(report: Report) -> Section | None:
     """The section; None if no run has ended a task."""
-    some = [g for g in groups if _ended(g)]
-    if not some:
+    groups = [group for group in report.groups if _ended(group)]
+    if not groups:
         return None
-    maps = [
-        figure([matrix_map(g)], f"{g.label}: {MAP}", labelled(g, style), "matrix") for g in some
+    style = report.style
+    charts = [Chart([learned_and_kept(groups, style)], ABOUT_PLANE, "Learned and kept")]
+    if measured(groups, "accuracy_seen"):
+        charts.insert(0, _seen_classes(groups, style))
+    blocks: list[Block | None] = [
+        Paragraph(ABOUT),
+        line_key(groups, style),
+        Gallery(charts),
+        Paragraph(ABOUT_MAPS),
+        Gallery([_map_chart(group, style) for group in groups], "small"),
     ]
-    curves = [
-        figure([task_curves(g)], f"{g.label}: {CURVES}", labelled(g, style), "by task")
-        for g in some
-        if _class_tasks(g)
-    ]
-    whole = [figure([learned_and_kept(some, style)], PLANE, "Learned and kept")]
-    if measured(some, "accuracy_seen"):
-        drawn = lines(some, style, "accuracy_seen", **PERCENT)
-        drawn["layout"]["shapes"] = changes(some[0])
-        whole.insert(0, figure([drawn], SEEN, "Accuracy on the classes seen so far"))
-    return section(
-        "Tasks over time",
-        sentence(ABOUT),
-        key(some, style),
-        grid(whole),
-        sentence(MAP),
-        grid(maps, "small"),
-        *([sentence(CURVES), grid(curves, "small")] if curves else []),
-        name="tasks",
+    curves = [_curve_chart(group, style) for group in groups if _has_class_tasks(group)]
+    if curves:
+        blocks += [Paragraph(ABOUT_CURVES), Gallery(curves, "small")]
+    return Section("tasks", "Tasks over time", blocks)
+
+
+def _seen_classes(groups: Sequence[Group], style: Style) -> Chart:
+    figure = lines(groups, style, "accuracy_seen", PERCENT)
+    figure.layout.shapes = changes(groups[0])
+    return Chart([figure], ABOUT_SEEN, "Accuracy on the classes seen so far")
+
+
+def _map_chart(group: Group, style: Style) -> Chart:
+    return Chart(
+        [matrix_map(group)],
+        f"{group.label}: {ABOUT_MAPS}",
+        group_label(group, style),
+        "matrix",
+        is_explained=True,
     )
+
+
+def _curve_chart(group: Group, style: Style) -> Chart:
+    return Chart(
+        [task_curves(group)],
+        f"{group.label}: {ABOUT_CURVES}",
+        group_label(group, style),
+        "by task",
+        is_explained=True,
+    )
+
+
+# The accuracy matrix
 
 
 def run_rows(run: Run) -> Values:
@@ -99,162 +124,56 @@ def matrix_map(group: Group) -> Figure:
     """Task × task end, the mean over seeds, with the task's own end framed and its loss beside
     it.
     """
-    each = [run_rows(run) for run in _ended(group)]
-    ends = min(map(len, each))
-    matrices = [matrix[:ends] for matrix in each]
+    matrices = [run_rows(run) for run in _ended(group)]
+    ends = min(len(matrix) for matrix in matrices)
+    matrices = [matrix[:ends] for matrix in matrices]
     mean = np.mean(matrices, axis=0)
-    lost = np.mean([over.forgetting_by_column(matrix) for matrix in matrices], axis=0)
+    lost = np.mean([task_metrics.forgetting_by_column(matrix) for matrix in matrices], axis=0)
     tasks = mean.shape[1]
-    columns = [*(f"after {t + 1}" for t in range(ends)), "lost"]
-    cells = [[*(_percent(v) for v in mean[:, j]), None] for j in range(tasks)]
-    trace = {
-        "type": "heatmap",
-        "x": columns,
-        "y": [f"task {j + 1}" for j in range(tasks)],
-        "z": cells,
-        "zmin": 0,
-        "zmax": 100,
-        "colorscale": ACCURACY,
-        "showscale": False,
-        "hoverongaps": False,
-        "hovertemplate": "%{y}, %{x}: %{z:.1f} %<extra></extra>",
-    }
+
+    # the last column has no colours: there stands what was lost
+    rows = [[*(_percent(value) for value in mean[:, task]), None] for task in range(tasks)]
+    trace = go.Heatmap(
+        x=[*(f"after {end + 1}" for end in range(ends)), "lost"],
+        y=[f"task {task + 1}" for task in range(tasks)],
+        z=rows,
+        zmin=0,
+        zmax=100,
+        colorscale=ACCURACY,
+        showscale=False,
+        hoverongaps=False,
+        hovertemplate="%{y}, %{x}: %{z:.1f} %<extra></extra>",
+    )
     notes = [
-        _note(ends, j, lost[j], "#888888") for j in range(len(lost)) if not math.isnan(lost[j])
+        _note(ends, task, value, "#888888")
+        for task, value in enumerate(lost)
+        if not math.isnan(value)
     ]
     if tasks <= MOST_NUMBERS:
-        notes += [
-            _note(t, j, mean[t, j], "#000000" if mean[t, j] > 0.6 else "#ffffff")
-            for t in range(ends)
-            for j in range(tasks)
-            if not math.isnan(mean[t, j])
-        ]
+        notes += _cell_notes(mean)
     axes = layout(
         height=90 + max(160, min(720, 34 * tasks)),
         showlegend=False,
         hovermode="closest",
         xaxis={"type": "category", "showgrid": False},
         yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
+        shapes=[_frame(task) for task in range(min(ends, tasks))],
+        annotations=notes,
     )
-    return {
-        "data": [trace],
-        "layout": {
-            **axes,
-            "shapes": [_frame(t) for t in range(min(ends, tasks))],
-            "annotations": notes,
-        },
-    }
+    return Figure([trace], axes)
 
 
-def task_curves(group: Group) -> Figure:
-    """Accuracy on the classes of each task by round, a line a task; the mean over seeds, each with
-    its own classes.
-    """
-    runs = _ended(group)
-    data = []
-    classes = [run.start["stream"]["classes"] for run in runs]  # whose order a seed may draw
-    for t in range(len(classes[0])):
-        curves = [_of_classes(run, own[t]) for run, own in zip(runs, classes, strict=True)]
-        rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"task {t + 1}",
-                "x": rounds,
-                "y": [rounded(float(np.mean([curve[r] for curve in curves]))) for r in rounds],
-                "line": {"color": COLOURS[t % len(COLOURS)], "width": 2},
-                "hovertemplate": "%{y:.1%}",
-            }
-        )
-    up = PERCENT | flat_range(data, PERCENT)
-    axes = layout(xaxis={"title": {"text": "round"}, "rangemode": "tozero"}, yaxis=up)
-    return {"data": data, "layout": {**axes, "shapes": changes(group)}}
-
-
-def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
-    """What was learned and which share of it was kept, a point for each seed."""
-    data = equal_curves()
-    for group in groups:
-        matrices = [run_rows(run) for run in _ended(group)]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": named(group),
-                "legendgroup": group.label,
-                "x": [rounded(over.learned(m)) for m in matrices],
-                "y": [rounded(over.kept_share(m)) for m in matrices],
-                "marker": {"size": 10, "color": style.colour(group)},
-                "hovertemplate": "learned %{x:.1%}, kept %{y:.1%}",
-            }
-        )
-    axis = {**PERCENT, "range": [0, 1.03]}
-    right, up = ({**axis, "title": {"text": what}} for what in ("learned", "kept"))
-    return {
-        "data": data,
-        "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False),
-    }
-
-
-def equal_curves() -> list[dict[str, Any]]:
-    """Curves of equal accuracy in the plane of learned and kept: 20, 40, 60 and 80 %."""
-    along = [0.02 * i for i in range(1, 51)]
-    curves = {level: [v for v in along if v >= level] for level in (0.2, 0.4, 0.6, 0.8)}
-    return [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "x": x,
-            "y": [rounded(level / v) for v in x],
-            "line": {"color": "#999999", "width": 1, "dash": "dot"},
-            "hoverinfo": "skip",
-            "showlegend": False,
-        }
-        for level, x in curves.items()
-    ]
-
-
-def changes(group: Group) -> list[dict[str, Any]]:
-    """Dotted lines before the first round of each later task."""
-    line = {
-        "type": "line",
-        "yref": "paper",
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": "#999999", "width": 1, "dash": "dot"},
-    }
-    starts = _ended(group)[0].start["stream"].get("first_rounds", [])
-    return [{**line, "x0": first - 0.5, "x1": first - 0.5} for first in starts[1:]]
-
-
-def _ended(group: Group) -> list[Run]:
-    return [run for run in group.started if any(end["task"] for end in run.task_ends)]
-
-
-def _class_tasks(group: Group) -> bool:
-    """Whether tasks differ in their classes, and there is a test set of them."""
-    run = _ended(group)[0]
-    told = run.start["stream"]["classes"]
-    return len({tuple(own) for own in told}) > 1 and "totals" in run.task_ends[-1]
-
-
-def _of_classes(run: Run, own: Sequence[int]) -> dict[int, float]:
-    rows = {
-        r: [row[c] for c in own if row[c] is not None] for r, row in run.class_accuracy().items()
-    }
-    return {r: float(np.mean([v for v in row if v is not None])) for r, row in rows.items() if row}
-
-
-def _frame(t: int) -> dict[str, Any]:
-    """A frame around the cell of a task at its own end."""
-    corners = {"x0": t - 0.46, "x1": t + 0.46, "y0": t - 0.44, "y1": t + 0.44}
-    return {
-        "type": "rect",
-        "line": {"color": "#ffffff", "width": 3},
-        "fillcolor": "rgba(0,0,0,0)",
-        **corners,
-    }
+def _cell_notes(mean: Values) -> list[dict[str, Any]]:
+    """The number of each cell, in the colour that can be read on it."""
+    notes = []
+    for (end, task), value in np.ndenumerate(mean):
+        if math.isnan(value):
+            continue
+        colour = "#ffffff"
+        if value > BRIGHT:
+            colour = "#000000"
+        notes.append(_note(end, task, value, colour))
+    return notes
 
 
 def _note(x: int, y: int, value: float, colour: str) -> dict[str, Any]:
@@ -267,5 +186,133 @@ def _note(x: int, y: int, value: float, colour: str) -> dict[str, Any]:
     }
 
 
+def _frame(task: int) -> dict[str, Any]:
+    """A frame around the cell of a task at its own end."""
+    return {
+        "type": "rect",
+        "line": {"color": "#ffffff", "width": 3},
+        "fillcolor": "rgba(0,0,0,0)",
+        "x0": task - 0.46,
+        "x1": task + 0.46,
+        "y0": task - 0.44,
+        "y1": task + 0.44,
+    }
+
+
 def _percent(value: float) -> float | None:
-    return None if math.isnan(value) else round(100 * value, 1)
+    if math.isnan(value):
+        return None
+    return round(100 * value, 1)
+
+
+# Accuracy by task over rounds
+
+
+def task_curves(group: Group) -> Figure:
+    """Accuracy on the classes of each task by round, one line for each task; the mean over seeds,
+    each with its own classes.
+    """
+    runs = _ended(group)
+    traces = []
+    for task in range(len(_task_classes(runs[0]))):
+        # the order of classes may be drawn by the seed
+        by_run = [_accuracy_on(run, _task_classes(run)[task]) for run in runs]
+        rounds = sorted(set.intersection(*(set(by_round) for by_round in by_run)))
+        means = [float(np.mean([by_round[number] for by_round in by_run])) for number in rounds]
+        traces.append(
+            go.Scatter(
+                mode="lines",
+                name=f"task {task + 1}",
+                x=rounds,
+                y=[rounded(mean) for mean in means],
+                line={"color": COLOURS[task % len(COLOURS)], "width": 2},
+                hovertemplate="%{y:.1%}",
+            )
+        )
+    up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
+    across = {"title": {"text": "round"}, "rangemode": "tozero"}
+    return Figure(traces, layout(xaxis=across, yaxis=up, shapes=changes(group)))
+
+
+def changes(group: Group) -> list[dict[str, Any]]:
+    """Dotted lines before the first round of each later task."""
+    first_rounds = _ended(group)[0].start["stream"].get("first_rounds", [])
+    across = [first - 0.5 for first in first_rounds[1:]]
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": DOTTED}
+    return [{**line, "x0": x, "x1": x} for x in across]
+
+
+def _ended(group: Group) -> list[Run]:
+    """The runs of a group in which a task has ended."""
+    return [run for run in group.started if any(end["task"] for end in run.task_ends)]
+
+
+def _task_classes(run: Run) -> list[list[int]]:
+    """The classes of each task."""
+    classes: list[list[int]] = run.start["stream"]["classes"]
+    return classes
+
+
+def _has_class_tasks(group: Group) -> bool:
+    """Whether tasks differ in their classes, and there is a test set of them."""
+    run = _ended(group)[0]
+    distinct = {tuple(classes) for classes in _task_classes(run)}
+    return len(distinct) > 1 and "totals" in run.task_ends[-1]
+
+
+def _accuracy_on(run: Run, classes: Sequence[int]) -> dict[int, float]:
+    """The mean accuracy of some classes by round, where it is known of any."""
+    means = {}
+    for number, row in run.class_accuracy().items():
+        values = [row[c] for c in classes if row[c] is not None]
+        if values:
+            means[number] = float(np.mean([value for value in values if value is not None]))
+    return means
+
+
+# Learned and kept
+
+
+def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
+    """What was learned and which share of it was kept, a point for each seed."""
+    traces = equal_curves()
+    for group in groups:
+        matrices = [run_rows(run) for run in _ended(group)]
+        traces.append(
+            go.Scatter(
+                mode="markers",
+                name=named(group),
+                legendgroup=group.label,
+                x=[rounded(task_metrics.learned(matrix)) for matrix in matrices],
+                y=[rounded(task_metrics.kept_share(matrix)) for matrix in matrices],
+                marker={"size": 10, "color": style.colour(group)},
+                hovertemplate="learned %{x:.1%}, kept %{y:.1%}",
+            )
+        )
+    axis = {**PERCENT, "range": [0, 1.03]}
+    axes = layout(
+        hovermode="closest",
+        xaxis={**axis, "title": {"text": "learned"}},
+        yaxis={**axis, "title": {"text": "kept"}},
+        showlegend=False,
+    )
+    return Figure(traces, axes)
+
+
+def equal_curves() -> list[go.Scatter]:
+    """Curves of equal accuracy in the plane of learned and kept: 20, 40, 60 and 80 %."""
+    steps = [0.02 * step for step in range(1, 51)]
+    curves = []
+    for level in (0.2, 0.4, 0.6, 0.8):
+        x = [learned for learned in steps if learned >= level]
+        curves.append(
+            go.Scatter(
+                mode="lines",
+                x=x,
+                y=[rounded(level / learned) for learned in x],
+                line=DOTTED,
+                hoverinfo="skip",
+                showlegend=False,
+            )
+        )
+    return curves

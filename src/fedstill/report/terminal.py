@@ -260,7 +260,7 @@ def leak_table(compared: Sequence[Group]) -> PlainTable | None:
     """How well members are told from what clients sent, without intervals; None if it was not
     measured.
     """
-    rows = [[group.label, *cells] for group, cells in leak_rows(compared, ends=False)]
+    rows = [[row.group.label, *row.plain_cells] for row in leak_rows(compared)]
     return table(HEAD, rows, words=3) if rows else None
 
 

@@ -8,16 +8,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedstill.core.files import PAGE, write_over
 from fedstill.metrics.classification import METRICS
+from fedstill.report.blocks import Block, Chart, Paragraph, Section, Table
 from fedstill.report.figures import Figure, layout
-from fedstill.report.markup import figure, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
 from fedstill.running.groups import spread
 from fedstill.running.tuning import Trial, Tuning
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 REPORT_SEEDS = 5
 """On how many other seeds the chosen values are to be reported."""
@@ -83,35 +86,37 @@ def write_tuning_page(tuning: Tuning, out: Path) -> Path:
     """Write a page with two figures, the goal by trial and over each key, to a file; it needs no
     network.
     """
-    from optuna.visualization import plot_optimization_history, plot_slice
-
-    head, lines = trial_lines(tuning)
+    head, rows = trial_lines(tuning)
     seeds = ", ".join(map(str, tuning.seeds))
-    says = (
+    about = (
         f"Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the "
         "values."
     )
-    drawn = [
-        figure([_as_ours(plot(tuning.study, target_name=tuning.goal))], text, title)
-        for plot, title, text in (
-            (plot_optimization_history, "The goal by trial", "The line is the best so far."),
-            (plot_slice, "The goal over each key", "Darker points are later trials."),
-        )
-        if any(t.scores for t in tuning.trials)
-    ]
-    shown = section(
-        "Tuning", sentence(says), *drawn, html_table(head, lines, "numbers"), name="tuning"
-    )
-    write_over(
-        out, document("Tuning", f"<header><h1>Tuning</h1></header>{shown.text}").encode(), PAGE
-    )
+    blocks: list[Block] = [Paragraph(about)]
+    if any(trial.scores for trial in tuning.trials):
+        blocks += _charts(tuning)
+    blocks.append(Table(head, rows, "numbers"))
+    page = document("Tuning", [], [Section("tuning", "Tuning", blocks)])
+    write_over(out, page.encode(), PAGE)
     return out
 
 
-def _as_ours(drawn: Any) -> Figure:
+def _charts(tuning: Tuning) -> list[Chart]:
+    """The goal by trial, and over each key, as Optuna draws them."""
+    from optuna.visualization import plot_optimization_history, plot_slice
+
+    history = _with_our_layout(plot_optimization_history(tuning.study, target_name=tuning.goal))
+    slices = _with_our_layout(plot_slice(tuning.study, target_name=tuning.goal))
+    return [
+        Chart([history], "The line is the best so far.", "The goal by trial"),
+        Chart([slices], "Darker points are later trials.", "The goal over each key"),
+    ]
+
+
+def _with_our_layout(drawn: go.Figure) -> Figure:
     """A figure of Optuna's with the layout of all our figures: the page gives it colours for light
     and dark.
     """
-    whole = json.loads(drawn.to_json())
-    axes = {k: v for k, v in whole["layout"].items() if k.startswith(("xaxis", "yaxis"))}
-    return {"data": whole["data"], "layout": layout(hovermode="closest", **axes)}
+    settings: dict[str, Any] = drawn.layout.to_plotly_json()
+    axes = {key: axis for key, axis in settings.items() if key.startswith(("xaxis", "yaxis"))}
+    return Figure(list(drawn.data), layout(hovermode="closest", **axes))

@@ -86,7 +86,24 @@
     });
   }
 
+  // Marks the section that is read in the list of sections, which a phone shows one part of.
+  function follow() {
+    const list = document.querySelector("nav ul");
+    if (!list) return;
+    const links = new Map([...list.querySelectorAll("a")].map((link) => [link.hash.slice(1), link]));
+    const observer = new IntersectionObserver((entries) => {
+      const section = entries.find((entry) => entry.isIntersecting);
+      if (!section) return;
+      list.querySelector("[aria-current]")?.removeAttribute("aria-current");
+      const link = links.get(section.target.id);
+      link.setAttribute("aria-current", "true");
+      list.scrollLeft = link.offsetLeft - list.offsetLeft - 24;
+    }, { rootMargin: "-120px 0px -75% 0px" });
+    for (const name of links.keys()) observer.observe(document.getElementById(name));
+  }
+
   function listen() {
+    follow();
     document.querySelectorAll("table.sortable").forEach(sortable);
     for (const select of document.querySelectorAll("[data-controls]")) {
       select.addEventListener(select.type === "range" ? "input" : "change", () => {

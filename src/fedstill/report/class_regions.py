@@ -1,0 +1,384 @@
+"""The sections on where a network has its classes: on a circle of features, in units of its last
+hidden layer, and between decision boundaries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from fedstill.measures.boundaries import STEPS
+from fedstill.report.blocks import (
+    Block,
+    Chart,
+    ColourKey,
+    Gallery,
+    Label,
+    Paragraph,
+    Section,
+    group_label,
+)
+from fedstill.report.figures import COUNTS, Figure, layout, plain, rounded
+from fedstill.report.sections import Report
+from fedstill.report.series import Look, last_looks, looks, matrix, reading
+from fedstill.running.groups import Group
+
+CLASSES = (
+    "#4E79A7", "#F28E2B", "#59A14F", "#E15759", "#B07AA1",
+    "#9C755F", "#EDC948", "#76B7B2", "#FF9DA7", "#79706E",
+)  # fmt: skip
+"""The colour of each class, the same in all pictures; they repeat after ten."""
+
+BARE_AXIS = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
+HIDDEN_AXIS = {"visible": False}
+
+
+def class_colour(number: int) -> str:
+    """The colour of a class."""
+    return CLASSES[number % len(CLASSES)]
+
+
+def class_name(group: Group, number: int) -> str:
+    """A class's name, or its number where it has none."""
+    names = group.classes
+    if number < len(names):
+        return str(names[number])
+    return str(number)
+
+
+def class_key(group: Group) -> ColourKey:
+    """The colours of the first classes of a group."""
+    names = group.classes[: 2 * len(CLASSES)]
+    return ColourKey([Label(class_colour(i), name) for i, name in enumerate(names)])
+
+
+def class_scale() -> list[list[Any]]:
+    """A colour scale with a step for each colour of a class."""
+    count = len(CLASSES)
+    scale: list[list[Any]] = []
+    for index, colour in enumerate(CLASSES):
+        scale.append([index / count, colour])
+        scale.append([(index + 1) / count, colour])
+    return scale
+
+
+# Classes on the circle
+
+
+CIRCLE_DISTANCE = 3.2
+"""From the centre of one circle to that of the next, in radii."""
+HIGHEST_BUMP = 0.5
+"""The height of the highest bump of a circle, in radii."""
+LOWEST_BUMP = 0.01
+"""Below this share of the highest bump nothing is drawn: there the circle is bare."""
+BANDWIDTH = 8.0
+"""Degrees of the Gaussian that smooths counts of angles."""
+
+ABOUT_CIRCLES = (
+    "Features of this network are points on a circle. Each bump is a class: its position is the "
+    "direction of the class's features, its height the number of test examples there. If bumps of "
+    "a local model merge or move, it has forgotten those classes."
+)
+
+
+def sphere(report: Report) -> Section | None:
+    """Where the classes are on the circle, model by model; None if it was not measured."""
+    found = last_looks(report.groups, "sphere")
+    if not found:
+        return None
+    charts = [
+        Chart(
+            [_circles(look)],
+            f"{look.place}: {ABOUT_CIRCLES}",
+            group_label(look.group, report.style, look.place),
+            is_explained=True,
+        )
+        for look in found
+    ]
+    blocks = [Paragraph(ABOUT_CIRCLES), class_key(found[0].group), *charts]
+    return Section("sphere", "Classes on the circle", blocks)
+
+
+def _circles(look: Look) -> Figure:
+    """A circle for each model, side by side."""
+    traces: list[go.Scatter] = []
+    notes = []
+    with reading(look) as event:
+        models = [str(model) for model in event["models"]]
+        for index, (model, counts) in enumerate(zip(models, event["counts"], strict=True)):
+            centre = CIRCLE_DISTANCE * index
+            traces += _circle(look, counts, centre)
+            notes.append({"text": plain(model), "x": centre, "y": 0, "showarrow": False})
+    last_centre = CIRCLE_DISTANCE * (len(models) - 1)
+    axes = layout(
+        height=280,
+        hovermode="closest",
+        showlegend=False,
+        xaxis={**HIDDEN_AXIS, "range": [-1.6, last_centre + 1.6]},
+        yaxis={**HIDDEN_AXIS, "scaleanchor": "x", "range": [-1.6, 1.6]},
+        annotations=notes,
+    )
+    return Figure(traces, axes)
+
+
+def _circle(look: Look, counts: Sequence[Sequence[float]], centre: float) -> list[go.Scatter]:
+    """The bare circle of a model, and the bumps of its classes; counts (C, bins)."""
+    bins = len(counts[0])
+    densities = [smoothed(row) for row in matrix(counts, len(look.group.classes), bins)]
+    highest = max((max(density) for density in densities), default=0.0) or 1.0
+    traces = [_ring(centre, [1.0] * bins, "#9aa4b0", "")]
+    for number, density in enumerate(densities):
+        radii = [_radius(value, highest) for value in density]
+        name = plain(class_name(look.group, number))
+        traces.append(_ring(centre, radii, class_colour(number), name))
+    return traces
+
+
+def _radius(density: float, highest: float) -> float | None:
+    """How far from the centre a bump is drawn; None where there is none."""
+    if density <= LOWEST_BUMP * highest:
+        return None
+    return 1 + HIGHEST_BUMP * density / highest
+
+
+def _ring(centre: float, radii: Sequence[float | None], colour: str, name: str) -> go.Scatter:
+    """A closed line around a centre; one without a name is thin and silent."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for step, radius in enumerate(radii):
+        angle = -math.pi + 2 * math.pi * (step + 0.5) / len(radii)
+        if radius is None:
+            x.append(None)
+            y.append(None)
+        else:
+            x.append(round(centre + radius * math.cos(angle), 4))
+            y.append(round(radius * math.sin(angle), 4))
+    ring = go.Scatter(
+        mode="lines",
+        name=name,
+        x=[*x, x[0]],
+        y=[*y, y[0]],
+        line={"color": colour, "width": 1},
+        hoverinfo="skip",
+    )
+    if name:
+        ring.line.width = 2
+        ring.hoverinfo = None
+        ring.hovertemplate = f"{name}<extra></extra>"
+    return ring
+
+
+def smoothed(counts: Sequence[float], bandwidth: float = BANDWIDTH) -> list[float]:
+    """Counts around a circle as a density: each is spread by a Gaussian of so many degrees; the sum
+    stays.
+    """
+    bins = len(counts)
+    degrees = [min(step, bins - step) * (360 / bins) for step in range(bins)]
+    kernel = [math.exp(-0.5 * (angle / bandwidth) ** 2) for angle in degrees]
+    total = sum(kernel)
+    densities = []
+    for place in range(bins):
+        weighed = [count * kernel[(place - index) % bins] for index, count in enumerate(counts)]
+        densities.append(sum(weighed) / total)
+    return densities
+
+
+# The class of each unit
+
+
+ABOUT_UNITS = (
+    "Each column is a unit of the last hidden layer. Its colour is the class for which the unit is "
+    "most active. Columns are sorted by the model that clients received (top row). A model whose "
+    "row has the same colours kept what it knew."
+)
+
+
+def units(report: Report) -> Section | None:
+    """Which class each unit of the last hidden layer stands for, model by model; None if it was not
+    measured.
+    """
+    found = last_looks(report.groups, "units")
+    if not found:
+        return None
+    charts = [
+        Chart(
+            [_units(look)],
+            f"{look.place}: {ABOUT_UNITS}",
+            group_label(look.group, report.style, look.place),
+            is_explained=True,
+        )
+        for look in found
+    ]
+    blocks = [Paragraph(ABOUT_UNITS), class_key(found[0].group), Gallery(charts)]
+    return Section("units", "The class of each unit", blocks)
+
+
+def _units(look: Look) -> Figure:
+    with reading(look) as event:
+        models = [str(model) for model in event["models"]]
+        classes = matrix(event["classes"], len(models), len(event["classes"][0]))
+        order = sorted(range(len(classes[0])), key=lambda unit: classes[0][unit])
+        rows = [[int(row[unit]) for unit in order] for row in classes]
+        names = [[plain(class_name(look.group, number)) for number in row] for row in rows]
+    trace = go.Heatmap(
+        y=[plain(model) for model in models],
+        z=[[number % len(CLASSES) for number in row] for row in rows],
+        customdata=names,
+        zmin=0,
+        zmax=len(CLASSES),
+        colorscale=class_scale(),
+        showscale=False,
+        ygap=2,
+        hovertemplate="%{y}: unit stands for %{customdata}<extra></extra>",
+    )
+    axes = layout(
+        height=90 + 26 * len(models),
+        hovermode="closest",
+        showlegend=False,
+        xaxis={**BARE_AXIS, "title": {"text": f"{len(order)} units"}},
+        yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
+    )
+    return Figure([trace], axes)
+
+
+# Decision boundaries of a client that asked, stage by stage, with its accuracy by class below
+
+
+STAGE_TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
+PLANE_HEIGHT = 400
+
+ABOUT_BOUNDARIES = (
+    "Each point is a test image of a class that the client asked for (ringed) or has. The axes are "
+    "the first two principal components of the model's features. The background is the class that "
+    "the model's head predicts there. Below: accuracy by class on the whole test set."
+)
+
+
+def boundaries(report: Report) -> Section | None:
+    """For each group the planes of its first seed that has any; None if it was not measured."""
+    blocks: list[Block] = [Paragraph(ABOUT_BOUNDARIES)]
+    for group in report.groups:
+        of_group = _stages(group)
+        if of_group:
+            blocks.append(group_label(group, report.style))
+            blocks.append(Gallery([_stage(look) for look in of_group], "small"))
+    if len(blocks) == 1:
+        return None
+    return Section("boundaries", "Decision boundaries", blocks)
+
+
+def _stages(group: Group) -> list[Look]:
+    """The looks of the first seed that has any: after the client last trained alone, and in the
+    last round.
+    """
+    every_look = list(looks(group, "boundaries"))
+    of_first = [look for look in every_look if look.run is every_look[0].run]
+    if not of_first:
+        return []
+    last = of_first[-1].event["round"]
+    alone = max((look.event["round"] for look in of_first if _is_alone(look)), default=0)
+    in_last = [look for look in of_first if _is_alone(look) or look.event["round"] == last]
+    return [look for look in in_last if not _is_alone(look) or look.event["round"] == alone]
+
+
+def _is_alone(look: Look) -> bool:
+    return bool(look.event["name"] == "fit")
+
+
+def _stage(look: Look) -> Chart:
+    name = str(look.event["name"])
+    with reading(look):
+        axes = layout(
+            height=PLANE_HEIGHT,
+            hovermode="closest",
+            xaxis=BARE_AXIS,
+            yaxis={**BARE_AXIS, "domain": [0.3, 1]},
+            xaxis2={"type": "category", "anchor": "y2", "automargin": True},
+            yaxis2={**BARE_AXIS, "type": "category", "domain": [0, 0.1]},
+        )
+        traces = [_background(look), *_points(look), _accuracies(look)]
+        about = f"{look.place}, client {look.event['client']}"
+    return Chart([Figure(traces, axes)], about, STAGE_TITLES.get(name, name))
+
+
+def _background(look: Look) -> go.Heatmap:
+    """The class that the head predicts at each place of the plane."""
+    event = look.event
+    names = [plain(name) for name in look.group.classes]
+    plane = matrix(event["plane"], STEPS, STEPS)
+    return go.Heatmap(
+        x=_steps(*event["x_range"]),
+        y=_steps(*event["y_range"]),
+        z=[[int(value) % len(CLASSES) for value in row] for row in plane],
+        customdata=[[names[int(value)] for value in row] for row in plane],
+        zmin=0,
+        zmax=len(CLASSES),
+        colorscale=class_scale(),
+        opacity=0.35,
+        showscale=False,
+        hovertemplate="the head says %{customdata}<extra></extra>",
+    )
+
+
+def _steps(low: float, high: float) -> list[float]:
+    return [rounded(low + (high - low) * step / (STEPS - 1)) for step in range(STEPS)]
+
+
+def _points(look: Look) -> list[go.Scatter]:
+    """The test images of each class that the client asked for, or has."""
+    event = look.event
+    traces = []
+    for number in [*event["query"], *event["own"]]:
+        name = plain(look.group.classes[number])
+        ring: dict[str, Any] = {"width": 0}
+        if number in event["query"]:
+            ring = {"width": 1.5, "color": "black"}
+        images = [index for index, label in enumerate(event["labels"]) if label == number]
+        traces.append(
+            go.Scatter(
+                mode="markers",
+                name=name,
+                x=[event["x"][index] for index in images],
+                y=[event["y"][index] for index in images],
+                marker={"size": 6, "color": class_colour(number), "line": ring},
+                hovertemplate=f"{name}<extra></extra>",
+            )
+        )
+    return traces
+
+
+def _accuracies(look: Look) -> go.Heatmap:
+    """The accuracy of each class as a row of cells, on axes of its own below the plane."""
+    event = look.event
+    names = []
+    values = []
+    texts = []
+    for number in [*event["query"], *event["own"]]:
+        name = plain(look.group.classes[number])
+        if number in event["query"]:
+            name = f"{name} (asked for)"
+        value = None
+        text = ""
+        if event["accuracy"][number] is not None:
+            value = rounded(float(event["accuracy"][number]))
+            text = f"{value:.0%}"
+        names.append(name)
+        values.append(value)
+        texts.append(text)
+    return go.Heatmap(
+        xaxis="x2",
+        yaxis="y2",
+        x=names,
+        y=["accuracy"],
+        z=[values],
+        text=[texts],
+        texttemplate="%{text}",
+        zmin=0,
+        zmax=1,
+        colorscale=COUNTS,
+        showscale=False,
+        hovertemplate="%{x}: %{z:.1%}<extra></extra>",
+    )

@@ -1,0 +1,290 @@
+"""The sections on learning and forgetting by round: of the whole model, and class by class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from fedstill.report.blocks import (
+    Chart,
+    Choice,
+    ColourScale,
+    Gallery,
+    Paragraph,
+    Section,
+    group_label,
+    line_key,
+)
+from fedstill.report.figures import (
+    ACCURACY,
+    MOST_CELLS,
+    PERCENT,
+    Figure,
+    absent_note,
+    class_axis,
+    class_names,
+    height_of,
+    layout,
+    lines,
+    measured,
+    whole_numbers,
+)
+from fedstill.report.sections import Report
+from fedstill.report.series import class_means
+from fedstill.running.groups import Group
+
+# Lines of accuracy and forgetting
+
+
+@dataclass(frozen=True)
+class RoundChart:
+    """A measure that is drawn by round: its key, the chart's title and its description."""
+
+    key: str
+    title: str
+    description: str
+
+    @property
+    def needs_two_rounds(self) -> bool:
+        """Whether the chart says nothing after one round: nothing is forgotten by then."""
+        return "accuracy" not in self.key
+
+
+OF_CLIENTS = (
+    RoundChart(
+        "personal_accuracy",
+        "Accuracy for the clients by round",
+        "Each client's answer, its own model or else the global one, on test examples in the "
+        "client's proportions of classes; mean over clients. Higher is better.",
+    ),
+    RoundChart(
+        "personal_forgetting",
+        "Forgetting at clients by round",
+        "How far the own classes of clients with own models are below their best earlier look. "
+        "Lower is better.",
+    ),
+    RoundChart(
+        "own_test_accuracy",
+        "Accuracy on own tests by round",
+        "Each client's answer on the client's own test set; mean over clients. Higher is better.",
+    ),
+)
+"""What is drawn first where clients have models of their own."""
+
+OF_THE_SERVER = (
+    RoundChart(
+        "accuracy",
+        "Accuracy by round",
+        "The global model on the common test set. Higher is better.",
+    ),
+    RoundChart(
+        "forgetting",
+        "Forgetting F by round",
+        "How far the classes are below the best accuracy of their earlier rounds, on average. "
+        "Lower is better; below 0, they are above it.",
+    ),
+)
+
+ABOUT_LINES = (
+    "Each line is the mean over seeds; its band is one standard deviation above and below. Where "
+    "accuracy falls and F rises, the model forgot classes that it knew."
+)
+
+
+def learning_and_forgetting(report: Report) -> Section | None:
+    """Accuracy and forgetting by round; None if neither was measured."""
+    charts: Sequence[RoundChart] = OF_THE_SERVER
+    if any(group.own_models for group in report.groups):
+        charts = [*OF_CLIENTS, *OF_THE_SERVER]
+    drawn = [
+        Chart(
+            [lines(report.groups, report.style, chart.key, PERCENT)],
+            chart.description,
+            chart.title,
+        )
+        for chart in charts
+        if _is_drawn(chart, report.groups)
+    ]
+    if not drawn:
+        return None
+    key = line_key(report.groups, report.style)
+    return Section(
+        "rounds", "Learning and forgetting", [Paragraph(ABOUT_LINES), key, Gallery(drawn)]
+    )
+
+
+def _is_drawn(chart: RoundChart, groups: Sequence[Group]) -> bool:
+    if chart.needs_two_rounds and not _has_two_rounds(groups):
+        return False
+    return measured(groups, chart.key)
+
+
+def _has_two_rounds(groups: Sequence[Group]) -> bool:
+    return any(len(run.rounds) > 1 for group in groups for run in group.runs)
+
+
+# Maps of class accuracies: class × round, where forgetting shows
+
+
+MEAN = "mean over seeds"
+
+ABOUT_MAPS = (
+    "Each row is a class, each column a round. The colour is the accuracy on that class. A row "
+    "that turns bright and then dark again is a class learned and forgotten. Round 0 is the model "
+    "before training. As shares: a round's accuracies are divided by their sum, and yellow is the "
+    "largest share in the figure."
+)
+ABOUT_SEEDS = "Seeds forget at different times, and the mean hides that: choose one seed to see it."
+
+
+def remembered_classes(report: Report) -> Section | None:
+    """Accuracy of each class by round; None if it was not measured."""
+    groups = [group for group in report.groups if _has_class_accuracy(group)]
+    if not groups:
+        return None
+    shown_views = views(groups)
+    about = ABOUT_MAPS
+    if len(shown_views) > 1:
+        about = f"{ABOUT_MAPS} {ABOUT_SEEDS}"
+    charts = [
+        Chart(
+            _variants(group, shown_views),
+            f"{group.label}: {about}",
+            group_label(group, report.style),
+            "classes",
+            is_explained=True,
+        )
+        for group in groups
+    ]
+    options = [*shown_views, f"{shown_views[0]}, as shares of each round's sum"]
+    return Section(
+        "classes",
+        "Which classes are remembered",
+        [
+            Paragraph(about),
+            Choice("classes", "Show", options),
+            ColourScale(ACCURACY),
+            Gallery(charts, "small"),
+        ],
+    )
+
+
+def _has_class_accuracy(group: Group) -> bool:
+    """Whether any class of any round has an accuracy."""
+    rows = [row for run in group.started for row in run.class_accuracy().values()]
+    return any(value is not None for row in rows for value in row)
+
+
+def views(groups: Sequence[Group]) -> list[str]:
+    """What a reader may choose: the mean, and each seed, unless there is one seed only, or all of
+    them are too much to carry.
+    """
+    seeds = sorted({seed for group in groups for seed in group.seeds})
+    of_seeds = [f"seed {seed}" for seed in seeds]
+    if len(seeds) == 1:
+        return of_seeds
+    cells = sum(len(run.rounds) * len(run.classes) for group in groups for run in group.runs)
+    if cells > MOST_CELLS:
+        return [MEAN]
+    return [MEAN, *of_seeds]
+
+
+def _variants(group: Group, shown_views: Sequence[str]) -> list[Figure]:
+    """The map of each view, and that of the first one as shares."""
+    maps = [class_by_round(group, view) for view in shown_views]
+    return [*maps, shares_by_round(group, shown_views[0])]
+
+
+def class_by_round(group: Group, view: str) -> Figure:
+    """Accuracy of each class in each round, for the mean over seeds or for one seed."""
+    return class_map(_of_view(group, view), group.classes, "round", f"no run with {view}")
+
+
+def shares_by_round(group: Group, view: str) -> Figure:
+    """The same as shares, which sum to 1 in each round.
+
+    Source: FedNTD, appendix E, figure 10.
+    """
+    columns = {number: _of_sum(row) for number, row in _of_view(group, view).items()}
+    figure = class_map(columns, group.classes, "round", f"no run with {view}")
+    for trace in figure.traces:
+        shares = [value for row in trace.z for value in row if value is not None]
+        # a map of zeros keeps the scale of percentages
+        trace.zmax = max(shares, default=0) or 100
+    return figure
+
+
+def _of_view(group: Group, view: str) -> dict[int, list[float | None]]:
+    """Accuracies (C,) by round in the runs of a view."""
+    runs = [run for run in group.started if view in (MEAN, f"seed {run.seed}")]
+    return class_means(runs)
+
+
+def _of_sum(row: Sequence[float | None]) -> list[float | None]:
+    total = sum(value for value in row if value is not None)
+    if total == 0:
+        return [None] * len(row)
+    return [_ratio(value, total) for value in row]
+
+
+def _ratio(value: float | None, total: float) -> float | None:
+    if value is None:
+        return None
+    return value / total
+
+
+def class_map(
+    columns: Mapping[int, Sequence[float | None]],
+    classes: Sequence[str],
+    unit: str,
+    absent: str = "",
+) -> Figure:
+    """Accuracy of each class (C,) by round or hop, which ``unit`` names.
+
+    absent: the text where there is none.
+    """
+    rows = [[_percent(value) for value in row] for row in zip(*columns.values(), strict=True)]
+    names = class_names(classes)
+    traces = []
+    notes = []
+    if rows:
+        traces.append(
+            go.Heatmap(
+                x=list(columns),
+                y=names,
+                z=rows,
+                zmin=0,
+                zmax=100,
+                colorscale=ACCURACY,
+                showscale=False,
+                hoverongaps=False,
+                hovertemplate=f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
+            )
+        )
+    else:
+        notes.append(absent_note(absent))
+    across = {"title": {"text": unit}, "showgrid": False, "zeroline": False}
+    axes = layout(
+        height=height_of(len(names)),
+        showlegend=False,
+        hovermode="closest",
+        xaxis={**across, **_ticks(columns, unit)},
+        yaxis=class_axis("class"),
+        annotations=notes,
+    )
+    return Figure(traces, axes)
+
+
+def _ticks(columns: Mapping[int, object], unit: str) -> dict[str, object]:
+    """Hops are drawn side by side; a round takes the room up to the next one that was measured."""
+    if unit == "hop":
+        return {"type": "category"}
+    return whole_numbers(1 + max(columns, default=0))
+
+
+def _percent(value: float | None) -> float | None:
+    if value is None:
+        return None
+    return round(100 * value, 1)

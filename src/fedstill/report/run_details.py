@@ -1,0 +1,157 @@
+"""The sections on the runs themselves: what clients sent that was refused, their settings, and
+where they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from fedstill.report.blocks import Block, Cell, Folded, Paragraph, Section, Table, group_label
+from fedstill.report.sections import Report
+from fedstill.report.summary import NONE
+from fedstill.running.groups import UNSET, Group, differing, said
+from fedstill.running.journal import Event
+from fedstill.running.result import Refusals
+from fedstill.running.runs import Run
+
+MOST_REASONS = 12
+"""How many reasons of a group have a line of their own."""
+MOST_IDS = 10
+"""How many clients, or rounds, a line names."""
+
+
+# Refused replies, said beside the numbers: a table without them would look as usual
+
+
+def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """A sentence for each name of which a run has refusals: those of its first such run, and which
+    other runs have some.
+    """
+    sentences = []
+    for name, named_runs in runs.items():
+        texts = {run.seed: refusals_of(run).said for run in named_runs}
+        texts = {seed: text for seed, text in texts.items() if text}
+        if texts:
+            several = len(named_runs) > 1
+            sentences.append(f"{name}{_refused_by_seed(texts, several)}")
+    return sentences
+
+
+def refusals_of(run: Run) -> Refusals:
+    """What was refused in a run, finished or not."""
+    return Refusals.of(run.clients, int(run.settings.get("topology.clients", 0)), len(run.rounds))
+
+
+def _refused_by_seed(texts: Mapping[int, str], several: bool) -> str:
+    """The refusals of the first seed, and the seeds that have some."""
+    seed, text = next(iter(texts.items()))
+    sentence = f": {text}"
+    if several:
+        sentence = f", seed {seed}: {text}"
+    if len(texts) > 1:
+        sentence += f"; seeds with refusals: {', '.join(map(str, texts))}"
+    return sentence
+
+
+def failures(report: Report) -> Section | None:
+    """Replies that were refused, by reason; None if there are none."""
+    lines: list[list[Cell]] = []
+    for group in report.groups:
+        lines.extend(_reasons(group, group_label(group, report.style)))
+    if not lines:
+        return None
+    head = ["", "reason", "times", "clients", "rounds"]
+    about = _about_failures(report.groups)
+    return Section("failures", "Failures", [Paragraph(about), Table(head, lines, "wide")])
+
+
+def _reasons(group: Group, label: Block) -> Iterable[list[Cell]]:
+    """A line for each of the most frequent reasons of a group, and one for all others."""
+    events = [event for run in group.runs for event in _refused_events(run)]
+    counts = Counter(str(event["refused"]) for event in events)
+    frequent = counts.most_common(MOST_REASONS)
+    for reason, count in frequent:
+        of_reason = [event for event in events if str(event["refused"]) == reason]
+        clients = _ids(of_reason, "client")
+        rounds = _ids(of_reason, "round")
+        yield [label, reason, str(count), clients, rounds]
+    if len(counts) > len(frequent):
+        more = f"{len(counts) - len(frequent)} more reasons"
+        times = counts.total() - sum(count for _, count in frequent)
+        yield [label, more, str(times), NONE, NONE]
+
+
+def _about_failures(groups: Iterable[Group]) -> str:
+    """That replies were refused, and whether the rounds went on."""
+    ended = set()
+    for group in groups:
+        for run in group.runs:
+            ended |= {event["round"] <= len(run.rounds) for event in _refused_events(run)}
+    text = "Replies of clients that failed, or whose numbers were refused."
+    if ended == {True}:
+        return f"{text} The rounds went on without them."
+    if True in ended:
+        return f"{text} The rounds that ended went on without them."
+    return text
+
+
+def _refused_events(run: Run) -> list[Event]:
+    return [event for event in run.clients if "refused" in event]
+
+
+def _ids(events: Iterable[Event], key: str) -> str:
+    """The clients, or the rounds, of some events; of many the first, and their number."""
+    ids = sorted({int(event.get(key, -1)) for event in events})
+    listed = ", ".join(map(str, ids[:MOST_IDS]))
+    if len(ids) > MOST_IDS:
+        listed += f" … ({len(ids)})"
+    return listed
+
+
+# Settings, and where the runs are
+
+
+def settings(report: Report) -> Section:
+    """The settings in which groups differ; folded, those that are equal, and all runs."""
+    by_group = [group.settings for group in report.groups]
+    keys = differing(by_group)
+    equal = [[key, said(value)] for key, value in by_group[0].items() if key not in keys]
+    blocks: list[Block] = []
+    if keys:
+        head: list[Cell] = ["setting"]
+        head += [group_label(group, report.style) for group in report.groups]
+        body = [[key, *(said(values.get(key, UNSET)) for values in by_group)] for key in keys]
+        blocks.append(Paragraph("The settings in which the groups differ."))
+        blocks.append(Table(head, body, "settings"))
+    elif len(report.groups) == 1:
+        blocks.append(Paragraph("There is one group only: its runs differ at most in their seed."))
+    equal_table = Table(["setting", "value"], equal, "settings")
+    blocks.append(Folded(f"{len(equal)} settings that are equal in all runs", [equal_table]))
+    blocks.append(Folded("All runs", [_runs(report.groups)]))
+    return Section("settings", "Settings", blocks)
+
+
+def _runs(groups: Iterable[Group]) -> Table:
+    head = ["directory", "group", "seed", "rounds", "state"]
+    body = []
+    for group in groups:
+        body += [_run_line(run, group, "") for run in group.runs]
+        note = ", left out: another run has this seed"
+        body += [_run_line(run, group, note) for run in group.repeats]
+    return Table(head, body, "settings")
+
+
+def _run_line(run: Run, group: Group, note: str) -> list[str]:
+    state = "unfinished"
+    if run.finished:
+        state = "finished"
+    if run.stop_reason:
+        state += f", stopped early: {run.stop_reason}"
+    if run.best is not None:
+        state += f", round {run.best.round} selected by {run.best.criterion}"
+    reached = 0
+    if run.rounds:
+        reached = run.rounds[-1]["round"]
+    rounds = f"{reached} of {run.asked}"
+    return [str(run.named), group.label, str(run.seed), rounds, f"{state}{note}"]
