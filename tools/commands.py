@@ -28,7 +28,7 @@ from fedstill.benchmark.reproduction import changes_of
 from fedstill.cli import app
 from fedstill.cli.app import experiment_of
 from fedstill.config.experiment import load
-from fedstill.config.overrides import from_here, parse_grid
+from fedstill.config.overrides import parse_grid, with_working_directory_paths
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError
@@ -263,13 +263,13 @@ def check_run(config: Path | None = None, **options: Any) -> None:
     experiment = experiment_of(
         config, options.get("set_", ()), options.get("engine"), options.get("federation")
     )
-    settle(experiment, here=False)
+    settle(experiment, check_device=False)
 
 
 def check_compare(config: Path | None = None, **options: Any) -> None:
     """Resolve all runs of a comparison."""
     experiment = load(config, options.get("set_", ()))
-    methods = from_here(options.get("methods", ()), experiment.base)
+    methods = with_working_directory_paths(options.get("methods", ()), experiment.base)
     grid = parse_grid(options.get("grid", ()))
     variants(experiment, Path("out"), methods, options.get("seeds", ()), grid)
 
@@ -278,7 +278,7 @@ def check_tune(config: Path | None = None, **options: Any) -> None:
     """Resolve a run at one point of the search."""
     experiment = load(config, options.get("set_", ()))
     values = {d.key: _some_value(d) for d in parse_space(options.get("space", ()))}
-    settle(experiment.with_values(values, "--space"), here=False)
+    settle(experiment.with_values(values, "--space"), check_device=False)
 
 
 def _some_value(dimension: Dimension) -> Any:

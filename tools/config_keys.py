@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from fedstill.config.named_tables import NAMED
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
-from fedstill.config.validation import Table, descriptions, model_of_record
+from fedstill.config.validation import Table, descriptions, schema_of_record
 from fedstill.core import docstrings
 from fedstill.core.records import Plan
 
@@ -49,13 +49,13 @@ def sections() -> Iterator[Section]:
     for name, model in models.items():
         heading = f"`[{name}]`"
         if name in NAMED:
-            heading += f", beside `{NAMED[name][0]}` and its fields"
+            heading += f", beside `{NAMED[name].key}` and its fields"
         yield Section(heading, _about(model), model, descriptions(model))
     yield _of_record("`[plan]` and `[plan.STAGE]`", Plan)
 
 
 def _of_record(heading: str, record: type) -> Section:
-    return Section(heading, _about(record), model_of_record(record), docstrings.sentences(record))
+    return Section(heading, _about(record), schema_of_record(record), docstrings.sentences(record))
 
 
 def _about(model: type) -> str:

@@ -147,6 +147,11 @@ def test_a_name_for_a_table_can_be_overridden_inside(tmp_path: Path) -> None:
     )
 
 
+def test_a_field_can_have_the_name_of_a_table(tmp_path: Path) -> None:
+    settings = settled('partition = "dirichlet"', tmp_path, "partition.stream=fast")
+    assert settings.named.partition.values["stream"] == "fast"
+
+
 def test_a_method_can_be_given_as_an_object() -> None:
     assert settle(Experiment(method=FedNTD(beta=0.3))).tree["method"]["beta"] == 0.3
 

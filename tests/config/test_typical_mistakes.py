@@ -12,7 +12,8 @@ import pytest
 
 from fedstill.config.experiment import load
 from fedstill.config.resolve import settle
-from fedstill.config.validation import WrongConfig, line_of
+from fedstill.config.toml_text import line_of
+from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 
 NEXT_STEP = re.compile(

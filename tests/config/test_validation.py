@@ -12,20 +12,20 @@ from pydantic import Field
 from torch import nn
 
 from fedstill.config.experiment import Experiment
-from fedstill.config.named_tables import NAMED, model_of_name
+from fedstill.config.named_tables import NAMED, schema_of_name
 from fedstill.config.resolve import settle
 from fedstill.config.tables import DataTable, record_tables
 from fedstill.config.validation import (
     MISSING_KEY,
     UNKNOWN_KEY,
+    CommandLineText,
     PackageTable,
-    Typed,
     WrongConfig,
     defaults_of,
     descriptions,
     keys_of,
-    model_of,
-    model_of_record,
+    schema_of,
+    schema_of_record,
     validated,
 )
 from fedstill.core import registry
@@ -52,9 +52,9 @@ def problems(call: Any, *args: Any) -> dict[str, str]:
 @pytest.mark.parametrize("kind", NAMED)
 def test_every_registered_thing_has_a_model_that_is_made_once(kind: str) -> None:
     for name in registry.names(kind):
-        model = model_of_name(kind, name, None)
+        model = schema_of_name(kind, name, None)
         assert set(keys_of(model)) >= set(defaults_of(model))
-        assert model_of_name(kind, name, None) is model
+        assert schema_of_name(kind, name, None) is model
         assert problems(validated, model, {"no such key": 1}, kind)[f"{kind}.no such key"]
 
 
@@ -67,7 +67,7 @@ def test_values_are_kept_as_they_are_written() -> None:
 
 
 def test_all_that_is_wrong_in_a_table_is_a_record() -> None:
-    model = model_of("mine", {"wait": (NOTED, 1.0), "name": (str, ...)})
+    model = schema_of("mine", {"wait": (NOTED, 1.0), "name": (str, ...)})
     wrong = problems(validated, model, {"wait": -1.0, "wiat": 2}, "mine")
     assert wrong == {
         "mine.wait": "greater_than",
@@ -87,7 +87,7 @@ def test_a_changed_table_is_checked() -> None:
 
 @pytest.mark.parametrize("key", ["copy", "model_config", "json", "_private", "a b"])
 def test_a_key_may_be_called_as_an_attribute_of_pydantic(key: str) -> None:
-    model = model_of("mine", {key: (int, 3)})
+    model = schema_of("mine", {key: (int, 3)})
     assert validated(model, {}, "mine") == {key: 3}
     assert validated(model, {key: 4}, "mine") == {key: 4}
     assert problems(validated, model, {key: "x"}, "mine") == {f"mine.{key}": "int_type"}
@@ -99,13 +99,13 @@ def test_a_type_that_no_config_can_hold_is_named() -> None:
         network: nn.Module | None = None
 
     with pytest.raises(ConfigError, match=r"Mine\.network"):
-        model_of_record(Mine)
+        schema_of_record(Mine)
 
 
 def test_texts_of_a_command_line_are_lists_where_only_a_list_is_legal() -> None:
-    read = Waits.read({"columns": Typed("a, b")}, "waits")
+    read = Waits.read({"columns": CommandLineText("a, b")}, "waits")
     assert read.columns == ("a", "b")
-    assert DataTable.read({"name": Typed("a,b")}, "data").name == "a,b"
+    assert DataTable.read({"name": CommandLineText("a,b")}, "data").name == "a,b"
     with pytest.raises(WrongConfig) as caught:
         Waits.read({"columns": "ward"}, "waits")
     assert "['ward']" in caught.value.problems[0].hint

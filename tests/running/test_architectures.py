@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.config.client_models import assigned, dealt, words
+from fedstill.config.client_models import spread_by_share, texts_in
 from fedstill.config.experiment import from_tree, load
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
@@ -54,7 +54,7 @@ def test_by_share() -> None:
 @pytest.mark.parametrize("shares", [[0.5, 0.3, 0.2], [0.1, 0.9], [1 / 3] * 3, [1.0]])
 @pytest.mark.parametrize("clients", [1, 7, 100])
 def test_shares_are_kept_to_within_one_client(shares: list[float], clients: int) -> None:
-    found = dealt(shares, clients)
+    found = spread_by_share(shares, clients)
     assert len(found) == clients
     for i, share in enumerate(shares):
         assert abs(found.count(i) - share * clients) < 1
@@ -77,7 +77,7 @@ def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
         'method = "hiper_fedkd"\n[data]\npublic = 20\n[clients.models]\n"0-1" = "mlp"\n'
     )
     settings = settle(load(path, ("topology.clients=3", "clients.models.2=logistic")))
-    assert [n and n[0] for n in assigned(settings.of_clients.models, 3)] == [
+    assert [network.name for network in settings.client_networks if network] == [
         "mlp",
         "mlp",
         "logistic",
@@ -111,9 +111,9 @@ def test_what_is_no_network_of_anybody_is_one_clear_line(models: object, says: s
 
 def test_code_is_found_wherever_it_is_named() -> None:
     said = {"0": {"name": "mine.py:Net", "hidden": [1]}, "1": "theirs.py"}
-    assert {"mine.py:Net", "theirs.py"} <= set(words(said))
-    assert "mine.py" in set(words(["mine.py", {"name": "mlp"}]))
-    assert "mine.py" in set(words({"mine.py": 0.5}))
+    assert {"mine.py:Net", "theirs.py"} <= set(texts_in(said))
+    assert "mine.py" in set(texts_in(["mine.py", {"name": "mlp"}]))
+    assert "mine.py" in set(texts_in({"mine.py": 0.5}))
 
 
 def test_weights_of_networks_that_differ_are_not_averaged() -> None:

@@ -65,6 +65,6 @@ def test_what_is_kept_in_the_processors_memory_is_not_put_on_a_card(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked = toys.toy("fedavg", device="auto")
-    assert settle(asked, here=False).device == "cuda"
+    assert settle(asked, check_device=False).device == "cuda"
     kept = toys.toy("fedavg", device="auto", start_from=__file__, train_only=["head"])
-    assert settle(kept, here=False).device == "cpu"
+    assert settle(kept, check_device=False).device == "cpu"

@@ -147,4 +147,4 @@ def test_a_new_run_is_refused_before_anything_is_read(lacking: tuple[str, str]) 
     key, value = lacking[0].replace('"', "").split(" = ")
     with pytest.raises(ConfigError, match=lacking[1]):
         settle(Experiment(**{key: value}))
-    assert getattr(settle(Experiment(**{key: value}), here=False), key) == value
+    assert getattr(settle(Experiment(**{key: value}), check_device=False), key) == value

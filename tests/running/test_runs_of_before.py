@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import toys
+from fedstill.config.compatibility import with_old_behaviour
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
-from fedstill.config.settings import as_it_began
 from fedstill.core.errors import ClientFailed
 from fedstill.engines import serial
 from fedstill.running.groups import groups
@@ -43,7 +43,7 @@ PROJECTION_CAME_LATER = f"{NORM}projection = 0\n"
 
 @pytest.mark.parametrize("one", CONFIGS, ids=lambda one: one["name"])
 def test_a_config_resolves_to_its_own_bytes(one: dict[str, str]) -> None:
-    resolved = settle(from_tree(as_it_began(tomllib.loads(one["config"])), {}, None)).toml
+    resolved = settle(from_tree(with_old_behaviour(tomllib.loads(one["config"])), {}, None)).toml
     resolved = resolved.replace(CHAIN_CAME_LATER, "").replace(PROJECTION_CAME_LATER, NORM)
     assert (
         "".join(line for line in resolved.splitlines(True) if line.strip() not in CAME_LATER)
@@ -74,7 +74,7 @@ def test_a_run_begun_before_goes_on_to_its_end(topology: str, tmp_path: Path) ->
     )
 
 
-def test_a_run_begun_before_goes_on_without_clients_that_fail_as_it_began(
+def test_a_run_begun_before_goes_on_without_clients_that_fail_with_old_behaviour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its config says nothing of that; a run that begins now stops."""

@@ -25,9 +25,9 @@ import numpy as np
 from fedstill.benchmark.entries import CPU, ENTRY, RUN_FILES, Entered, place_of, portable, run_place
 from fedstill.benchmark.scoring import Do, completed, events_of, matrix_of, score_from, score_of
 from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite
+from fedstill.config.compatibility import with_old_behaviour
 from fedstill.config.experiment import from_tree
 from fedstill.config.overrides import flat
-from fedstill.config.settings import as_it_began
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, on_one_line
 from fedstill.core.files import digest
 from fedstill.core.keys import numpy_generator, seed_for
@@ -163,7 +163,7 @@ def _check_run(entry: Entered, run: Variant) -> None:
 
 def _check_settings(entry: Entered, run: Variant, config: str) -> None:
     """A run's config has the suite's settings; keys that came after it was made are not in it."""
-    found = flat(as_it_began(tomllib.loads(config)))
+    found = flat(with_old_behaviour(tomllib.loads(config)))
     expected = flat(tomllib.loads(portable(run.settings.toml)))
     if entry.file:
         # Only its file says which fields and stages the method has, and it is not executed here:

@@ -21,8 +21,7 @@ from fedstill.benchmark.entries import column_of
 from fedstill.benchmark.recipes import RANKING, Recipe
 from fedstill.benchmark.scoring import NUMBERS, Do, Ended, Score, ended
 from fedstill.benchmark.suites import Suite
-from fedstill.config.named_tables import resolved_name
-from fedstill.config.overrides import NAME_KEYS
+from fedstill.config.named_tables import NAME_KEYS, resolved_name
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.core.files import make_folder, write_whole

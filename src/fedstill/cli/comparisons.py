@@ -67,14 +67,13 @@ def compare_command(
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
-    from fedstill.config.overrides import from_here, parse_grid
+    from fedstill.config.overrides import parse_grid, with_working_directory_paths
     from fedstill.running.variants import new_folder, variants
 
     experiment = load(config, set_)
     folder = out or new_folder("compare")
-    runs = variants(
-        experiment, folder, from_here(methods, experiment.base), seeds, parse_grid(grid)
-    )
+    method_names = with_working_directory_paths(methods, experiment.base)
+    runs = variants(experiment, folder, method_names, seeds, parse_grid(grid))
     return carry_out(runs, folder, jobs, quiet=quiet, track=track, debug=debug, overwrite=overwrite)
 
 

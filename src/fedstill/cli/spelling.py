@@ -155,14 +155,14 @@ def as_key(tokens: Sequence[str], option: str) -> str:
         return WITHOUT_SETTINGS.get(tokens[0], "")
     if tokens[0] not in WITH_SETTINGS or option in WITH_SETTINGS[tokens[0]]:
         return ""
-    from fedstill.config.unknown_keys import home_of
+    from fedstill.config.unknown_keys import key_for
     from fedstill.core.files import in_shell
 
-    if not (home := home_of(option.lstrip("-").replace("-", "_"))):
+    if not (key := key_for(option.lstrip("-").replace("-", "_"))):
         return ""
     values = next((words for said, words in _values(tokens) if said == option), [])
     value = in_shell(values[0]) if values else "VALUE"
-    return f"{option} is a key of the config, not an option; write -s {home}={value}"
+    return f"{option} is a key of the config, not an option; write -s {key}={value}"
 
 
 def first_argument(tokens: Sequence[str]) -> str:

@@ -1,17 +1,17 @@
-"""The table ``[data]`` of a config: names and paths resolved, the network that fits the data, and
-what examples are where only sites have them.
+"""The table ``[data]`` of a config: its names and paths, the default network for the data, and the
+form of examples that only sites have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedstill.config.experiment import Experiment
-from fedstill.config.named_tables import known_name, model_of_name
+from fedstill.config.named_tables import known_name, schema_of_name
 from fedstill.config.tables import DataTable, FlowerTable
-from fedstill.config.validation import contradiction, validated
+from fedstill.config.validation import WrongConfig, contradiction, validated
 from fedstill.core import registry
 from fedstill.core.errors import on_one_line
 from fedstill.core.fields import shown
@@ -21,34 +21,36 @@ from fedstill.data.sources.load import likely_kind, local_folder
 from fedstill.data.table_encoding import TableInputs, category_name
 from fedstill.data.text import BYTES
 
-# Paths and data sets' names: relative to the config's folder in a config, absolute in a run's
+# Paths and names of data sets: relative to the config's folder in a config, absolute in a run's
 # config.toml.
 
 
-def whole_path(path: str, base: Path | None, key: str) -> Path:
-    """A path of a config as an absolute one; raises ConfigError naming the key if it cannot be a
-    path.
+def absolute_path(path: str, base: Path | None, key: str) -> Path:
+    """A path of a config as an absolute one. ``base``: the config's folder; None for the working
+    directory.
+
+    Raises ConfigError for the key if the text cannot be a path. The path may be absent.
     """
     refuse_windows_path(path, key)
     try:
-        place = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
-        place.exists()
+        absolute = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
+        absolute.exists()  # fails for texts that no path can have
     except (OSError, RuntimeError, ValueError) as error:
         raise contradiction(
             key, f"= {shown(path)} cannot be a path: {on_one_line(error)}", "write another one"
         ) from error
-    return place
+    return absolute
 
 
 FILE_SUFFIXES = (".csv", ".gz", ".npz", ".parquet", ".py", ".tsv", ".zip")
-"""How the names of files of data end."""
+"""The suffixes of names that are taken for files, not for data sets of the hub."""
 
 
 def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "") -> str:
-    """A data set's name, or the absolute path of a file or a folder; a run's directory is none.
+    """The name of a data set, or the absolute path of a file or a folder.
 
-    folder: the folder of data sets that the config names. Raises ConfigError naming the key if it
-    cannot be a path, or is empty.
+    ``base``: the config's folder. ``folder``: the folder of data sets that the config names. Raises
+    ConfigError for the key if the name is empty or cannot be a path.
     """
     if not name:
         raise contradiction(
@@ -58,27 +60,34 @@ def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "")
         return name
     refuse_windows_path(name, key)
     path, colon, attribute = name.partition(":")
-    place = whole_path(path, base, key)
-    if (place / "journal.jsonl").is_file():
-        return name
-    # The path of a file that is absent is resolved, too, so that the error about it names the place
-    # beside the config.
-    is_path = place.exists() or _can_only_be_path(path, folder)
-    return str(place) + colon + attribute if is_path else name
+    absolute = absolute_path(path, base, key)
+    if _is_path(path, absolute, folder):
+        return f"{absolute}{colon}{attribute}"
+    return name
+
+
+def _is_path(name: str, absolute: Path, folder: str) -> bool:
+    """Whether a name of data is a path. ``absolute``: the path that it would be."""
+    if (absolute / "journal.jsonl").is_file():
+        # The directory of a run often has the name of the run's data set. It holds no data.
+        return False
+    # A file that is absent has a path, too: the error is then about a place beside the config.
+    return absolute.exists() or _can_only_be_path(name, folder)
 
 
 def _can_only_be_path(name: str, folder: str) -> bool:
-    """Whether a relative name of data is neither that of a folder of data sets nor, as owner/name,
-    one on the hub.
+    """Whether a relative name can be neither that of a data set in the folder of data sets, nor
+    owner/name on the hub.
     """
     if name.startswith(("/", "~")):
         return False
-    is_nested = name.startswith(".") or name.count("/") > 1
-    return is_nested or (name.endswith(FILE_SUFFIXES) and not local_folder(name, folder or None))
+    if name.startswith(".") or name.count("/") > 1:
+        return True
+    return name.endswith(FILE_SUFFIXES) and not local_folder(name, folder or None)
 
 
 def read_data(experiment: Experiment) -> DataTable:
-    """``[data]``, with whole paths; raises ConfigError for values that are wrong."""
+    """``[data]``, with resolved names and absolute paths. Raises ConfigError for wrong values."""
     base = experiment.base
     data = DataTable.read(experiment.table("data"), "data")
     public = data.public_from
@@ -86,42 +95,42 @@ def read_data(experiment: Experiment) -> DataTable:
         public = resolved_data_name(public, base, "data.public_from", data.folder)
     folder = data.folder
     if folder:
-        folder = str(whole_path(folder, base, "data.folder"))
+        folder = str(absolute_path(folder, base, "data.folder"))
+    tokenizer = data.tokenizer
+    if tokenizer and tokenizer.endswith(".json"):
+        tokenizer = str(absolute_path(tokenizer, base, "data.tokenizer"))
     return data.changed(
         name=resolved_data_name(data.name, base, "data.name", data.folder),
         public_from=public,
         folder=folder,
-        tokenizer=_tokenizer(data.tokenizer, base),
+        tokenizer=tokenizer,
         features_of=_backbone(data.features_of, base),
     )
 
 
-def _backbone(said: Mapping[str, Any] | None, base: Path | None) -> Mapping[str, Any] | None:
-    """The network whose features are examples, with whole paths; raises ConfigError where it has no
-    name or file.
+def _backbone(table: Mapping[str, Any] | None, base: Path | None) -> Mapping[str, Any] | None:
+    """``features_of``, the network whose features are the examples, with an absolute path.
+
+    Raises ConfigError if it lacks a name or a file, or has fields that the network lacks.
     """
-    if said is None:
+    if table is None:
         return None
     for key in ("name", "file"):
-        if not isinstance(said.get(key), str):
+        if not isinstance(table.get(key), str):
             raise contradiction(
                 "data.features_of",
                 f"needs {key}",
                 'write features_of = { name = "cnn", file = "RUN" }',
             )
-    name = known_name("data.features_of.name", "model", said["name"], base)
-    file = whole_path(said["file"], base, "data.features_of.file")
-    others = {key: value for key, value in said.items() if key not in ("name", "file")}
-    values = validated(model_of_name("model", name, base), others, "data.features_of")
-    # defaults may change with the library, and are not written
-    return {"name": name, "file": str(file), **{key: values[key] for key in others}}
+    name = known_name("data.features_of.name", "model", table["name"], base)
+    file = absolute_path(table["file"], base, "data.features_of.file")
+    fields = {key: value for key, value in table.items() if key not in ("name", "file")}
+    values = validated(schema_of_name("model", name, base), fields, "data.features_of")
+    # Defaults of fields are not written: the file says what the network is.
+    return {"name": name, "file": str(file), **{key: values[key] for key in fields}}
 
 
-def _tokenizer(said: str | None, base: Path | None) -> str | None:
-    """What makes token ids of texts, a file with its whole path."""
-    return (
-        str(whole_path(said, base, "data.tokenizer")) if said and said.endswith(".json") else said
-    )
+# The default network.
 
 
 DEFAULT_MODELS = {
@@ -131,37 +140,60 @@ DEFAULT_MODELS = {
     "series": "series_cnn",
     "text": "bag",
 }
-"""The model of each kind of examples where none is named."""
+"""The default network for each kind of examples."""
+
+DIGITS = "digits"
+"""The data set of 8 x 8 pixels, which are too few for the default network for images."""
+
+DIGITS_MODEL = "digits_cnn"
+
+FEATURES_MODEL = "logistic"
+"""The default network where examples are the features of a backbone."""
+
+ALL_DEFAULT_MODELS = (*dict.fromkeys(DEFAULT_MODELS.values()), DIGITS_MODEL, FEATURES_MODEL)
+"""The networks that a run can have if its config names none."""
 
 
 def default_model(experiment: Experiment, data: DataTable, flower: FlowerTable) -> str:
-    """The model where none is named: for the kind of examples that the data most likely hold."""
-    named = experiment.table("model").get("name")
+    """The default network for the kind of examples that the data most likely hold. Empty if the
+    config names a network, so that no default is needed.
+    """
+    if experiment.table("model").get("name") is not None:
+        return ""
     if data.features_of:
-        return "logistic"
-    if named is not None or data.name == "digits":
-        return "digits_cnn"
+        return FEATURES_MODEL
+    if data.name == DIGITS:
+        return DIGITS_MODEL
     if data.name == NO_DATA and flower.data == "sites":
         return DEFAULT_MODELS[unseen_kind(data, flower)]
+
+    form = dict(data.form)
     owner = experiment.table("partition").get("column") or experiment.table("stream").get("column")
-    form = {**data.form, **({"owner": owner} if isinstance(owner, str) else {})}
+    if isinstance(owner, str):
+        form["owner"] = owner
     return DEFAULT_MODELS[likely_kind(data.name, data.folder, data.label_column, form)]
 
 
-# Examples that only sites have.
+# Examples that only sites have. The server then knows what the config says about them.
 
 
 NO_DATA = "none"
-"""The data set's name for a server that has neither a test set nor a public set."""
+"""The name of the data set of a server that has neither a test set nor a public set."""
 
 AXES = {"image": 3, "series": 2, "table": 1, "vector": 1, "text": 1}
-"""Numbers in the shape of an example."""
+"""The number of axes of an example."""
+
+
+class UnseenExamples(NamedTuple):
+    """The form of examples that the server does not have."""
+
+    shape: tuple[int, ...]
+    """The shape of one example."""
+    about: About
 
 
 def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
-    """What examples are that only sites have; raises ConfigError where the config leaves that
-    open.
-    """
+    """The kind of examples that only sites have. Raises ConfigError if it stays open."""
     if data.kind is not None:
         return data.kind
     if data.columns or data.categorical:
@@ -177,11 +209,10 @@ def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
     return "series" if len(flower.shape) == 2 else "image"
 
 
-def unseen_examples(data: DataTable, flower: FlowerTable) -> tuple[tuple[int, ...], About]:
-    """The shape of an example that only sites have, and what is said of it.
+def unseen_examples(data: DataTable, flower: FlowerTable) -> UnseenExamples:
+    """The form of examples that only sites have, which is the same at all sites.
 
-    Raises ConfigError for what is missing, or contradicts itself: all sites must read their files
-    alike.
+    Raises ConfigError if the config leaves it open, or contradicts itself.
     """
     kind = unseen_kind(data, flower)
     if len(flower.classes) < 2:
@@ -189,49 +220,62 @@ def unseen_examples(data: DataTable, flower: FlowerTable) -> tuple[tuple[int, ..
             "data.name",
             "= 'none' needs flower.classes, the names of the classes, at least two",
         )
-    about, told = About(kind), tuple[int, ...]()
-    if kind == "table":
-        about = _columns(data).about
-        told = (len(about.features),)
-    elif kind == "text":
-        about, told = About(kind, _vocabulary(data, flower)), (data.length or LENGTH,)
+    derived = _derived_examples(kind, data, flower)
     if flower.vocabulary and kind != "text":
         raise contradiction(
             "flower.vocabulary",
             f"is for texts, and data.kind says {MANY[kind]}",
             "leave it out",
         )
-    shape = flower.shape or told
+    if derived.shape and flower.shape not in ((), derived.shape):
+        raise _wrong_shape(
+            kind, flower.shape, f"flower.shape = {list(derived.shape)}, or leave it out"
+        )
+    shape = flower.shape or derived.shape
     if not shape:
-        needs = (
-            "an image's channels, height and width"
-            if kind == "image"
-            else f"the shape of one of the {MANY[kind]}"
-        )
-        raise contradiction("data.name", f"= 'none' needs flower.shape, {needs}")
-    if len(shape) != AXES[kind] or (told and shape != told):
-        fits = (
-            f"flower.shape = {list(told)}, or leave it out" if told else f"{AXES[kind]} number(s)"
-        )
-        raise contradiction(
-            "flower.shape", f"= {list(shape)} is not the shape of {MANY[kind]}", f"give {fits}"
-        )
-    return shape, about
+        raise contradiction("data.name", f"= 'none' needs flower.shape, {_shape_in_words(kind)}")
+    if len(shape) != AXES[kind]:
+        raise _wrong_shape(kind, shape, f"{AXES[kind]} number(s)")
+    return UnseenExamples(shape, derived.about)
 
 
-def _columns(data: DataTable) -> TableInputs:
-    """A table's columns and categories: all must be written down, since nobody sees all data."""
+def _derived_examples(kind: Kind, data: DataTable, flower: FlowerTable) -> UnseenExamples:
+    """The form of examples as far as the keys of ``[data]`` say it; without a shape if they don't
+    say that.
+    """
+    if kind == "table":
+        about = _table_inputs(data).about
+        return UnseenExamples((len(about.features),), about)
+    if kind == "text":
+        length = data.length or LENGTH
+        return UnseenExamples((length,), About(kind, _vocabulary(data, flower)))
+    return UnseenExamples((), About(kind))
+
+
+def _shape_in_words(kind: Kind) -> str:
+    if kind == "image":
+        return "an image's channels, height and width"
+    return f"the shape of one of the {MANY[kind]}"
+
+
+def _wrong_shape(kind: Kind, shape: Sequence[int], legal: str) -> WrongConfig:
+    return contradiction(
+        "flower.shape", f"= {list(shape)} is not the shape of {MANY[kind]}", f"give {legal}"
+    )
+
+
+def _table_inputs(data: DataTable) -> TableInputs:
+    """The columns and categories of a table that only sites have.
+
+    All of them must be in the config, since nobody sees all data. Raises ConfigError otherwise.
+    """
     if not data.columns:
         raise contradiction(
             "data.name",
             "= 'none' with a table needs data.columns, so that all sites take the same ones",
         )
-    named = (
-        data.categorical
-        if isinstance(data.categorical, Mapping)
-        else dict.fromkeys(data.categorical or (), ())
-    )
-    for column, names in named.items():
+    categories = {}
+    for column, names in data.categories.items():
         if column not in data.columns:
             raise contradiction(
                 "data.categorical",
@@ -244,26 +288,31 @@ def _columns(data: DataTable) -> TableInputs:
                 f"= 'none' needs the names in column {column!r}, as nobody sees all data",
                 f"write data.categorical = {{ {column} = [..., ...] }}",
             )
-    categories = {column: tuple(map(category_name, names)) for column, names in named.items()}
+        categories[nfc(column)] = tuple(map(category_name, names))
     columns = tuple(map(nfc, data.columns))
-    categories = {nfc(column): names for column, names in categories.items()}
-    return TableInputs(columns, categories, columns if data.missing_marks else ())
+    columns_with_marks = columns if data.missing_marks else ()
+    return TableInputs(columns, categories, columns_with_marks)
 
 
 def _vocabulary(data: DataTable, flower: FlowerTable) -> int:
-    how = data.tokenizer or "words"
-    if how.endswith(".json"):
-        if not flower.vocabulary:
+    """The number of token ids of texts that only sites have. Raises ConfigError if the config
+    leaves it open, or contradicts itself.
+    """
+    tokenizer = data.tokenizer or "words"
+    if tokenizer.endswith(".json"):
+        if flower.vocabulary is None:
             raise contradiction(
                 "data.name",
                 "= 'none' with a tokenizer's file needs flower.vocabulary, its token ids",
             )
         return flower.vocabulary
-    own = BYTES if how == "bytes" else data.vocabulary or Form.vocabulary
-    if flower.vocabulary not in (None, own):
+    size = data.vocabulary or Form.vocabulary
+    if tokenizer == "bytes":
+        size = BYTES
+    if flower.vocabulary not in (None, size):
         raise contradiction(
             "flower.vocabulary",
-            f"= {flower.vocabulary}, and {how!r} has {own} token ids",
+            f"= {flower.vocabulary}, and {tokenizer!r} has {size} token ids",
             "leave it out",
         )
-    return own
+    return size

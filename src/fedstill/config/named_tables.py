@@ -1,5 +1,6 @@
-"""Tables that name a registered thing, such as a method, and set its fields: each thing has a model
-that is made from its signature.
+"""Tables that name a registered thing, such as a method, and set its fields.
+
+Each thing has a schema for its fields, which is made from its signature.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 from fedstill.config.validation import (
     UNKNOWN_NAME,
     Fields,
-    Model,
     Problem,
+    Schema,
     WrongConfig,
     contradiction,
     is_legal,
     keys_of,
-    model_of,
+    schema_of,
     validated,
 )
 from fedstill.core import registry
@@ -29,24 +30,40 @@ from fedstill.core.fields import Seed, shown
 from fedstill.core.files import named_path
 from fedstill.core.registry import short_name
 
-NAMED = {
-    "method": ("name", "fedavg"),
-    "model": ("name", ""),
-    "partition": ("kind", "dirichlet"),
-    "topology": ("kind", ""),
-    "stream": ("kind", "none"),
-}
-"""Tables that name a registered thing: under which key, and which one if none is named."""
 
-DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": {"shards": 2}}
-"""Values for parameters that a partition asks for and that we choose if the user does not."""
+@dataclass(frozen=True)
+class NameKey:
+    """The key under which a table names its thing, and the name of the default thing."""
+
+    key: str
+    default: str
+    """Empty if the default depends on other tables."""
+
+
+NAMED = {
+    "method": NameKey("name", "fedavg"),
+    "model": NameKey("name", ""),
+    "partition": NameKey("kind", "dirichlet"),
+    "topology": NameKey("kind", ""),
+    "stream": NameKey("kind", "none"),
+}
+"""The tables that name a registered thing."""
+
+NAME_KEYS = {table: name_key.key for table, name_key in NAMED.items()} | {"data": "name"}
+"""The key of the name, for all tables that may be written as a name: ``method = "fedntd"`` stands
+for ``method.name = "fedntd"``.
+"""
+
+PARAMETER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "dirichlet": {"alpha": 0.1},
+    "sharding": {"shards": 2},
+}
+"""Values for parameters of partitions that have no default in their signature, by partition."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A registered thing that a table names, its name resolved, and every field of it, set or by
-    default.
-    """
+    """A registered thing that a table names, with a value for each of its fields."""
 
     kind: str
     name: str
@@ -59,16 +76,16 @@ class Named:
 
     @property
     def label(self) -> str:
-        """The name as people read it, without the folder of a file."""
+        """The name in messages and tables, without the folder of a file."""
         return short_name(self.name)
 
     @property
     def table(self) -> dict[str, Any]:
-        """The same as a table of a config."""
-        return {NAMED[self.kind][0]: self.name, **self.values}
+        """The table of a config that names this thing and sets all of its fields."""
+        return {NAMED[self.kind].key: self.name, **self.values}
 
     def build(self) -> Any:
-        """The thing itself; raises ConfigError where it cannot be made from these fields."""
+        """Build the thing from its fields. Raises ConfigError if it refuses them."""
         try:
             return self.entry.target(**self.values)
         except (TypeError, ValueError) as error:
@@ -83,38 +100,40 @@ def read_named(
     kind: str,
     table: Mapping[str, Any],
     base: Path | None,
-    default: str = "",
-    options: Mapping[str, Mapping[str, Any]] | None = None,
+    default_name: str = "",
+    defaults_by_name: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Named:
-    """What a table names and sets. Raises WrongConfig, and ConfigError for a file that cannot be
-    used.
+    """The thing that a table names, with all of its fields.
 
-    ``default``: the name where the table has none. ``options``: defaults of fields, by the name of
-    what they are for.
+    ``base``: the folder that paths are relative to. ``default_name``: the name if the table has
+    none; empty for the default of ``NAMED``. ``defaults_by_name``: defaults of fields for a thing
+    of that name, which replace those of its signature. Raises WrongConfig, and ConfigError for a
+    file that cannot be used.
     """
-    key, first = NAMED[kind]
-    given = dict(table)
-    # the number of clients may be in both tables, and is a field of neither
+    name_key = NAMED[kind]
+    fields = dict(table)
     if kind in ("partition", "topology"):
-        given.pop("clients", None)
-    name = given.pop(key, default or first)
+        # The number of clients may be in either table, and is a field of neither thing.
+        fields.pop("clients", None)
+    name = fields.pop(name_key.key, default_name or name_key.default)
     if not isinstance(name, str):
         raise contradiction(
-            f"{kind}.{key}", f"= {shown(name)} must be a name, a file or an import path"
+            f"{kind}.{name_key.key}", f"= {shown(name)} must be a name, a file or an import path"
         )
-    known = known_name(f"{kind}.{key}", kind, name, base)
-    model = model_of_name(kind, name, base)
-    defaults = (options or {}).get(name, {})
-    own = {field: defaults[field] for field in keys_of(model) if field in defaults}
-    values = validated(model, {**own, **given}, kind)
+    resolved = known_name(f"{kind}.{name_key.key}", kind, name, base)
+
+    schema = schema_of_name(kind, name, base)
+    defaults = (defaults_by_name or {}).get(name, {})
+    legal_defaults = {key: defaults[key] for key in keys_of(schema) if key in defaults}
+    values = validated(schema, {**legal_defaults, **fields}, kind)
     if kind == "model":
-        values = with_code(values, base)
-    return Named(kind, known, values)
+        values = with_resolved_code(values, base)
+    return Named(kind, resolved, values)
 
 
 def known_name(key: str, kind: str, name: str, base: Path | None) -> str:
-    """A name as it stands in a run's config.toml; raises WrongConfig with the key that names
-    something unknown.
+    """A name as it stands in a run's config.toml. Raises WrongConfig for the key if no thing of
+    that kind has the name.
     """
     try:
         return resolved_name(kind, name, base)
@@ -128,53 +147,47 @@ def known_name(key: str, kind: str, name: str, base: Path | None) -> str:
         raise WrongConfig([problem]) from error
 
 
-def schedules(own: str, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The defaults of a method's topologies: of its own all that it asks for, of others the stage
-    at a task's end.
+def resolved_name(kind: str, name: str, base: Path | None) -> str:
+    """A name as it stands in a run's config.toml, in which files have absolute paths.
+
+    Raises UnknownName if there is no such thing, and ConfigError for a file that cannot be used.
     """
-    everywhere = {k: v for k, v in options.items() if k == "task_end"}
-    return {**dict.fromkeys(registry.names("topology"), everywhere), own: options}
+    registry.lookup(kind, name, base)
+    path, colon, attribute = name.partition(":")
+    if name.startswith(registry.LIVE) or not path.endswith(".py"):
+        return name
+    file = (base or Path.cwd()) / named_path(path)
+    return f"{file.resolve()}{colon}{attribute}"
 
 
-def with_code(fields: Mapping[str, Any], base: Path | None) -> dict[str, Any]:
-    """The fields of a model, in which each ``of`` names code as it stands in a run's
-    config.toml.
+def with_resolved_code(fields: Mapping[str, Any], base: Path | None) -> dict[str, Any]:
+    """The fields of a network, with the resolved name of the network that it wraps.
+
+    Networks such as ``low_rank`` wrap another one, which they name under ``of``; its own fields are
+    in a table in theirs, and may wrap a third one.
     """
-    named = dict(fields)
+    resolved = dict(fields)
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            named[key] = with_code(value, base)
+            resolved[key] = with_resolved_code(value, base)
         elif key == "of" and isinstance(value, str):
-            named[key] = known_name("model.of", "model", value, base)
-    return named
+            resolved[key] = known_name("model.of", "model", value, base)
+    return resolved
 
 
-def resolved_name(kind: str, name: str, base: Path | None) -> str:
-    """A name as it stands in a run's config.toml: that of a file by its whole path."""
-    registry.lookup(kind, name, base)
-    if name.startswith(registry.LIVE):
-        return name
-    path, colon, attribute = name.partition(":")
-    return (
-        str(((base or Path.cwd()) / named_path(path)).resolve()) + colon + attribute
-        if path.endswith(".py")
-        else name
-    )
-
-
-def model_of_name(kind: str, name: str, base: Path | None) -> Model:
-    """The model of what a config may set of a registered thing. Raises ConfigError where its fields
-    cannot be read.
+def schema_of_name(kind: str, name: str, base: Path | None) -> Schema:
+    """The schema of the fields of a registered thing. Raises ConfigError if its signature cannot be
+    read.
     """
-    return _model_of_entry(registry.lookup(kind, name, base), name)
+    return _schema_of_entry(registry.lookup(kind, name, base), name)
 
 
 @functools.lru_cache(maxsize=1024)
-def _model_of_entry(entry: registry.Entry, name: str) -> Model:
-    """The model of an entry; ``name``: as the config writes it."""
+def _schema_of_entry(entry: registry.Entry, name: str) -> Schema:
+    """The schema of an entry. ``name``: the name in the config, for messages."""
     try:
         fields = dict(entry.fields)
-        is_seeded = entry.kind == "partition" and "seed" in _parameters(entry)
+        is_seeded = entry.kind == "partition" and "seed" in _partition_parameters(entry)
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{entry.kind} {name!r} has fields that cannot be read: {on_one_line(error)}"
@@ -183,20 +196,23 @@ def _model_of_entry(entry: registry.Entry, name: str) -> Model:
         fields = _settable(fields)
     if is_seeded:
         fields["seed"] = (Seed | None, None)
-    for key, value in DEFAULTS.get(name, {}).items():
+    for key, default in PARAMETER_DEFAULTS.get(name, {}).items():
         if key in fields and fields[key][1] is ...:
-            fields[key] = (fields[key][0], value)
-    return model_of(f"{entry.kind} {short_name(name)}", fields)
+            annotation = fields[key][0]
+            fields[key] = (annotation, default)
+    return schema_of(f"{entry.kind} {short_name(name)}", fields)
 
 
 def _settable(fields: Fields) -> dict[str, tuple[Any, Any]]:
-    """The fields of a network that a config can hold. A constructor that was not written for a
-    config may have others, which keep their defaults.
+    """The fields of a network that a config can hold.
+
+    The constructor of another library's network may have others, which keep their defaults. Fields
+    without a default stay, so that the config must set them.
     """
     return {
-        key: (hint, default)
-        for key, (hint, default) in fields.items()
-        if default is ... or (is_legal(hint) and _is_plain(default))
+        key: (annotation, default)
+        for key, (annotation, default) in fields.items()
+        if default is ... or (is_legal(annotation) and _is_plain(default))
     }
 
 
@@ -211,17 +227,15 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _parameters(entry: registry.Entry) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a partition; raises ConfigError where it does not take what the library
-    gives it.
+def _partition_parameters(entry: registry.Entry) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a partition. Raises ConfigError if it cannot take the labels and the number
+    of clients.
     """
-    taken = inspect.signature(entry.target).parameters
-    if (
-        any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        or {"labels", "clients"} <= taken.keys()
-    ):
-        return taken
-    given = "those that it is given are called labels, clients and, where it draws, seed"
+    parameters = inspect.signature(entry.target).parameters
+    has_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if has_keywords or {"labels", "clients"} <= parameters.keys():
+        return parameters
     raise ConfigError(
-        f"partition {short_name(entry.name)} has parameters {', '.join(taken) or 'none'}; {given}"
+        f"partition {short_name(entry.name)} has parameters {', '.join(parameters) or 'none'}; "
+        "those that it is given are called labels, clients and, where it draws, seed"
     )

@@ -1,167 +1,146 @@
-"""Values by dotted key: ``key=value`` for one run, ``key=value,value`` for a grid of runs, a tree
-as one level. No value over a config's is dropped: what is set twice is an error.
+"""Where the values of a config come from, and values that override those of its file:
+``key=value`` for one run, ``key=value,value`` for a grid of runs.
+
+Keys are dotted. No value is dropped silently: a key that two options set is an error.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.named_tables import NAMED
+from fedstill.config.named_tables import NAME_KEYS, NAMED
 from fedstill.config.tables import NO_STREAM, StreamTable
-from fedstill.config.validation import Typed, keys_of
+from fedstill.config.toml_text import line_of, without_positions
+from fedstill.config.validation import CommandLineText, keys_of
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import named_path
 
+# Origins.
 
-def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """``("method.beta=0.5",)`` as ``{"method.beta": 0.5}``; raises ConfigError for what is no
-    KEY=VALUE.
+
+COMMAND_LINE = "command line"
+"""The name of the origin of values that ``-s`` sets."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What set a value of a config. Values of a file are the config's own; all others override
+    them.
+    """
+
+    name: str
+    """The name of a file, ``COMMAND_LINE``, an option such as ``--seeds``, or a word of a caller in
+    Python.
+    """
+    file_text: str | None = field(default=None, repr=False)
+    """The text of a file, in which the line of a key is found; None for all other origins."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the value stands in a file."""
+        return self.file_text is not None
+
+    @property
+    def is_command_line(self) -> bool:
+        """Whether the value was typed: behind ``-s``, or behind another option of a command."""
+        return self.name == COMMAND_LINE or self.is_option
+
+    @property
+    def is_option(self) -> bool:
+        """Whether the value was typed behind another option than ``-s``."""
+        return not self.is_file and self.name.startswith("--")
+
+    def __str__(self) -> str:
+        if self.is_file:
+            return f"file {self.name}"
+        return self.name
+
+
+Origins = Mapping[str, Origin]
+"""The origin of each value, by dotted key. Defaults have none, nor have fields that Python sets."""
+
+
+def overriding(origins: Origins) -> set[str]:
+    """The dotted keys whose values override those of the config's file."""
+    return {key for key, origin in origins.items() if not origin.is_file}
+
+
+def place_of(key: str, origins: Origins) -> str:
+    """The file and line, or the option, that set a dotted key; empty for defaults and Python.
+
+    The place of a table is that of its first key.
+
+    >>> file = Origin("my.toml", "seed = 1\\n[plan]\\nlr = 0.1\\n")
+    >>> place_of("plan.lr", {"plan.lr": file}), place_of("seed", {"seed": Origin("--seed")})
+    ('my.toml, line 3', '--seed')
+    """
+    key_with_origin = _key_with_origin(key, origins)
+    if not key_with_origin:
+        return ""
+    origin = origins[key_with_origin]
+    if origin.file_text is None:
+        return origin.name
+    # Both keys are in this file. The line of the key itself is the more exact one.
+    line = line_of(key, origin.file_text) or line_of(key_with_origin, origin.file_text)
+    if not line:
+        return origin.name
+    return f"{origin.name}, line {line}"
+
+
+def _key_with_origin(key: str, origins: Origins) -> str:
+    """The key of ``origins`` under which a value was set; empty if none was.
+
+    >>> _key_with_origin("plan.train.lr", {"plan.lr": Origin("my.toml")})
+    'plan.lr'
+    """
+    candidates = _possible_keys(without_positions(key), origins)
+    return next((candidate for candidate in candidates if candidate in origins), "")
+
+
+def _possible_keys(key: str, origins: Origins) -> Iterator[str]:
+    """The dotted keys that can have set the value of a key, the most exact one first."""
+    yield key
+    parts = key.split(".")
+    if parts[0] == "plan":
+        yield f"plan.{parts[-1]}"  # plan.lr sets the rate of every stage
+    yield from (inner for inner in origins if inner.startswith(f"{key}."))
+    for count in range(len(parts) - 1, 0, -1):
+        yield ".".join(parts[:count])  # a table, or what stands for it: method = "fedntd"
+
+
+# Texts of a command line.
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of ``key=value`` texts, by key. A value is TOML, or else a text.
+
+    Raises ConfigError for a text without a key or "=", and for a key that is set twice.
 
     >>> parse_overrides(("method.beta=0.5", "method=fedntd"))
     {'method.beta': 0.5, 'method': 'fedntd'}
     """
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not key.strip():
+        key = key.strip()
+        if not key or not equals:
             raise ConfigError(
                 f"override {text!r} is not of the form key=value, e.g. -s method.beta=0.5"
             )
-        try:
-            read = tomllib.loads(f"v = {value}")
-        except (ValueError, RecursionError):
-            read = {}
-        if key.strip() in out:
-            raise ConfigError(f"{key.strip()} is set twice by -s; leave one of the two out")
-        out[key.strip()] = read["v"] if len(read) == 1 else Typed(value.strip())
-    return out
+        if key in values:
+            raise ConfigError(f"{key} is set twice by -s; leave one of the two out")
+        values[key] = _parsed_value(value)
+    return values
 
 
-# Values that are set more than once.
+def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """The lists of values of ``key=value,value`` texts, by key.
 
-
-COMMAND_LINE = "command line"
-"""The origin of values that ``-s`` sets."""
-
-NAME_KEYS = {table: key for table, (key, _) in NAMED.items()} | {"data": "name"}
-"""Tables that name a thing, and under which key."""
-
-COMMON_FIELDS: Mapping[str, Sequence[str]] = {
-    "partition": ["clients"],
-    "stream": keys_of(StreamTable),
-    "topology": ["clients"],
-}
-"""Fields of a table that do not belong to the thing that it names."""
-
-
-def is_name(key: str) -> bool:
-    """Whether a key names what a table is about.
-
-    >>> is_name("method"), is_name("method.name"), is_name("method.beta"), is_name("plan")
-    (True, True, False, False)
-    """
-    table, _, field = key.partition(".")
-    return table in NAME_KEYS and field in ("", NAME_KEYS[table])
-
-
-def leaf_keys(values: Mapping[str, Any]) -> list[str]:
-    """The keys that values set, of tables the keys in them.
-
-    >>> leaf_keys({"method": "fedntd", "plan": {"lr": 0.1}, "seed": 1})
-    ['method.name', 'plan.lr', 'seed']
-    """
-    leaves = flat(values)
-    return [f"{key}.{NAME_KEYS[key]}" if key in NAME_KEYS else key for key in leaves]
-
-
-def overridden(origins: Mapping[str, str]) -> dict[str, str]:
-    """The keys whose values override the config's, and what sets them."""
-    return {key: origin for key, origin in origins.items() if not origin.startswith("file")}
-
-
-def renamed(
-    table: str, values: Mapping[str, Any], name: str, origins: Mapping[str, str]
-) -> dict[str, Any]:
-    """The values of a table that names another thing, or the same one again.
-
-    Fields that override the config stay. Those of the config belong to the thing that it names, and
-    to every one if it names none; but those of [partition] are then the default partition's.
-    """
-    key = NAME_KEYS[table]
-    default = NAMED["partition"][1] if table == "partition" else name
-    if values.get(key, default) == name:
-        return {**values, key: name}
-    kept = overridden_fields(table, origins)
-    if name != NO_STREAM:
-        kept |= set(COMMON_FIELDS.get(table, ()))
-    return {**{field: value for field, value in values.items() if field in kept}, key: name}
-
-
-def overridden_fields(table: str, origins: Mapping[str, str]) -> set[str]:
-    """The fields of a table whose values override the config's."""
-    keys = (key.split(".") for key in overridden(origins))
-    return {parts[1] for parts in keys if parts[0] == table and len(parts) > 1}
-
-
-def refuse_set_twice(values: Mapping[str, Any], origins: Mapping[str, str], origin: str) -> None:
-    """Raise ConfigError where an option of a command sets a value, or replaces its table, that
-    ``-s`` or another option has set.
-
-    In Python, who sets a value again means the new one.
-    """
-    leaves = leaf_keys(values)
-    repeated = {key for number, key in enumerate(leaves) if key in leaves[:number]}
-    if repeated:
-        raise ConfigError(_set_twice(min(repeated), origin, origin))
-    if not origin.startswith("--"):
-        return
-    tables = [key for key, value in values.items() if isinstance(value, Mapping)]
-    for key, first in origins.items():
-        is_option = first == COMMAND_LINE or first.startswith("--")
-        is_replaced = key in leaves or any(key.startswith(f"{table}.") for table in tables)
-        if is_option and is_replaced:
-            raise ConfigError(_set_twice(key, first, origin))
-
-
-def _set_twice(key: str, *origins: str) -> str:
-    first, second = ("-s" if origin == COMMAND_LINE else origin for origin in origins)
-    return f"{key} is set twice, by {first} and by {second}; leave one of them out"
-
-
-# Names of files on the command line, and trees of settings.
-
-
-PATHS = ("start_from", "data.folder", "data.tokenizer", "flower.federation")
-"""Keys whose texts are paths, however they look."""
-
-
-def from_here(value: Any, base: Path | None, is_path: bool = False) -> Any:
-    """Values that were typed, in which a file that is in the working directory, and not in
-    ``base``, is named whole.
-
-    A text is taken for a file's name where it has a slash or a dot, or its key is one of ``PATHS``;
-    ``:Name`` may follow. In lists and tables, too.
-    """
-    if isinstance(value, Mapping):
-        return {key: from_here(one, base, key in PATHS) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(from_here(one, base) for one in value)
-    path, colon, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if base is None or not ("/" in path or "." in path or is_path) or len(path) > 1000:
-        return value
-    try:
-        there = named_path(path)
-        here = not (base / there).exists() and there.exists()
-    except (ConfigError, OSError, ValueError):  # no name that a file can have
-        return value
-    return type(value)(f"{there.resolve()}{colon}{rest}") if here else value
-
-
-def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
-    """``("method.beta=0.1,1",)`` as ``{"method.beta": [0.1, 1]}``.
+    Raises ConfigError for a text without a key, and for a key that two texts have.
 
     >>> parse_grid(("method.beta=0.1,1", "partition=iid,sharding"))
     {'method.beta': [0.1, 1], 'partition': ['iid', 'sharding']}
@@ -171,34 +150,210 @@ def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
     grid: dict[str, list[Any]] = {}
     for text in texts:
         key, _, values = text.partition("=")
-        if key.strip() in grid:
+        key = key.strip()
+        if not key:
             raise ConfigError(
-                f"--grid names {key.strip()} twice; write its values with commas: "
-                f"--grid {key.strip()}=A,B"
+                f"--grid {text!r} is not of the form key=value,value, e.g. method.beta=0.1,1"
             )
-        (whole,) = parse_overrides((f"{key}=[{values}]",)).values()
-        words = (
-            []
-            if isinstance(whole, list)
-            else [parse_overrides((f"{key}={v}",)) for v in values.split(",")]
-        )
-        grid[key.strip()] = (
-            whole if isinstance(whole, list) else [v for word in words for v in word.values()]
-        )
+        if key in grid:
+            raise ConfigError(
+                f"--grid names {key} twice; write its values with commas: --grid {key}=A,B"
+            )
+        grid[key] = _parsed_list(values)
     return grid
 
 
+def _parsed_list(text: str) -> list[Any]:
+    """Values with commas between them: the items of a list of TOML, or else texts."""
+    items = _parsed_value(f"[{text}]")
+    if isinstance(items, list):
+        return items
+    return [_parsed_value(item) for item in text.split(",")]
+
+
+def _parsed_value(text: str) -> Any:
+    """A value of TOML, or else the text itself.
+
+    >>> _parsed_value("0.5"), _parsed_value(" fedntd")
+    (0.5, 'fedntd')
+    """
+    try:
+        tree = tomllib.loads(f"v = {text}")
+    except (ValueError, RecursionError):
+        return CommandLineText(text.strip())
+    if len(tree) > 1:  # a text with a line break can hold further keys
+        return CommandLineText(text.strip())
+    return tree["v"]
+
+
+PATHS = ("start_from", "data.folder", "data.tokenizer", "flower.federation")
+"""Keys whose texts are always paths."""
+
+LONGEST_PATH = 1000
+"""Texts of more characters are no paths."""
+
+
+def with_working_directory_paths(value: Any, base: Path | None, is_path: bool = False) -> Any:
+    """Typed values in which files of the working directory have absolute paths.
+
+    Paths are relative to ``base``, the folder of the config, except those of files that only the
+    working directory has. A text is taken for a path if it has a slash or a dot, if its key is one
+    of ``PATHS``, or if ``is_path`` is set; ``:Name`` may follow the path. Lists and tables are
+    searched, too.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: with_working_directory_paths(item, base, key in PATHS)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_working_directory_paths(item, base) for item in value)
+    if base is None or not isinstance(value, str):
+        return value
+
+    path, colon, attribute = value.partition(":")
+    looks_like_path = is_path or "/" in path or "." in path
+    if not looks_like_path or len(path) > LONGEST_PATH:
+        return value
+    try:
+        file = named_path(path)
+        is_in_base = (base / file).exists()
+        is_in_working_directory = file.exists()
+    except (ConfigError, OSError, ValueError):  # no file can have this name
+        return value
+    if is_in_base or not is_in_working_directory:
+        return value
+    return type(value)(f"{file.resolve()}{colon}{attribute}")
+
+
+# Dotted keys.
+
+
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings by dotted key.
+    """The values of a tree of settings, by dotted key.
 
     >>> flat({"seed": 1, "plan": {"train": {"lr": 0.1}}})
     {'seed': 1, 'plan.train.lr': 0.1}
     """
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
-        out.update(
-            flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
-    return out
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
+
+
+def is_name(key: str) -> bool:
+    """Whether a key names the thing of a table.
+
+    >>> is_name("method"), is_name("method.name"), is_name("method.beta"), is_name("plan")
+    (True, True, False, False)
+    """
+    table, _, field = key.partition(".")
+    return table in NAME_KEYS and field in ("", NAME_KEYS[table])
+
+
+def leaf_keys(values: Mapping[str, Any]) -> list[str]:
+    """The dotted keys that values set. A table stands for the keys in it, and a name for its key.
+
+    >>> leaf_keys({"method": "fedntd", "plan": {"lr": 0.1}, "seed": 1})
+    ['method.name', 'plan.lr', 'seed']
+    """
+    leaves = flat(values)
+    return [f"{key}.{NAME_KEYS[key]}" if key in NAME_KEYS else key for key in leaves]
+
+
+# Values that are set more than once.
+
+
+def overriding_fields(table: str, origins: Origins) -> set[str]:
+    """The fields of a table whose values override those of the config's file.
+
+    >>> overriding_fields("method", {"method.beta": Origin("command line"), "seed": Origin("test")})
+    {'beta'}
+    """
+    key_parts = [key.split(".") for key in overriding(origins)]
+    return {parts[1] for parts in key_parts if parts[0] == table and len(parts) > 1}
+
+
+def refuse_set_twice(values: Mapping[str, Any], origins: Origins, origin: Origin) -> None:
+    """Raise ConfigError if an option of a command sets a value that another option has set.
+
+    A table that is set replaces all of its keys. In Python, the last value counts, and nothing is
+    refused.
+    """
+    leaves = leaf_keys(values)
+    repeated = {key for number, key in enumerate(leaves) if key in leaves[:number]}
+    if repeated:
+        raise _set_twice(min(repeated), origin, origin)
+    if not origin.is_option:
+        return
+    tables = [key for key, value in values.items() if isinstance(value, Mapping)]
+    for key, first_origin in origins.items():
+        is_replaced = key in leaves or any(key.startswith(f"{table}.") for table in tables)
+        if is_replaced and first_origin.is_command_line:
+            raise _set_twice(key, first_origin, origin)
+
+
+def _set_twice(key: str, first: Origin, second: Origin) -> ConfigError:
+    return ConfigError(
+        f"{key} is set twice, by {_option(first)} and by {_option(second)}; leave one of them out"
+    )
+
+
+def _option(origin: Origin) -> str:
+    """An origin as the user typed it."""
+    if origin.name == COMMAND_LINE:
+        return "-s"
+    return origin.name
+
+
+COMMON_FIELDS: Mapping[str, Sequence[str]] = {
+    "partition": ["clients"],
+    "stream": keys_of(StreamTable),
+    "topology": ["clients"],
+}
+"""The fields of a table that do not belong to the thing that it names."""
+
+
+def with_other_name(
+    table: str, values: Mapping[str, Any], name: str, origins: Origins
+) -> dict[str, Any]:
+    """The values of a table in which another thing, or the same one, is named.
+
+    Fields belong to the thing that the table names. If that thing is named again, all values stay:
+
+    >>> with_other_name("method", {"name": "fedntd", "beta": 0.5}, "fedntd", {})
+    {'name': 'fedntd', 'beta': 0.5}
+
+    Another thing has other fields, so those of the config's file are left out. Values that override
+    the file stay, since they were set for the new thing. So do ``COMMON_FIELDS``:
+
+    >>> with_other_name("method", {"name": "fedntd", "beta": 0.5}, "fedavg", {})
+    {'name': 'fedavg'}
+    >>> typed = {"method.mu": Origin("command line")}
+    >>> with_other_name("method", {"name": "fedntd", "beta": 0.5, "mu": 1}, "fedprox", typed)
+    {'mu': 1, 'name': 'fedprox'}
+    >>> with_other_name("topology", {"kind": "ring", "clients": 9}, "parallel", {})
+    {'clients': 9, 'kind': 'parallel'}
+
+    A table without a name does not say what its fields belong to, so all of them stay. Only a
+    [partition] without a name is that of the default partition:
+
+    >>> with_other_name("method", {"beta": 0.5}, "fedntd", {})
+    {'beta': 0.5, 'name': 'fedntd'}
+    >>> with_other_name("partition", {"alpha": 0.5}, "iid", {})
+    {'kind': 'iid'}
+    """
+    key = NAME_KEYS[table]
+    name_in_table = values.get(key)
+    if key not in values:
+        name_in_table = NAMED["partition"].default if table == "partition" else name
+    if name_in_table == name:
+        return {**values, key: name}
+
+    fields = overriding_fields(table, origins)
+    if name != NO_STREAM:
+        fields |= set(COMMON_FIELDS.get(table, ()))
+    return {**{field: value for field, value in values.items() if field in fields}, key: name}

@@ -1,31 +1,35 @@
-"""``settle``: an experiment's values resolved and checked, before any data are read."""
+"""Resolve an experiment: every value read, checked and completed, before any data are read.
+
+``settle`` reads the parts of the config one by one. If one is wrong, it goes on to read all others,
+so that one message has everything that is wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fedstill import manifest
-from fedstill.config.client_models import checked_models
-from fedstill.config.data_table import default_model, read_data, whole_path
-from fedstill.config.experiment import Experiment, from_tree, refuse_no_experiment
-from fedstill.config.named_tables import Named, known_name, read_named, schedules
-from fedstill.config.overrides import COMMAND_LINE
-from fedstill.config.settings import NamedTables, Settings
+from fedstill.config.client_models import Assignment, ClientNetwork, read_assignment
+from fedstill.config.data_table import absolute_path, default_model, read_data
+from fedstill.config.experiment import Experiment, refuse_no_experiment
+from fedstill.config.named_tables import Named, known_name, read_named
+from fedstill.config.overrides import place_of
+from fedstill.config.settings import NamedTables, Settings, refuse_contradictions
 from fedstill.config.stages import (
     PlanTable,
     ReadMethod,
+    default_plans,
     held_out_share,
-    own_plans,
     read_method,
     read_plans,
     schedule_of,
+    topology_defaults,
 )
 from fedstill.config.tables import (
     NO_STREAM,
@@ -38,7 +42,7 @@ from fedstill.config.tables import (
     TopKeys,
     package_tables,
 )
-from fedstill.config.unknown_keys import UnknownKey
+from fedstill.config.unknown_keys import KeyPath, UnknownKey
 from fedstill.config.validation import (
     CONTRADICTION,
     NO_EFFECT,
@@ -50,177 +54,29 @@ from fedstill.config.validation import (
     WrongConfig,
     contradiction,
     keys_of,
-    model_of,
-    model_of_record,
-    place_of,
-    tuples,
+    schema_of,
+    schema_of_record,
     validated,
+    with_tuples,
 )
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table, shown
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
-from fedstill.core.screen import Failures
 from fedstill.data.form import cut_times
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown_metric
 
-
-def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
-    """The tables of outer packages, by name; raises WrongConfig with all of their problems."""
-    problems: list[Problem] = []
-    tables = {}
-    for name, model in package_tables().items():
-        try:
-            tables[name] = model.read(experiment.table(name), name)
-        except WrongConfig as error:
-            problems += error.problems
-    if problems:
-        raise WrongConfig(problems)
-    return tables
-
-
-def with_table_defaults(
-    top: TopKeys, tables: Mapping[str, PackageTable], experiment: Experiment
-) -> TopKeys:
-    """The top keys, with the defaults that packages' tables have for those that nothing sets."""
-    defaults = TopKeys()
-    for table in tables.values():
-        unset = {
-            key: value
-            for key, value in table.top_defaults.items()
-            if key not in experiment.origins and getattr(top, key) == getattr(defaults, key)
-        }
-        top = replace(top, **unset)
-    return top
-
-
-# The table ``[stream]`` of a config: read, and what in it cannot be meant together is refused.
-
-
-class ReadStream(NamedTuple):
-    """The two halves of ``[stream]``: the kind that it names, and the keys of all kinds."""
-
-    named: Named
-    table: StreamTable
-
-
-def read_stream(experiment: Experiment, rounds: int) -> ReadStream:
-    """The kind that ``[stream]`` names with its fields, and the rest; raises ConfigError in one
-    line.
-    """
-    given = {key: _dates_as_texts(tuples(v)) for key, v in experiment.table("stream").items()}
-    common = keys_of(StreamTable)
-    of_kind = {key: value for key, value in given.items() if key not in common}
-    named = read_named("stream", of_kind, experiment.base)
-    others = [key for key in given if key != "kind"]
-    if named.name == NO_STREAM and others:
-        raise contradiction(
-            f"stream.{others[0]}",
-            "says nothing without tasks",
-            "set stream.kind: 'classes', 'domains' or 'drift'",
-        )
-    if named.name == NO_STREAM:
-        return ReadStream(named, StreamTable(tasks=1))
-    table = StreamTable.read({k: v for k, v in given.items() if k in common}, "stream")
-    cuts = named.values.get("cuts") if named.name == SITES else ()
-    if cuts:
-        table = _cut_by_time(table, cuts, "tasks" in given)
-    table.starts(rounds)
-    return ReadStream(named, table)
-
-
-def refuse_with_stream(settings: Settings) -> None:
-    """Raise WrongConfig for what cannot be meant together with tasks."""
-    kind = settings.named.stream
-    if kind.name == NO_STREAM:
-        return
-    if settings.on_sites and kind.name != SITES:
-        raise contradiction(
-            "stream.kind",
-            f"= {kind.label!r} cuts data that this process has; sites have tasks of their own",
-            "set stream.kind = 'sites'",
-        )
-    if settings.on_sites and settings.stream.compose != "tasks_first":
-        raise contradiction(
-            "stream.compose",
-            "says how this process splits data, and sites have their own",
-            "leave it out",
-        )
-    if kind.name == SITES and not settings.on_sites:
-        raise contradiction(
-            "stream.kind",
-            "= 'sites' is for sites with data of their own, flower.data = 'sites'",
-            "set 'classes', 'domains' or 'drift' here",
-        )
-    if kind.values.get("column") and settings.named.partition.values.get("column"):
-        raise contradiction(
-            "stream.column",
-            "and partition.column both need a column of their own",
-            "leave one of them out",
-        )
-
-
-def _cut_by_time(table: StreamTable, cuts: tuple[str, ...], said: bool) -> StreamTable:
-    """The table with as many tasks as the cuts make; raises ConfigError where it says others, or
-    for no dates.
-    """
-    cut_times(cuts)
-    tasks = len(cuts) + 1
-    if said and table.tasks != tasks:
-        raise contradiction(
-            "stream.tasks",
-            f"= {table.tasks}, and the {len(cuts)} dates of stream.cuts make {tasks} tasks",
-            "leave stream.tasks out",
-        )
-    return table.changed(tasks=tasks)
-
-
-def _dates_as_texts(value: Any) -> Any:
-    """A value in which dates, of which TOML has a type of its own, are texts."""
-    if isinstance(value, date):
-        return value.isoformat()
-    if isinstance(value, tuple):
-        return tuple(map(_dates_as_texts, value))
-    return value
-
-
-PEERS = "peer_to_peer"
-
-
-def check_rounds(settings: Settings) -> None:
-    """Raises ConfigError where rounds, topology and tasks do not go together."""
-    rounds = settings.rounds
-    tasks = settings.stream.tasks
-    if settings.named.topology.name != PEERS:
-        return
-    if tasks > 1 and rounds != tasks:
-        raise contradiction(
-            "rounds",
-            f"= {rounds}: peer_to_peer has one exchange a task",
-            f"set rounds = {tasks}, as stream.tasks says",
-        )
-    if tasks == 1 and rounds > 1 and not settings.exchange_each_round:
-        raise contradiction(
-            "rounds",
-            f"= {rounds}: peer_to_peer is one shot",
-            "set rounds = 1, or query.again = 'mixed' to ask again with new data",
-        )
-
-
-# settle: an experiment's values resolved and checked, before any data are read.
-
-
 DEFAULT_CLIENTS = 20
 
 
-def settle(experiment: Experiment, here: bool = True) -> Settings:
-    """Resolve and check every value; raises ConfigError with one line that names the keys and what
-    to write.
+def settle(experiment: Experiment, check_device: bool = True) -> Settings:
+    """Resolve and check every value of an experiment.
 
-    here: whether this machine is to run it. A run that is only read may have had a device that this
-    machine lacks.
+    ``check_device``: whether this machine must have the run's device. A run that is only read may
+    have had another one. Raises ConfigError with one line that names all wrong keys and what to
+    write.
     """
     refuse_no_experiment(experiment)
     parts = Parts(experiment)
@@ -228,13 +84,14 @@ def settle(experiment: Experiment, here: bool = True) -> Settings:
         settings = _settled(parts)
     except WrongConfig as error:
         problems = parts.problems(error)
-        raise WrongConfig([_with_advice(one, experiment) for one in problems]) from error
-    if here:
+        raise WrongConfig([_with_advice(problem, experiment) for problem in problems]) from error
+    if check_device:
         check_machine(settings.precision, settings.device)
     return settings
 
 
 def _settled(parts: Parts) -> Settings:
+    """The settings of a config's parts. Raises ConfigError for the first part that is wrong."""
     settings = Settings(
         **as_table(parts.top),
         data=parts.data,
@@ -245,8 +102,9 @@ def _settled(parts: Parts) -> Settings:
             topology=parts.topology,
             stream=parts.stream.named,
         ),
-        clients=parts.number_of_clients,
-        of_clients=parts.clients,
+        clients=parts.clients,
+        clients_table=parts.clients_table,
+        client_networks=parts.client_networks,
         flower=parts.flower,
         stream=parts.stream.table,
         stop=parts.stop,
@@ -256,18 +114,23 @@ def _settled(parts: Parts) -> Settings:
         schedule=parts.schedule,
         origins=parts.experiment.origins,
     )
-    _refuse_contradictions(settings, parts.experiment.device)
+    refuse_contradictions(settings, parts.experiment.device)
     return settings
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The parts of a config, each read and checked when it is first needed."""
+    """The parts of a config.
+
+    Each cached property reads and checks one part when it is first used, and with it the parts that
+    it needs. It is also the unit in which problems are collected: ``problems`` reads them all, and
+    notes what each raises.
+    """
 
     experiment: Experiment
 
     def problems(self, first: WrongConfig) -> list[Problem]:
-        """The problems of all parts; ``first``: those at which settling stopped."""
+        """The problems of all parts. ``first``: the error at which settling stopped."""
         problems = dict.fromkeys(first.problems)
         for name, part in vars(Parts).items():
             if not isinstance(part, cached_property):
@@ -277,7 +140,9 @@ class Parts:
             except WrongConfig as error:
                 problems |= dict.fromkeys(error.problems)
             except ConfigError:
-                continue  # another kind of error; settling raises it once these are solved
+                # An error without records, such as a file that cannot be imported. Settling raises
+                # it once all problems are solved.
+                continue
         return list(problems)
 
     @property
@@ -288,19 +153,19 @@ class Parts:
     @cached_property
     def top(self) -> TopKeys:
         """The keys outside all tables."""
-        model = model_of_record(TopKeys)
-        given = {key: getattr(self.experiment, key) for key in keys_of(model)}
-        top = TopKeys(**validated(model, {**given, **self.experiment.unknown}, ""))
+        schema = schema_of_record(TopKeys)
+        values = {key: getattr(self.experiment, key) for key in keys_of(schema)}
+        top = TopKeys(**validated(schema, {**values, **self.experiment.unknown}, ""))
         measure = [known_name("measure", "measure", name, self.base) for name in top.measure]
-        start = top.start_from
-        if start:
-            start = str(whole_path(start, self.base, "start_from"))
+        start_from = top.start_from
+        if start_from:
+            start_from = str(absolute_path(start_from, self.base, "start_from"))
         top = replace(
             top,
             threads=_threads(top.threads),
             device=_device(top),
             measure=tuple(measure),
-            start_from=start,
+            start_from=start_from,
             metrics=_metrics(top),
         )
         check_precision(top.precision, top.device)
@@ -314,51 +179,70 @@ class Parts:
 
     @cached_property
     def data(self) -> DataTable:
-        """``[data]``, with whole paths."""
+        """``[data]``, with absolute paths."""
         return read_data(self.experiment)
 
     @cached_property
     def method(self) -> ReadMethod:
-        """What ``[method]`` names."""
+        """The method that ``[method]`` names."""
         return read_method(self.experiment)
 
     @cached_property
-    def number_of_clients(self) -> int:
-        """How many clients there are."""
-        return _number_of_clients(self.experiment)
+    def clients(self) -> int:
+        """The number of clients."""
+        return _client_count(self.experiment)
 
     @cached_property
     def flower(self) -> FlowerTable:
-        """``[flower]``, with whole paths."""
-        return _flower(self.experiment)
+        """``[flower]``, with an absolute path."""
+        return _flower_table(self.experiment)
 
     @cached_property
-    def clients(self) -> ClientsTable:
-        """``[clients]``, with all names resolved."""
+    def clients_table(self) -> ClientsTable:
+        """``[clients]``, with resolved names."""
         table = ClientsTable.read(self.experiment.table("clients"), "clients")
-        is_deployed = self.top.engine == "flower" and bool(self.flower.federation)
-        failures: Failures = "tolerate" if is_deployed else "stop"
-        models = checked_models(table.models, self.number_of_clients, self.base)
-        return table.changed(models=models, failures=table.failures or failures)
+        failures = table.failures
+        if failures is None:
+            is_deployed = self.top.engine == "flower" and bool(self.flower.federation)
+            failures = "tolerate" if is_deployed else "stop"
+        return table.changed(models=self.assignment.entry, failures=failures)
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        """The networks that ``[clients]`` assigns to clients."""
+        table = ClientsTable.read(self.experiment.table("clients"), "clients")
+        return read_assignment(table.models, self.base)
+
+    @cached_property
+    def client_networks(self) -> list[ClientNetwork | None]:
+        """The network of each client; none at all if all clients have the server's."""
+        networks = self.assignment.for_clients(self.clients)
+        if not any(networks):
+            return []
+        return networks
 
     @cached_property
     def topology(self) -> Named:
-        """What ``[topology]`` names, by default the method's own."""
+        """The topology that ``[topology]`` names, by default the method's."""
         method = self.method.built
-        options = schedules(method.topology, method.schedule)
-        table = self.experiment.table("topology")
-        return read_named("topology", table, self.base, method.topology, options)
+        return read_named(
+            "topology",
+            self.experiment.table("topology"),
+            self.base,
+            default_name=method.topology,
+            defaults_by_name=topology_defaults(method),
+        )
 
     @cached_property
     def partition(self) -> Named:
-        """What ``[partition]`` names."""
+        """The partition that ``[partition]`` names."""
         return read_named("partition", self.experiment.table("partition"), self.base)
 
     @cached_property
     def model(self) -> Named:
-        """What ``[model]`` names, by default a network for the data."""
-        default = default_model(self.experiment, self.data, self.flower)
-        return read_named("model", self.experiment.table("model"), self.base, default)
+        """The server's network that ``[model]`` names, by default one for the kind of data."""
+        default_name = default_model(self.experiment, self.data, self.flower)
+        return read_named("model", self.experiment.table("model"), self.base, default_name)
 
     @cached_property
     def stream(self) -> ReadStream:
@@ -377,9 +261,9 @@ class Parts:
 
     @cached_property
     def plans(self) -> dict[str, Plan]:
-        """The plan of each stage: ``[plan]`` over the method's own."""
+        """The plan of each stage: the values of ``[plan]`` over the defaults of the method."""
         rounds = self.stream.table.longest(self.top.rounds)
-        return self.plan_table.applied(own_plans(self.method.built, self.topology), rounds)
+        return self.plan_table.over(default_plans(self.method.built, self.topology), rounds)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -394,7 +278,9 @@ class Parts:
 
     @property
     def _sites_test_rounds(self) -> bool:
-        """Whether real sites test the global model on what they hold out, to compare rounds by."""
+        """Whether real sites test the global model on the data that they hold out, so that rounds
+        can be compared.
+        """
         on_sites = self.top.engine == "flower" and self.flower.data == "sites"
         is_hidden = any(table.hides_client_models for table in self.packages.values())
         if not on_sites or is_hidden or self.method.built.personal:
@@ -406,101 +292,163 @@ class Parts:
         return self.top.select_on == "held_out"
 
 
+# Advice about unknown keys. A key is only suggested if the config is accepted with it.
+
+
 BLOCKING = {UNKNOWN_KEY, NO_EFFECT, CONTRADICTION, NOT_A_TABLE}
-"""Problems with which a key cannot be what was meant; its value may still be wrong."""
+"""Problems of a key that show that another key was meant. With other problems, the key is right,
+and its value is wrong.
+"""
 
 
 def _with_advice(problem: Problem, experiment: Experiment) -> Problem:
     """A problem with the place of its key, and with what to do about an unknown key."""
-    key = problem.key
-    table, last = _table_and_key(key, experiment.tree)
-    # other unknown keys are deeper, in the fields of a network, and have the advice of its model
-    is_in_table = last in _values(experiment.tree, table)
+    path = KeyPath.of(problem.key, experiment.tree)
+    # Unknown keys in the fields of a network are deeper. Their schema has given the advice.
+    is_in_table = path.key in path.values(experiment.tree)
     if problem.code in (UNKNOWN_KEY, NOT_A_TABLE) and is_in_table:
-        unknown = UnknownKey(
-            table=table,
-            key=last,
-            tree=experiment.tree,
-            base=experiment.base,
-            accepts=partial(_accepts, experiment, key),
-        )
-        problem = replace(problem, hint=unknown.advice)
-    return replace(problem, place=place_of(key, experiment.origins))
+        problem = replace(problem, hint=UnknownKey(path, experiment, _accepts).advice)
+    return replace(problem, place=place_of(problem.key, experiment.origins))
 
 
-def _accepts(experiment: Experiment, key: str, other: str) -> bool:
-    """Whether a config is accepted with the value of a key under another key."""
+def _accepts(experiment: Experiment, key: str) -> bool:
+    """Whether an experiment can be settled, as far as a dotted key is concerned."""
+    parts = Parts(experiment)
     try:
-        parts = Parts(_moved(experiment, key, other))
         _settled(parts)
     except WrongConfig as error:
-        wrong = [problem.key for problem in parts.problems(error) if problem.code in BLOCKING]
-        return other not in wrong
+        blocked = [problem.key for problem in parts.problems(error) if problem.code in BLOCKING]
+        return key not in blocked
     except ConfigError:
-        return True  # what is wrong is something else
+        return True  # something else is wrong
     return True
 
 
-def _table_and_key(key: str, tree: Mapping[str, Any]) -> tuple[str, str]:
-    """The table of a dotted key, and the key in it, which may have dots."""
-    head, dot, rest = key.partition(".")
-    table = tree.get(head)
-    if not dot or not isinstance(table, Mapping):
-        return "", key
-    stage, _, last = rest.partition(".")
-    if head == "plan" and last and isinstance(table.get(stage), Mapping):
-        return f"plan.{stage}", last
-    return head, rest
+# The parts that need more than the check of one table.
 
 
-def _values(tree: Mapping[str, Any], table: str) -> Mapping[str, Any]:
-    """The values of a table, such as ``plan.train``; the tree itself for no name."""
-    values = tree
-    for name in filter(None, table.split(".")):
-        values = values[name]
-    return values
+def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
+    """The tables of outer packages, by name. Raises WrongConfig with all of their problems."""
+    problems: list[Problem] = []
+    tables = {}
+    for name, schema in package_tables().items():
+        try:
+            tables[name] = schema.read(experiment.table(name), name)
+        except WrongConfig as error:
+            problems += error.problems
+    if problems:
+        raise WrongConfig(problems)
+    return tables
 
 
-def _moved(experiment: Experiment, key: str, other: str) -> Experiment:
-    """The experiment with the value of a key under another key."""
-    table, last = _table_and_key(key, experiment.tree)
-    value = _values(experiment.tree, table)[last]
-    tree = _without(experiment.tree, [*filter(None, table.split(".")), last])
-    values = {other: value}
-    if isinstance(value, Mapping) and "." not in other:
-        values = {f"{other}.{inner}": value[inner] for inner in value}
-    without = from_tree(tree, experiment.origins, experiment.base)
-    return without.with_values(values, COMMAND_LINE)
+def with_table_defaults(
+    top: TopKeys, tables: Mapping[str, PackageTable], experiment: Experiment
+) -> TopKeys:
+    """The keys outside all tables. Those that the config does not set have the defaults that the
+    tables of packages give them.
+    """
+    defaults = TopKeys()
+    for table in tables.values():
+        unset = {
+            key: value
+            for key, value in table.top_defaults.items()
+            if key not in experiment.origins and getattr(top, key) == getattr(defaults, key)
+        }
+        top = replace(top, **unset)
+    return top
 
 
-def _without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """The tree without the value at a path of keys."""
-    first, *rest = path
-    if rest:
-        return {**tree, first: _without(tree[first], rest)}
-    return {key: value for key, value in tree.items() if key != first}
+class ReadStream(NamedTuple):
+    """``[stream]``: the kind with its fields, and the keys of all kinds."""
+
+    named: Named
+    table: StreamTable
 
 
-def _number_of_clients(experiment: Experiment) -> int:
-    model = model_of("clients", {"clients": (Count, DEFAULT_CLIENTS)})
-    counts = {}
+def read_stream(experiment: Experiment, rounds: int) -> ReadStream:
+    """Read ``[stream]``. ``rounds``: the rounds of the run, which the tasks share.
+
+    Raises WrongConfig for keys without a kind, wrong values, and rounds that cannot be shared out.
+    """
+    values = {
+        key: _dates_as_texts(with_tuples(value))
+        for key, value in experiment.table("stream").items()
+    }
+    common_keys = keys_of(StreamTable)
+    named = read_named(
+        "stream",
+        {key: value for key, value in values.items() if key not in common_keys},
+        experiment.base,
+    )
+    if named.name == NO_STREAM:
+        without_effect = [key for key in values if key != "kind"]
+        if without_effect:
+            raise contradiction(
+                f"stream.{without_effect[0]}",
+                "says nothing without tasks",
+                "set stream.kind: 'classes', 'domains' or 'drift'",
+            )
+        return ReadStream(named, StreamTable(tasks=1))
+
+    common = {key: value for key, value in values.items() if key in common_keys}
+    table = StreamTable.read(common, "stream")
+    cuts = named.values.get("cuts")
+    if named.name == SITES and cuts:
+        table = _with_tasks_of_cuts(table, cuts, is_set="tasks" in values)
+    table.starts(rounds)
+    return ReadStream(named, table)
+
+
+def _with_tasks_of_cuts(table: StreamTable, cuts: Sequence[str], *, is_set: bool) -> StreamTable:
+    """The table with the number of tasks that dates make. ``is_set``: whether the config sets the
+    number, too.
+
+    Raises ConfigError for texts that are no dates, and for another number in the config.
+    """
+    cut_times(cuts)
+    tasks = len(cuts) + 1
+    if is_set and table.tasks != tasks:
+        raise contradiction(
+            "stream.tasks",
+            f"= {table.tasks}, and the {len(cuts)} dates of stream.cuts make {tasks} tasks",
+            "leave stream.tasks out",
+        )
+    return table.changed(tasks=tasks)
+
+
+def _dates_as_texts(value: Any) -> Any:
+    """A value with texts for dates, which are a type of their own in TOML."""
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, tuple):
+        return tuple(map(_dates_as_texts, value))
+    return value
+
+
+def _client_count(experiment: Experiment) -> int:
+    """The number of clients, which ``[topology]`` or ``[partition]`` can set. Raises WrongConfig if
+    they differ.
+    """
+    schema = schema_of("clients", {"clients": (Count, DEFAULT_CLIENTS)})
+    counts: dict[str, int] = {}
     for name in ("topology", "partition"):
         table = experiment.table(name)
         if "clients" in table:
-            counts[name] = validated(model, {"clients": table["clients"]}, name)["clients"]
+            counts[name] = validated(schema, {"clients": table["clients"]}, name)["clients"]
     if len(set(counts.values())) > 1:
         raise contradiction(
             "topology.clients",
             f"= {counts['topology']} and partition.clients = {counts['partition']} differ",
             "leave one of them out",
         )
-    return int(next(iter(counts.values()), DEFAULT_CLIENTS))
+    return next(iter(counts.values()), DEFAULT_CLIENTS)
 
 
-def _flower(experiment: Experiment) -> FlowerTable:
+def _flower_table(experiment: Experiment) -> FlowerTable:
+    """``[flower]``, with an absolute path. Raises WrongConfig for sites without a federation."""
     flower = FlowerTable.read(experiment.table("flower"), "flower")
     if flower.federation:
-        folder = whole_path(flower.federation, experiment.base, "flower.federation")
+        folder = absolute_path(flower.federation, experiment.base, "flower.federation")
         return flower.changed(federation=str(folder))
     if flower.data == "sites":
         raise contradiction(
@@ -511,14 +459,17 @@ def _flower(experiment: Experiment) -> FlowerTable:
 
 
 def _threads(value: Any) -> tuple[int, int]:
+    """The threads of a client among several, and of a client alone."""
     if value == "auto":
-        return 1, 1
-    return (value, value) if isinstance(value, int) else value
+        return (1, 1)
+    if isinstance(value, int):
+        return (value, value)
+    return value  # type: ignore[no-any-return]
 
 
 def _metrics(top: TopKeys) -> tuple[str, ...]:
-    """The metrics of the run, the one that ranks among them; raises WrongConfig for names that are
-    no metrics.
+    """The metrics of the run besides accuracy, with the one that ranks. Raises WrongConfig for
+    unknown names.
     """
     problems = [_unknown_metric("metrics", name, RECORDED) for name in top.metrics]
     problems.append(_unknown_metric("rank_by", top.rank_by, RANKING))
@@ -539,82 +490,10 @@ def _unknown_metric(key: str, name: str, known: Sequence[str]) -> Problem:
     )
 
 
-def _device(top: TopKeys) -> Any:
+def _device(top: TopKeys) -> Literal["cpu", "cuda"]:
+    """The device, with "auto" resolved. Entries that are not trained need the CPU."""
     if top.device != "auto":
         return top.device
-    return "cuda" if torch.cuda.is_available() and not top.train_only else "cpu"
-
-
-def _refuse_contradictions(settings: Settings, device: str) -> None:
-    """Raise WrongConfig for values that cannot be meant together. ``device``: as the config has
-    it.
-    """
-    is_flower = settings.engine == "flower"
-    if device == "auto" and settings.deployed:
-        raise contradiction(
-            "device",
-            "= 'auto' would be the server's choice, and sites may have other devices",
-            "name 'cpu' or 'cuda', which the server and all sites then need",
-        )
-    if settings.lives and is_flower and (settings.deployed or settings.flower.grid == "ray"):
-        raise ConfigError(
-            f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that"
-        )
-    _refuse_with_start(settings)
-    check_rounds(settings)
-    refuse_with_stream(settings)
-    _refuse_selection(settings)
-    for part in manifest.config_checks():
-        check = part.load()
-        check(settings)
-
-
-def _refuse_selection(settings: Settings) -> None:
-    """Raise WrongConfig for keys of ``[stop]`` without effect, and for rounds of several tasks that
-    would be compared.
-    """
-    stop = settings.stop
-    if stop.min_delta > 0 and stop.patience == 0:
-        raise contradiction(
-            "stop.min_delta",
-            f"= {stop.min_delta} changes only what stop.patience counts",
-            "set stop.patience, or leave stop.min_delta out",
-        )
-    if settings.selects_round and settings.stream.tasks > 1:
-        key = "stop" if settings.stop.is_active else "select_on"
-        raise contradiction(
-            key,
-            "compares rounds, and those of a run with tasks are not comparable: every task changes "
-            "what is learned",
-            f"leave {key} out, or leave [stream] out",
-        )
-
-
-def _refuse_with_start(settings: Settings) -> None:
-    """Raise WrongConfig for what cannot be meant with or without ``start_from``."""
-    if settings.start_from_partial and not settings.start_from:
-        raise contradiction(
-            "start_from_partial", "= true needs start_from, the model of which parts are taken"
-        )
-    if settings.train_only and not settings.start_from:
-        raise contradiction(
-            "train_only", "needs start_from, the model whose other entries stay as they are"
-        )
-    if settings.train_only and settings.device != "cpu":
-        raise contradiction(
-            "train_only",
-            "keeps entries in the CPU's memory",
-            "leave device out, or train all entries",
-        )
-    if settings.train_only and settings.of_clients.models:
-        raise contradiction(
-            "train_only",
-            "keeps entries of one network, and clients.models names others",
-            "leave one out",
-        )
-    if settings.start_from and settings.deployed:
-        raise contradiction(
-            "start_from",
-            "names a model on this machine, which sites lack",
-            "leave flower.federation out",
-        )
+    if torch.cuda.is_available() and not top.train_only:
+        return "cuda"
+    return "cpu"

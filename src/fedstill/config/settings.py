@@ -1,17 +1,21 @@
-"""Settings: an experiment with every value resolved and checked, before any data are read; and what
-configs of earlier versions lack or have too much, so that their runs go on as they began.
+"""The settings of a run: every value of its experiment, resolved before any data are read, and the
+check that they agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import tomli_w
 
+from fedstill import manifest
+from fedstill.config.client_models import ClientNetwork
+from fedstill.config.compatibility import written_clients, written_plan, written_top_keys
 from fedstill.config.named_tables import Named
+from fedstill.config.overrides import Origins
 from fedstill.config.tables import (
     NO_STREAM,
     SITES,
@@ -23,8 +27,9 @@ from fedstill.config.tables import (
     TopKeys,
     with_package_tables,
 )
-from fedstill.config.validation import PackageTable
+from fedstill.config.validation import PackageTable, contradiction
 from fedstill.continual.task_test import HeldOutTestStage
+from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
@@ -33,26 +38,7 @@ from fedstill.core.rounds import Schedule
 from fedstill.core.screen import Rules
 from fedstill.measures.choice import measured_rounds
 
-CAME_LATER = {
-    f.name: f.default
-    for f in fields(Plan)
-    if f.name == "class_weights" or (f.name.startswith("lr_") and f.name != "lr_decay")
-}
-"""Fields of a plan that earlier versions did not have, and their defaults."""
-
 Table = TypeVar("Table", bound=PackageTable)
-
-WRITTEN_IF_SET = (
-    "start_from",
-    "start_from_partial",
-    "train_only",
-    "keep_updates",
-    "metrics",
-    "rank_by",
-    "positive_class",
-    "select_on",
-)
-"""Keys that stand in a config only where they are set."""
 
 
 @dataclass(frozen=True)
@@ -68,34 +54,37 @@ class NamedTables:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(TopKeys):
-    """Every value of a run, resolved and checked, and the things built from them.
-
-    ``method``, ``schedule``: built from what ``named`` names. ``clients``: how many there
-    are; ``of_clients``: the table ``[clients]``. ``plans``: by stage. ``tables``: of outer
-    packages, by name. ``origins``: where a dotted key came from.
-    """
+    """Every value of a run, and the method and the schedule that are built from them."""
 
     threads: tuple[Count, Count]
     data: DataTable
     named: NamedTables
+    """The tables that name registered things."""
     clients: int
-    of_clients: ClientsTable
+    """The number of clients."""
+    clients_table: ClientsTable
+    """``[clients]``."""
+    client_networks: Sequence[ClientNetwork | None]
+    """The network of each client; None for the server's. Empty if all clients have the server's."""
     flower: FlowerTable
     stream: StreamTable
     stop: StopTable
     tables: Mapping[str, PackageTable]
+    """The tables of outer packages, by name."""
     plans: Mapping[str, Plan]
+    """The plan of each stage."""
     method: Method
     schedule: Schedule
-    origins: Mapping[str, str]
+    origins: Origins
+    """Where the values came from, by dotted key."""
 
     def table(self, kind: type[Table]) -> Table:
-        """The table of an outer package, by its record."""
+        """The table of an outer package, by its class."""
         return next(table for table in self.tables.values() if isinstance(table, kind))
 
     @property
     def exchange_each_round(self) -> bool:
-        """Whether every round is a whole exchange between clients."""
+        """Whether every round is a complete exchange between clients."""
         return any(table.exchange_each_round for table in self.tables.values())
 
     @property
@@ -106,18 +95,21 @@ class Settings(TopKeys):
     @property
     def rules(self) -> Rules:
         """Which replies the server accepts."""
-        return self.of_clients.rules
+        return self.clients_table.rules
+
+    @property
+    def is_deployed(self) -> bool:
+        """Whether the clients are machines of a federation, not parts of a simulation."""
+        return self.engine == "flower" and bool(self.flower.federation)
 
     @property
     def on_sites(self) -> bool:
-        """Whether clients train on data of their own, which the server never sees, and nothing is
-        split here.
-        """
+        """Whether each client trains on data of its site, so that this process splits no data."""
         return self.engine == "flower" and self.flower.data == "sites"
 
     @property
-    def on_tasks(self) -> bool:
-        """Whether sites' own data come in tasks."""
+    def sites_have_tasks(self) -> bool:
+        """Whether the data of the sites come in tasks."""
         return self.on_sites and self.named.stream.name == SITES
 
     @property
@@ -127,43 +119,35 @@ class Settings(TopKeys):
 
     @property
     def sites_test_rounds(self) -> bool:
-        """Whether real sites test the global model on what they hold out, to compare rounds by."""
+        """Whether real sites test the global model on the data that they hold out, so that rounds
+        can be compared.
+        """
         return any(isinstance(provider, HeldOutTestStage) for provider in self.schedule.providers)
 
     @property
     def measured_in(self) -> frozenset[int]:
-        """The rounds in which measures look: every so many, at task ends; all where each
-        is an exchange of its own.
+        """The rounds after which measures look: every ``measure_every`` rounds, the last one, and
+        the last of each task; all rounds if each is a complete exchange.
         """
-        interval = 1 if self.exchange_each_round else self.measure_every
-        rounds = measured_rounds(self.rounds, interval)
-        return rounds | {first - 1 for first in self.stream.starts(self.rounds)[1:]}
+        interval = self.measure_every
+        if self.exchange_each_round:
+            interval = 1
+        last_of_tasks = [first - 1 for first in self.stream.starts(self.rounds)[1:]]
+        return measured_rounds(self.rounds, interval).union(last_of_tasks)
 
     @property
-    def deployed(self) -> bool:
-        """Whether its clients are machines of a federation, not parts of a simulation."""
-        return self.engine == "flower" and bool(self.flower.federation)
-
-    @property
-    def lives(self) -> list[str]:
-        """Names of what was handed over in Python, and exists in this process only."""
-        named = self.named
-        return [
-            n.name for n in (named.method, named.model, named.partition) if n.name.startswith(LIVE)
-        ]
+    def live_names(self) -> list[str]:
+        """The names of objects that Python handed over, and that only this process has."""
+        things = (self.named.method, self.named.model, self.named.partition)
+        return [thing.name for thing in things if thing.name.startswith(LIVE)]
 
     @cached_property
     def tree(self) -> dict[str, Any]:
-        """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it
-        must not change.
+        """Every value, by table, in the order of a run's config.toml.
+
+        The file's bytes are hashed, so neither the order nor the keys may change;
+        ``config/compatibility.py`` says which keys are left out.
         """
-        names = [f.name for f in fields(TopKeys) if f.name not in WRITTEN_IF_SET]
-        top = {name: getattr(self, name) for name in names}
-        set_keys = {
-            name: getattr(self, name)
-            for name in WRITTEN_IF_SET
-            if getattr(self, name) != getattr(TopKeys, name)
-        }
         named = self.named
         tables = {
             "data": self.data.table,
@@ -171,98 +155,177 @@ class Settings(TopKeys):
             "topology": {**named.topology.table, "clients": self.clients},
             "model": named.model.table,
             "method": named.method.table,
-            "clients": {k: v for k, v in self.of_clients.written.items() if not self._unwritten(k)},
+            "clients": written_clients(self.clients_table, self.is_deployed),
             "flower": self.flower.table,
-            "stream": self._stream,
+            "stream": {**named.stream.table, **self.stream.table},
             "stop": self.stop.table,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
         outer = {name: table.table for name, table in self.tables.items()}
-        written = with_package_tables(tables, outer)
+        tables = with_package_tables(tables, outer)
         if self.engine != "flower":
-            del written["flower"]
+            del tables["flower"]
         if named.stream.name == NO_STREAM:
-            del written["stream"]
+            del tables["stream"]
         if not self.stop.is_active:
-            del written["stop"]
-        return {**top, **set_keys, **written}
-
-    @property
-    def _stream(self) -> dict[str, Any]:
-        return {**self.named.stream.table, **self.stream.table}
-
-    def _unwritten(self, key: str) -> bool:
-        """Whether a key of [clients] is left out: sites have accepted configs, by SHA-256, that had
-        no such key.
-        """
-        return key == "failures" and self.deployed and self.of_clients.failures == "tolerate"
+            del tables["stop"]
+        return {**written_top_keys(self), **tables}
 
     @property
     def toml(self) -> str:
-        """The text of a run's config.toml; what came later to plans stands there only where it is
-        not the default.
-        """
-        plans = {
-            stage: {k: v for k, v in table.items() if k not in CAME_LATER or v != CAME_LATER[k]}
-            for stage, table in self.tree["plan"].items()
-        }
+        """The text of a run's config.toml."""
+        plans = {stage: written_plan(plan) for stage, plan in self.plans.items()}
         return as_toml({**self.tree, "plan": plans})
 
 
 def as_toml(tree: Mapping[str, Any]) -> str:
-    """A resolved config as TOML text; values that are None are left out."""
+    """A resolved config as TOML. Values that are None are left out."""
     return tomli_w.dumps(_without_none(tree))
 
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, (tuple, list)) else value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (tuple, list)):
+        return [_without_none(item) for item in value]
+    return value
 
 
-# Configs of runs that an earlier version began.
+# Values that exclude each other, though each of them is legal by itself.
 
 
-DID: Mapping[str, Mapping[str, Any]] = {
-    "naive_kd": {"over_teachers": "sum"},
-    **{f"qkt_light{of}": {"phase1_over": "same"} for of in ("", "_volunteer", "_server")},
-}
-"""By method: fields that came later with another default, and what was done before there was a
-choice.
-"""
-
-UNSAID: Mapping[str, Any] = {"clients.failures": "tolerate"}
-"""Dotted keys that came later with another default, and what was done before; a whole run's numbers
-don't tell.
-"""
+PEERS = "peer_to_peer"
+"""The topology in which clients exchange models once, without a server."""
 
 
-def as_it_began(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config with what its version did.
+def refuse_contradictions(settings: Settings, device: str) -> None:
+    """Raise WrongConfig for values that exclude each other.
 
-    >>> as_it_began({"method": {"name": "naive_kd", "alpha": 1.0}, "clients": {}})
-    {'method': {'over_teachers': 'sum', 'name': 'naive_kd', 'alpha': 1.0}, 'clients': {'failures': 'tolerate'}}
-    """  # noqa: E501
-    # of 0.1; the run goes on alone, up to rounding
-    kept = {k: v for k, v in tree.items() if k != "stacked_seeds"}
-    method = kept.get("method")
-    if isinstance(method, Mapping) and isinstance(method.get("name"), str):
-        kept["method"] = {**DID.get(method["name"], {}), **method}
-    for dotted, value in UNSAID.items():
-        table, _, key = dotted.partition(".")
-        if isinstance(there := kept.get(table, {}), Mapping):
-            kept[table] = {key: value, **there}
-    return kept
-
-
-def unsaid(tree: Mapping[str, Any]) -> set[str]:
-    """The dotted keys of which a run's config says nothing, as there were none when it began.
-
-    >>> unsaid({"clients": {"quorum": 0.5}}), unsaid({"clients": {"failures": "stop"}})
-    ({'clients.failures'}, set())
+    ``device``: the value of the config, which may be "auto"; that of the settings is resolved.
     """
-    return {
-        dotted
-        for dotted in UNSAID
-        if dotted.partition(".")[2] not in tree.get(dotted.partition(".")[0], {})
-    }
+    _check_processes(settings, device)
+    _check_start(settings)
+    _check_rounds(settings)
+    _check_stream(settings)
+    _check_selection(settings)
+    for part in manifest.config_checks():
+        check = part.load()
+        check(settings)
+
+
+def _check_processes(settings: Settings, device: str) -> None:
+    """What clients in other processes, or on other machines, do not have."""
+    if device == "auto" and settings.is_deployed:
+        raise contradiction(
+            "device",
+            "= 'auto' would be the server's choice, and sites may have other devices",
+            "name 'cpu' or 'cuda', which the server and all sites then need",
+        )
+    has_processes = settings.is_deployed or settings.flower.grid == "ray"
+    if settings.engine == "flower" and has_processes and settings.live_names:
+        raise ConfigError(
+            f"{settings.live_names[0]!r} exists in this process only; put it in a file, and name "
+            "that"
+        )
+
+
+def _check_start(settings: Settings) -> None:
+    """What needs ``start_from``, and what excludes it."""
+    if settings.start_from_partial and not settings.start_from:
+        raise contradiction(
+            "start_from_partial", "= true needs start_from, the model of which parts are taken"
+        )
+    if settings.start_from and settings.is_deployed:
+        raise contradiction(
+            "start_from",
+            "names a model on this machine, which sites lack",
+            "leave flower.federation out",
+        )
+    if not settings.train_only:
+        return
+    if not settings.start_from:
+        raise contradiction(
+            "train_only", "needs start_from, the model whose other entries stay as they are"
+        )
+    if settings.device != "cpu":
+        raise contradiction(
+            "train_only",
+            "keeps entries in the CPU's memory",
+            "leave device out, or train all entries",
+        )
+    if settings.clients_table.models:
+        raise contradiction(
+            "train_only",
+            "keeps entries of one network, and clients.models names others",
+            "leave one out",
+        )
+
+
+def _check_rounds(settings: Settings) -> None:
+    """The number of rounds of a topology with one exchange for each task."""
+    rounds = settings.rounds
+    tasks = settings.stream.tasks
+    if settings.named.topology.name != PEERS:
+        return
+    if tasks > 1 and rounds != tasks:
+        raise contradiction(
+            "rounds",
+            f"= {rounds}: peer_to_peer has one exchange a task",
+            f"set rounds = {tasks}, as stream.tasks says",
+        )
+    if tasks == 1 and rounds > 1 and not settings.exchange_each_round:
+        raise contradiction(
+            "rounds",
+            f"= {rounds}: peer_to_peer is one shot",
+            "set rounds = 1, or query.again = 'mixed' to ask again with new data",
+        )
+
+
+def _check_stream(settings: Settings) -> None:
+    """What excludes the kind of ``[stream]``."""
+    kind = settings.named.stream
+    if kind.name == NO_STREAM:
+        return
+    if settings.on_sites and kind.name != SITES:
+        raise contradiction(
+            "stream.kind",
+            f"= {kind.label!r} cuts data that this process has; sites have tasks of their own",
+            "set stream.kind = 'sites'",
+        )
+    if settings.on_sites and settings.stream.compose != "tasks_first":
+        raise contradiction(
+            "stream.compose",
+            "says how this process splits data, and sites have their own",
+            "leave it out",
+        )
+    if kind.name == SITES and not settings.on_sites:
+        raise contradiction(
+            "stream.kind",
+            "= 'sites' is for sites with data of their own, flower.data = 'sites'",
+            "set 'classes', 'domains' or 'drift' here",
+        )
+    if kind.values.get("column") and settings.named.partition.values.get("column"):
+        raise contradiction(
+            "stream.column",
+            "and partition.column both need a column of their own",
+            "leave one of them out",
+        )
+
+
+def _check_selection(settings: Settings) -> None:
+    """What has no effect in ``[stop]``, and tasks, whose rounds cannot be compared."""
+    stop = settings.stop
+    if stop.min_delta > 0 and stop.patience == 0:
+        raise contradiction(
+            "stop.min_delta",
+            f"= {stop.min_delta} changes only what stop.patience counts",
+            "set stop.patience, or leave stop.min_delta out",
+        )
+    if settings.selects_round and settings.stream.tasks > 1:
+        key = "stop" if stop.is_active else "select_on"
+        raise contradiction(
+            key,
+            "compares rounds, and those of a run with tasks are not comparable: every task changes "
+            "what is learned",
+            f"leave {key} out, or leave [stream] out",
+        )

@@ -1,5 +1,5 @@
-"""The method of a config and its stages: what it declares, how its stages train (``[plan]``), and
-the schedule.
+"""The method of a config and its stages: the declarations of the method's class, the plans of its
+stages (``[plan]``), and the schedule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedstill.config.experiment import Experiment
-from fedstill.config.named_tables import Named, model_of_name, read_named
+from fedstill.config.named_tables import Named, read_named, schema_of_name
+from fedstill.config.overrides import overriding
 from fedstill.config.tables import SITES
 from fedstill.config.validation import (
     NO_EFFECT,
@@ -20,14 +21,11 @@ from fedstill.config.validation import (
     WrongConfig,
     contradiction,
     keys_of,
-    model_of_record,
+    schema_of_record,
     validated,
 )
-from fedstill.continual.task_test import (
-    TEST_STAGES,
-    HeldOutTestStage,
-    TaskTests,
-)
+from fedstill.continual.task_test import TEST_STAGES, HeldOutTestStage, TaskTests
+from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.census import CENSUS, CensusStages
 from fedstill.core.class_weights import are_overall
@@ -47,7 +45,7 @@ SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS}) | TEST_STAGES
 
 
 def takes_census(method: Method, plans: Mapping[str, Plan]) -> bool:
-    """Whether clients send their label counts: for the method, or for class weights."""
+    """Whether clients send their label counts, for the method or for class weights."""
     return Need.LABEL_COUNTS in method.requires() or are_overall(plans)
 
 
@@ -59,10 +57,11 @@ def schedule_of(
     *,
     sites_test_rounds: bool = False,
 ) -> Schedule:
-    """A run's schedule: the topology's stages, and those that method, plans, tasks and
-    ``select_on`` ask for.
+    """A run's schedule: the stages of the topology, and those that the method, its plans, tasks and
+    ``select_on`` need.
 
-    ``sites_test_rounds``: whether real sites test the global model after every round.
+    ``stream_kind``: the kind of ``[stream]``. ``sites_test_rounds``: whether real sites test the
+    global model after every round.
     """
     providers: list[StageProvider] = [FitStage(), RidgeStage()]
     if stream_kind == SITES and not method.personal:
@@ -74,8 +73,7 @@ def schedule_of(
     return Schedule(method, topology, tuple(providers))
 
 
-OF_STAGES = ("plans", "personal", "labelled", "reusable")
-"""What a method says by stage."""
+# The method, and the declarations of its class.
 
 
 class ReadMethod(NamedTuple):
@@ -86,8 +84,8 @@ class ReadMethod(NamedTuple):
 
 
 def read_method(experiment: Experiment) -> ReadMethod:
-    """The method and the table that names it; raises ConfigError for what a user's class declares
-    and there is not.
+    """The method of a config. Raises ConfigError for a wrong table, and for declarations of a
+    user's class that no run can use.
     """
     named = read_named("method", experiment.table("method"), experiment.base)
     built = named.build()
@@ -95,96 +93,148 @@ def read_method(experiment: Experiment) -> ReadMethod:
         raise ConfigError(
             f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method"
         )
-    what = f"method {named.label}"
-    _check_declared(what, built, experiment.base)
+    label = f"method {named.label}"
+    _check_types(label, built)
+    _check_stage_names(label, built)
+    _check_schedule(label, built, experiment.base)
+    _check_plans(label, built)
     returned(built.requires(), Need, built.requires, "flags of fedstill.Need")
     return ReadMethod(named, built)
 
 
-def _check_declared(what: str, method: Method, base: Path | None) -> None:
-    """Raise ConfigError where a user's class declares what is of another type, or names what there
-    is not.
-    """
-    for name, (kind, how) in _TYPES.items():
-        if is_users_own(method, name) and not isinstance(value := getattr(method, name), kind):
-            raise ConfigError(f"{what}: {name} = {shown(value)} must be {how}")
-    stages = method.stages | SHARED_STAGES
-    for name in OF_STAGES:
-        if not is_users_own(method, name):
-            continue
-        for stage in getattr(method, name):
-            if stage not in stages:
-                raise UnknownName("stage", str(stage), stages, f"{what}, {name}")
-    if is_users_own(method, "schedule"):
-        options = keys_of(model_of_name("topology", method.topology, base))
-        for key in sorted(method.schedule.keys() - {*options, "task_end"}):
-            raise UnknownName(
-                "option", key, options, f"{what}, schedule of topology {method.topology}"
+class Declaration(NamedTuple):
+    """The type of a class attribute of methods, and how messages describe it."""
+
+    type: type
+    description: str
+
+
+A_SET = Declaration(Set, "a frozenset of names, such as frozenset({'train'})")
+
+DECLARATIONS: Mapping[str, Declaration] = {
+    "stages": A_SET,
+    "personal": A_SET,
+    "labelled": A_SET,
+    "reusable": A_SET,
+    "plans": Declaration(Mapping, "a dict of stages to plans, such as {'train': Plan(epochs=1)}"),
+    "schedule": Declaration(
+        Mapping, "a dict of options of the topology, such as {'before': 'head'}"
+    ),
+}
+"""The class attributes that a method can declare."""
+
+DECLARED_BY_STAGE = ("plans", "personal", "labelled", "reusable")
+"""The declarations that have names of stages."""
+
+
+def _check_types(label: str, method: Method) -> None:
+    """Raise ConfigError for a declaration of a wrong type. ``label``: the method, for messages."""
+    for attribute, declaration in DECLARATIONS.items():
+        value = getattr(method, attribute)
+        if is_users_own(method, attribute) and not isinstance(value, declaration.type):
+            raise ConfigError(
+                f"{label}: {attribute} = {shown(value)} must be {declaration.description}"
             )
+
+
+def _check_stage_names(label: str, method: Method) -> None:
+    """Raise UnknownName for a declaration about a stage that the method does not have."""
+    stages = method.stages | SHARED_STAGES
+    for attribute in DECLARED_BY_STAGE:
+        if not is_users_own(method, attribute):
+            continue
+        unknown = [stage for stage in getattr(method, attribute) if stage not in stages]
+        if unknown:
+            raise UnknownName("stage", str(unknown[0]), stages, f"{label}, {attribute}")
+
+
+def _check_schedule(label: str, method: Method, base: Path | None) -> None:
+    """Raise UnknownName for an option that the method's topology does not have."""
+    if not is_users_own(method, "schedule"):
+        return
+    options = keys_of(schema_of_name("topology", method.topology, base))
+    unknown = sorted(method.schedule.keys() - {*options, TASK_END})
+    if unknown:
+        raise UnknownName(
+            "option", unknown[0], options, f"{label}, schedule of topology {method.topology}"
+        )
+
+
+def _check_plans(label: str, method: Method) -> None:
+    """Raise ConfigError for a plan that is none, and for a method without any plan."""
     for stage, plan in method.plans.items():
         if not isinstance(plan, Plan):
             raise ConfigError(
-                f"{what}: plans[{stage!r}] = {shown(plan)} must be a Plan, such as Plan(epochs=1)"
+                f"{label}: plans[{stage!r}] = {shown(plan)} must be a Plan, such as Plan(epochs=1)"
             )
-    if not method.stages & method.plans.keys():
-        some = f"{{{min(method.stages, default='train')!r}: Plan(epochs=1)}}"
-        todo = f"give it one, such as plans = {some}; Plan(epochs=0) trains nothing"
-        raise ConfigError(f"{what}: none of its stages has a plan: {todo}")
+    if method.stages & method.plans.keys():
+        return
+    stage = min(method.stages, default="train")
+    raise ConfigError(
+        f"{label}: none of its stages has a plan: give it one, such as plans = "
+        f"{{{stage!r}: Plan(epochs=1)}}; Plan(epochs=0) trains nothing"
+    )
 
 
-def is_users_own(method: Method, name: str) -> bool:
-    """Whether an attribute of a method is defined in a user's class, and not in one of the
+def is_users_own(method: Method, attribute: str) -> bool:
+    """Whether an attribute of a method is defined in a user's class, not in a class of the
     library's.
     """
-    owner = next(kind for kind in type(method).__mro__ if name in vars(kind))
+    owner = next(cls for cls in type(method).__mro__ if attribute in vars(cls))
     return owner.__module__.partition(".")[0] != "fedstill"
 
 
-_A_SET = (Set, "a frozenset of names, such as frozenset({'train'})")
-_TYPES: Mapping[str, tuple[Any, str]] = {
-    "stages": _A_SET,
-    "personal": _A_SET,
-    "labelled": _A_SET,
-    "reusable": _A_SET,
-    "plans": (Mapping, "a dict of stages to plans, such as {'train': Plan(epochs=1)}"),
-    "schedule": (Mapping, "a dict of options of the topology, such as {'before': 'head'}"),
-}
-"""What each declaration must be: its type, and in words."""
+TASK_END = "task_end"
+"""The option of topologies that names the stage at a task's end."""
+
+
+def topology_defaults(method: Method) -> dict[str, Mapping[str, Any]]:
+    """The defaults of topologies' options in a run of a method, by topology.
+
+    The options in the method's ``schedule`` are those of its own topology. The stage at a task's
+    end belongs to the method, and so is the default of every other topology, too.
+    """
+    for_all = {key: value for key, value in method.schedule.items() if key == TASK_END}
+    defaults: dict[str, Mapping[str, Any]] = dict.fromkeys(registry.names("topology"), for_all)
+    defaults[method.topology] = method.schedule
+    return defaults
 
 
 # The table ``[plan]``.
 
 
-PLAN = model_of_record(Plan)
-"""The model of a plan."""
+PLAN_SCHEMA = schema_of_record(Plan)
 
 
 @dataclass(frozen=True)
 class PlanTable:
-    """``[plan]``, its values checked. ``common``: of all stages; ``stages``: of each."""
+    """``[plan]``, with checked values and without defaults."""
 
     common: Mapping[str, Any]
+    """The values for all stages."""
     stages: Mapping[str, Mapping[str, Any]]
+    """The values for single stages, by stage."""
 
-    def applied(self, defaults: Mapping[str, Plan], rounds: int) -> dict[str, Plan]:
-        """The plan of each stage: its default, with the values of all stages and its own.
+    def over(self, defaults: Mapping[str, Plan], rounds: int) -> dict[str, Plan]:
+        """The plan of each stage: its default, with the values for all stages and for this one.
 
-        Raises WrongConfig for stages that there are not, and values that exclude each other.
+        ``rounds``: the rounds that a learning rate's schedule has. Raises WrongConfig for stages
+        that do not exist, and for values that exclude each other.
         """
-        for stage in self.stages:
-            if stage not in defaults:
-                problem = Problem(
-                    code=UNKNOWN_NAME,
-                    key=f"plan.{stage}",
-                    reason=f"unknown stage {stage!r}",
-                    hint=suggestion(stage, defaults),
-                )
-                raise WrongConfig([problem])
+        unknown = [stage for stage in self.stages if stage not in defaults]
+        if unknown:
+            problem = Problem(
+                code=UNKNOWN_NAME,
+                key=f"plan.{unknown[0]}",
+                reason=f"unknown stage {unknown[0]!r}",
+                hint=suggestion(unknown[0], defaults),
+            )
+            raise WrongConfig([problem])
         return {stage: self._plan(default, stage, rounds) for stage, default in defaults.items()}
 
     def _plan(self, default: Plan, stage: str, rounds: int) -> Plan:
-        values = {**self.common, **self.stages.get(stage, {})}
-        plan = Plan(**{**as_table(default), **values})
+        """The plan of a stage. A cosine schedule without a length gets that of the run."""
+        plan = Plan(**{**as_table(default), **self.common, **self.stages.get(stage, {})})
         key = f"plan.{stage}"
         if plan.lr_warmup >= rounds:
             raise contradiction(
@@ -207,32 +257,43 @@ class PlanTable:
 
 
 def read_plans(experiment: Experiment, method: Method) -> PlanTable:
-    """The table ``[plan]`` of a config. Raises WrongConfig for values that are wrong, and for an
-    override that changes nothing.
+    """The table ``[plan]`` of a config. Raises WrongConfig for wrong values, and for an override
+    that changes nothing.
     """
     table = experiment.table("plan")
-    known = {*method.plans, FIT, RIDGE}
-    stages = {
-        name: value for name, value in table.items() if name in known or isinstance(value, Mapping)
+    stage_names = {*method.plans, FIT, RIDGE}
+    # A table is that of a stage, even if no stage has its name: messages are then about the stage.
+    stage_tables = {
+        key: value
+        for key, value in table.items()
+        if key in stage_names or isinstance(value, Mapping)
     }
-    common = {key: value for key, value in table.items() if key not in stages}
-    checked = {}
+    common_values = {key: value for key, value in table.items() if key not in stage_tables}
+
     problems: list[Problem] = []
-    for stage, value in {"": common, **stages}.items():
+    common: dict[str, Any] = {}
+    try:
+        common = _checked_values(common_values, "plan")
+    except WrongConfig as error:
+        problems += error.problems
+    stages = {}
+    for stage, values in stage_tables.items():
         try:
-            checked[stage] = _legal(stage, value)
+            stages[stage] = _checked_values(values, f"plan.{stage}")
         except WrongConfig as error:
             problems += error.problems
     if problems:
         raise WrongConfig(problems)
-    plans = PlanTable(checked.pop(""), checked)
+
+    plans = PlanTable(common, stages)
     _refuse_without_effect(plans, method, experiment)
     return plans
 
 
-def _legal(stage: str, values: Any) -> dict[str, Any]:
-    """The values of a stage, or of all stages (no name), without defaults; raises WrongConfig."""
-    key = f"plan.{stage}".removesuffix(".")
+def _checked_values(values: Any, key: str) -> dict[str, Any]:
+    """The values of a plan's table, without defaults. ``key``: the dotted key of the table. Raises
+    WrongConfig.
+    """
     if not isinstance(values, Mapping):
         problem = Problem(
             code=NOT_A_TABLE,
@@ -241,17 +302,17 @@ def _legal(stage: str, values: Any) -> dict[str, Any]:
             hint=f"write the keys of the stage below [{key}]",
         )
         raise WrongConfig([problem])
-    legal = validated(PLAN, values, key)
-    return {name: legal[name] for name in values}
+    all_values = validated(PLAN_SCHEMA, values, key)
+    return {name: all_values[name] for name in values}
 
 
 def _refuse_without_effect(plans: PlanTable, method: Method, experiment: Experiment) -> None:
-    """Raise WrongConfig for a key of all stages that an override sets, and that each stage sets."""
+    """Raise WrongConfig for an override of all stages whose key every stage sets for itself."""
+    overrides = overriding(experiment.origins)
+    stages = list(dict.fromkeys([*method.plans, *plans.stages]))
     for key in plans.common:
-        is_override = not experiment.origins.get(f"plan.{key}", "file").startswith("file")
-        stages = list(dict.fromkeys([*method.plans, *plans.stages]))
         has_effect = any(key not in plans.stages.get(stage, {}) for stage in stages)
-        if not is_override or has_effect:
+        if has_effect or f"plan.{key}" not in overrides:
             continue
         keys = " and ".join(f"plan.{stage}.{key}" for stage in stages)
         problem = Problem(
@@ -272,8 +333,10 @@ def held_out_share(plans: Mapping[str, Plan]) -> float:
     return min(shares, default=0.0)
 
 
-def own_plans(method: Method, topology: Named) -> dict[str, Plan]:
-    """The plans of a method's stages, and of the stages that its topology adds."""
+def default_plans(method: Method, topology: Named) -> dict[str, Plan]:
+    """The default plans of a run's stages: those of the method, and of the stages that its topology
+    adds before the first round or after the last one.
+    """
     plans = dict(method.plans)
     if topology.values.get("first") == FIT:
         plans = {FIT: FITTING, **plans}

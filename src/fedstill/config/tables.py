@@ -1,4 +1,8 @@
-"""The tables of a config as typed records: a new key is a field here, and nothing else."""
+"""The tables of a config. A field is a key, with its type, range, default and description.
+
+To add a key, add a field; ``config/compatibility.py`` says how the config.toml of other runs keeps
+its bytes. The order of fields is the order of keys there.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +33,7 @@ from fedstill.data.form import Broken, Kind, Missing, Mode, Value
 from fedstill.engines.precision import Precision
 from fedstill.metrics.classification import ACCURACY
 
-# The table ``[stream]`` of a config: the clock of a run's tasks; the kind that it names cuts the
-# data.
-
-
-NO_STREAM = NAMED["stream"][1]
+NO_STREAM = NAMED["stream"].default
 """The kind of a run with one task."""
 
 SITES = "sites"
@@ -41,8 +41,8 @@ SITES = "sites"
 
 
 class StreamTable(Table):
-    """``[stream]``: how many tasks, who is in which, and what a change
-    leaves behind.
+    """``[stream]``: the tasks of a run and their rounds, the clients in each, and what a change of
+    task leaves behind. The kind that it names cuts the data.
     """
 
     tasks: Count = Field(default=5, description="How many tasks there are, one after another.")
@@ -91,8 +91,8 @@ class StreamTable(Table):
     )
 
     def starts(self, rounds: int) -> tuple[int, ...]:
-        """The first round of each task; raises ConfigError where the run's rounds cannot be shared
-        out so.
+        """The first round of each task. ``rounds``: those of the run. Raises WrongConfig if the
+        tasks cannot share them.
         """
         if not self.rounds:
             if rounds % self.tasks:
@@ -117,18 +117,13 @@ class StreamTable(Table):
         return tuple(accumulate(self.rounds[:-1], initial=1))
 
     def longest(self, rounds: int) -> int:
-        """Over how many rounds a learning rate's schedule runs: those of the longest task, or of
-        the run.
+        """The rounds of a learning rate's schedule: those of the longest task if it restarts with
+        each task, or else those of the run.
         """
+        if self.lr != "restart":
+            return rounds
         starts = (*self.starts(rounds), rounds + 1)
-        lengths = [b - a for a, b in pairwise(starts)]
-        return max(lengths) if self.lr == "restart" else rounds
-
-
-# The tables of a config as typed records: a new key is a field here, and nothing else.
-#
-# The order of fields is the order of keys in a run's config.toml. A key that is unset (None) is not
-# written there: so runs that were begun before there was such a key keep their bytes.
+        return max(end - start for start, end in pairwise(starts))
 
 
 Side = Annotated[int, Interval(ge=1, le=4096)]
@@ -144,8 +139,8 @@ Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
 class TopKeys:
     """The keys outside all tables.
 
-    This is a dataclass, from which ``Experiment`` and ``Settings`` inherit. ``model_of_record``
-    makes its model.
+    Unlike the tables, this is a dataclass, since ``Experiment`` and ``Settings`` inherit from it.
+    ``schema_of_record`` makes its schema, and the text below a field is its description.
     """
 
     seed: Seed = 0
@@ -199,8 +194,8 @@ class TopKeys:
 
 
 class DataTable(Table):
-    """``[data]``: which set, how training images vary, how much of it (0 = all); the public set;
-    its pixels.
+    """``[data]``: the data set and its columns, the sizes of its splits, the public set,
+    normalisation and augmentation.
     """
 
     name: str = Field(
@@ -367,43 +362,51 @@ class DataTable(Table):
 
     @property
     def images(self) -> dict[str, Any]:
-        """How encoded images are read: keywords of ``load_dataset``; without those that are
+        """The keys about encoded images, as keywords of ``load_dataset``; without those that are
         unset.
         """
-        keys = {"size": self.size, "mode": self.mode, "broken": self.broken}
-        return {key: value for key, value in keys.items() if value is not None}
+        values = {"size": self.size, "mode": self.mode, "broken": self.broken}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def categories(self) -> dict[str, tuple[Value, ...]]:
+        """The names in each categorical column; none where the data decide them."""
+        if self.categorical is None:
+            return {}
+        if isinstance(self.categorical, Mapping):
+            return {column: tuple(names) for column, names in self.categorical.items()}
+        return dict.fromkeys(self.categorical, ())
 
     @property
     def form(self) -> dict[str, Any]:
-        """What the keys say of what examples are made of, as fields of ``Form``; without those that
-        are unset.
+        """The keys about what examples are made of, as fields of ``Form``; without those that are
+        unset.
         """
-        named = self.categorical
-        both = named.items() if isinstance(named, Mapping) else ((name, ()) for name in named or ())
-        keys = (
-            "kind",
-            "columns",
-            "missing",
-            "missing_values",
-            "unlabelled",
-            "split_column",
-            "decimal",
-            "tokenizer",
-            "vocabulary",
-            "length",
-        )
-        said = {
-            **{key: getattr(self, key) for key in keys},
-            "categorical": tuple((name, tuple(values)) for name, values in both) or None,
-            "input": self.input_column,
-            "marks": self.missing_marks,
-        }
-        return {key: value for key, value in said.items() if value is not None}
+        values = {field: getattr(self, key) for field, key in _FORM_KEYS.items()}
+        values["categorical"] = tuple(self.categories.items()) or None
+        return {field: value for field, value in values.items() if value is not None}
+
+
+_FORM_KEYS = {
+    "kind": "kind",
+    "columns": "columns",
+    "input": "input_column",
+    "missing": "missing",
+    "marks": "missing_marks",
+    "missing_values": "missing_values",
+    "unlabelled": "unlabelled",
+    "split_column": "split_column",
+    "decimal": "decimal",
+    "tokenizer": "tokenizer",
+    "vocabulary": "vocabulary",
+    "length": "length",
+}
+"""The key of ``[data]`` for each field of ``Form``; ``categorical`` has another type there."""
 
 
 class ClientsTable(Table):
-    """``[clients]``: which replies are accepted, how many are needed, who may fail, and who has
-    another network.
+    """``[clients]``: the replies that the server accepts, how many it needs, clients that fail or
+    attack, and their networks.
     """
 
     quorum: PositiveShare = Field(
@@ -446,20 +449,10 @@ class ClientsTable(Table):
         """Which replies the server accepts."""
         return Rules(self.quorum, self.norm_limit, self.max_examples, self.failures or "stop")
 
-    @property
-    def written(self) -> dict[str, Any]:
-        """Its values in a run's config.toml; without ``max_examples`` where that is the default, as
-        configs of before had none.
-        """
-        values = self.table
-        if self.max_examples == MAX_EXAMPLES:
-            del values["max_examples"]
-        return values
-
 
 class FlowerTable(Table):
-    """``[flower]``: with ``engine = "flower"``, where clients are, whose data they train on, how
-    long to wait.
+    """``[flower]``: with ``engine = "flower"``, the places of clients, the data they train on, and
+    how long to wait for them.
     """
 
     federation: str = Field(
@@ -534,19 +527,16 @@ class StopTable(Table):
         return self.patience > 0 or self.target is not None
 
 
-# All tables that are records, those of outer packages among them, as the manifest lists them.
-
-
 @functools.cache
 def package_tables() -> Mapping[str, type[PackageTable]]:
-    """The records of the tables that outer packages add, by the name of the table."""
+    """The classes of the tables that outer packages add, by the name of the table."""
     return {part.name: part.load() for part in manifest.config_tables()}
 
 
 @functools.cache
 def record_tables() -> Mapping[str, type[Table]]:
-    """All tables that are records, in their order; the others name a registered thing, or are of
-    stages.
+    """The classes of all tables with fixed keys, in their order. The other tables name a registered
+    thing, which has keys of its own, or hold the plans of stages.
     """
     inner: dict[str, type[Table]] = {
         "data": DataTable,
@@ -558,6 +548,6 @@ def record_tables() -> Mapping[str, type[Table]]:
 
 
 def with_package_tables(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by table, with those of packages' tables behind the tables that they follow."""
+    """Values by table, with those of outer packages behind the tables that they follow."""
     parts = [(part, outer[part.name]) for part in manifest.config_tables() if part.name in outer]
     return manifest.placed(inner, parts)

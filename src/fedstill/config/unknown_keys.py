@@ -1,5 +1,7 @@
-"""What to do about keys that their table lacks: the key of another table that was meant, or a field
-without a type. A key is suggested only if the config is accepted with it.
+"""Advice about keys that their table lacks: the key that was meant, or a field that needs a type.
+
+A key is suggested only if the config is accepted with it, so that nobody follows a suggestion from
+one error into the next.
 """
 
 from __future__ import annotations
@@ -8,26 +10,26 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedstill import manifest
-from fedstill.config.experiment import KEYS
-from fedstill.config.named_tables import NAMED, model_of_name
+from fedstill.config.data_table import ALL_DEFAULT_MODELS
+from fedstill.config.experiment import KEYS, Experiment, from_tree
+from fedstill.config.named_tables import NAME_KEYS, NAMED, schema_of_name
+from fedstill.config.overrides import COMMAND_LINE
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
-from fedstill.config.validation import keys_of, model_of_record
+from fedstill.config.validation import WrongConfig, keys_of, schema_of_record
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan
 from fedstill.core.registry import short_name
 
-MODELS = ("cnn", "digits_cnn")
-"""The networks that a run has if its config names none."""
+SIMILARITY = 0.75
+"""How similar a key must be to one of another table, to be taken for a misspelling of it."""
 
-NEAR = 0.75
-"""How alike a key must be to one of another table, to be taken for it."""
-
-OTHER_WORDS = {
+SYNONYMS = {
     "batch_size": "plan.batch",
     "dataset": "data.name",
     "data": "data.name",
@@ -41,46 +43,104 @@ OTHER_WORDS = {
     "train": "plan",
     "training": "plan",
 }
-"""Words that other libraries, and readers of a config, have for a key."""
+"""The dotted keys for words that other libraries, and readers of a config, use."""
 
 Tree = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class UnknownKey:
-    """A key that its table lacks, in a config.
-
-    ``table``: empty for keys outside all tables. ``tree``: the whole config. ``base``: its folder.
-    ``accepts``: whether the config is accepted with another dotted key in the place of this one.
-    """
+class KeyPath:
+    """A dotted key, split into its table and the key in the table."""
 
     table: str
+    """The name of the table, such as ``data`` or ``plan.train``; empty outside all tables."""
     key: str
-    tree: Tree
-    base: Path | None
-    accepts: Callable[[str], bool]
+    """The key in the table. It has dots where the table has tables of its own."""
+
+    @classmethod
+    def of(cls, dotted_key: str, tree: Tree) -> KeyPath:
+        """The path of a dotted key in a config.
+
+        >>> KeyPath.of("plan.train.lr", {"plan": {"train": {"lr": 0.1}}})
+        KeyPath(table='plan.train', key='lr')
+        >>> KeyPath.of("model.inner.width", {"model": {"inner": {"width": 8}}})
+        KeyPath(table='model', key='inner.width')
+        """
+        name, dot, rest = dotted_key.partition(".")
+        table = tree.get(name)
+        if not dot or not isinstance(table, Mapping):
+            return cls("", dotted_key)
+        stage, _, key = rest.partition(".")
+        if name == "plan" and key and isinstance(table.get(stage), Mapping):
+            return cls(f"plan.{stage}", key)
+        return cls(name, rest)
+
+    @property
+    def prefix(self) -> str:
+        """What the dotted keys of the table begin with."""
+        return f"{self.table}." if self.table else ""
+
+    def values(self, tree: Tree) -> Mapping[str, Any]:
+        """The values of the table in a config."""
+        values = tree
+        for name in self._table_names:
+            values = values[name]
+        return values
+
+    def removed_from(self, tree: Tree) -> dict[str, Any]:
+        """The config without this key."""
+        return _without(tree, [*self._table_names, self.key])
+
+    @property
+    def _table_names(self) -> list[str]:
+        return self.table.split(".") if self.table else []
+
+
+def _without(tree: Tree, names: Sequence[str]) -> dict[str, Any]:
+    """A tree without the value at the end of a path of names."""
+    first, *further = names
+    if further:
+        return {**tree, first: _without(tree[first], further)}
+    return {key: value for key, value in tree.items() if key != first}
+
+
+@dataclass(frozen=True)
+class UnknownKey:
+    """A key of an experiment that its table lacks."""
+
+    path: KeyPath
+    experiment: Experiment
+    accepts: Callable[[Experiment, str], bool]
+    """Whether a run of an experiment could start, as far as one dotted key is concerned."""
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """The end of the message about this key: a suggestion, or the keys to choose from."""
         return (
-            _of_missing_package(self.table or self.key)
-            or self._without_type()
-            or self._suggested([self._name_key()])
-            or self._suggested(self._elsewhere(self.key))
-            or self._of_other_things()
-            or self._suggested(self._similar_in_table())
-            or self._suggested(self._similar_elsewhere())
+            # [privacy], but the package is not installed
+            _advice_on_package(self.path.table or self.path.key)
+            # method.beta, where the user's class has beta = 0.5 without a type
+            or self._advice_on_type()
+            # method.kind for method.name
+            or self._suggestion([self._name_key()])
+            # method.lr for plan.lr, learning_rate for plan.lr
+            or self._suggestion(self._keys_elsewhere(self.path.key))
+            # method.beta, which fedntd has, and not the named fedavg
+            or self._advice_on_owners()
+            # method.bta for method.beta
+            or self._suggestion(self._similar_in_table())
+            # data.batchsize for plan.batch
+            or self._suggestion(self._similar_elsewhere())
             or self._choices()
         )
 
-    def _suggested(self, candidates: Iterable[str]) -> str:
-        """The candidates that are accepted, as a question; empty if none is."""
-        accepted = [
-            working
-            for candidate in filter(None, candidates)
-            for working in self._working(candidate)
-        ]
+    # Suggestions.
+
+    def _suggestion(self, candidates: Iterable[str]) -> str:
+        """The accepted ones among the candidates, as a question; empty if there is none."""
+        accepted: list[str] = []
+        for candidate in filter(None, candidates):
+            accepted += self._accepted_forms(candidate)
         if not accepted:
             return ""
         *first, last = [_quoted(key) for key in dict.fromkeys(accepted[:3])]
@@ -88,209 +148,256 @@ class UnknownKey:
             return f"did you mean {last}?"
         return f"did you mean {', '.join(first)} or {last}?"
 
-    def _working(self, candidate: str) -> Sequence[str]:
-        """A key, or those of its stages where each stage has its own, as far as it is accepted."""
-        if self.accepts(candidate):
+    def _accepted_forms(self, candidate: str) -> Sequence[str]:
+        """A key if it is accepted. Otherwise, of a key of ``[plan]``, the accepted ones among the
+        same keys of single stages.
+        """
+        if self._is_accepted(candidate):
             return [candidate]
-        plan = self.tree.get("plan")
+        plan = self._tree.get("plan")
         field = candidate.removeprefix("plan.")
         if field == candidate or not isinstance(plan, Mapping):
             return []
-        of_stages = [f"plan.{name}.{field}" for name in plan if isinstance(plan[name], Mapping)]
-        return [key for key in of_stages if self.accepts(key)]
+        stages = [name for name, value in plan.items() if isinstance(value, Mapping)]
+        keys = [f"plan.{stage}.{field}" for stage in stages]
+        return [key for key in keys if self._is_accepted(key)]
 
-    @property
-    def _place(self) -> str:
-        """How the dotted keys of its table begin."""
-        return f"{self.table}." if self.table else ""
+    def _is_accepted(self, candidate: str) -> bool:
+        """Whether the experiment could start with the value of this key under another key."""
+        try:
+            moved = self._moved_to(candidate)
+        except WrongConfig:
+            return False
+        except ConfigError:
+            return True  # something else is wrong
+        return self.accepts(moved, candidate)
 
-    def _without_type(self) -> str:
-        """What to do about a value of a user's class that is no field, as it has no type."""
-        name = self._thing
-        if not name:
+    def _moved_to(self, candidate: str) -> Experiment:
+        """The experiment with the value of this key under another dotted key."""
+        value = self.path.values(self._tree)[self.path.key]
+        values = {candidate: value}
+        if isinstance(value, Mapping) and "." not in candidate:
+            values = {f"{candidate}.{key}": item for key, item in value.items()}
+        tree = self.path.removed_from(self._tree)
+        without_key = from_tree(tree, self.experiment.origins, self._base)
+        return without_key.with_values(values, COMMAND_LINE)
+
+    def _name_key(self) -> str:
+        """The key of the table's name, if this is the one that other tables have for theirs."""
+        if self.path.table not in NAMED or self.path.key not in ("name", "kind"):
             return ""
-        target = registry.lookup(self.table, name, self.base).target
+        return f"{self.path.table}.{NAME_KEYS[self.path.table]}"
+
+    def _keys_elsewhere(self, word: str) -> list[str]:
+        """The dotted keys of other tables that end with a word, or that it is a synonym for."""
+        keys = list(self._keys_by_last_part.get(word, ()))
+        is_table = word in NAMED or word in record_tables()
+        if word in SYNONYMS and (is_table or not keys):
+            keys = [SYNONYMS[word]]
+        return [key for key in keys if key != f"{self.path.prefix}{word}"]
+
+    def _similar_elsewhere(self) -> list[str]:
+        """The keys of other tables that are most similar to this one."""
+        words = {**self._keys_by_last_part, **SYNONYMS}
+        similar = difflib.get_close_matches(self.path.key, words, n=1, cutoff=SIMILARITY)
+        return [key for word in similar for key in self._keys_elsewhere(word)]
+
+    def _similar_in_table(self) -> list[str]:
+        """The key of the same table that is most similar to this one."""
+        similar = difflib.get_close_matches(self.path.key, self._keys_in_table, n=1)
+        return [f"{self.path.prefix}{key}" for key in similar]
+
+    # Other advice.
+
+    def _advice_on_type(self) -> str:
+        """The advice to give a value of a user's class a type, so that it becomes a field."""
+        if not self._named_thing:
+            return ""
+        target = registry.lookup(self.path.table, self._named_thing, self._base).target
         if not inspect.isclass(target):
             return ""
-        for kind in target.__mro__:
-            is_users = not kind.__module__.startswith("fedstill.")
-            if not is_users or self.key not in vars(kind):
+        for cls in target.__mro__:
+            is_users = not cls.__module__.startswith("fedstill.")
+            if not is_users or self.path.key not in vars(cls):
                 continue
-            value = vars(kind)[self.key]
+            value = vars(cls)[self.path.key]
             if not callable(value):
                 return (
-                    f"in class {kind.__name__} it has no type, write: {self.key}: "
+                    f"in class {cls.__name__} it has no type, write: {self.path.key}: "
                     f"{type(value).__name__} = {value!r}"
                 )
         return ""
 
-    def _name_key(self) -> str:
-        """The key of a table's name, if the key is the one that other tables have for theirs."""
-        if self.table not in NAMED or self.key not in ("name", "kind"):
+    def _advice_on_owners(self) -> str:
+        """The advice to name another thing, if others have a field of this name."""
+        kind = self.path.table
+        if kind not in NAMED:
             return ""
-        return f"{self.table}.{NAMED[self.table][0]}"
+        owners = [
+            name
+            for name in registry.names(kind)
+            if name != self._named_thing and self.path.key in _fields_of(kind, name, self._base)
+        ]
+        if not owners:
+            return ""
+        listed = ", ".join(owners)
+        if len(owners) > 4:
+            listed = f"{', '.join(owners[:3])} and {len(owners) - 3} more"
+        advice = f"it is a field of {listed}: set {kind}.{NAME_KEYS[kind]}"
+        if not self._named_thing:
+            return advice
+        return f"{self._fields_in_words}; {advice}"
 
-    def _elsewhere(self, key: str) -> list[str]:
-        """The dotted keys of other tables that end with a key, or that are another word for it."""
-        homes = _homes(self.tree, self.base)
-        tables = {*NAMED, *record_tables()}
-        for word, home in OTHER_WORDS.items():
-            if word not in homes or word in tables:
-                homes[word] = [home]
-        return [home for home in homes.get(key, ()) if home != f"{self._place}{key}"]
-
-    def _similar_elsewhere(self) -> list[str]:
-        """The keys of other tables that are most like it."""
-        words = {**_homes(self.tree, self.base), **OTHER_WORDS}
-        similar = difflib.get_close_matches(self.key, words, n=1, cutoff=NEAR)
-        return [home for word in similar for home in self._elsewhere(word)]
-
-    def _similar_in_table(self) -> list[str]:
-        """The key of its own table that is most like it."""
-        similar = difflib.get_close_matches(self.key, self._known, n=1)
-        return [f"{self._place}{key}" for key in similar]
+    def _choices(self) -> str:
+        """The advice to choose one of the keys that the table has."""
+        if not self._keys_in_table:
+            return f"{self._fields_in_words}: leave it out"
+        if self._named_thing:
+            return f"{self._fields_in_words}: write one of these, or leave it out"
+        return f"choose one of {', '.join(sorted(self._keys_in_table))}"
 
     @property
-    def _known(self) -> Sequence[str]:
-        """The keys of its table."""
-        table = self.table.partition(".")[0]
+    def _fields_in_words(self) -> str:
+        fields = ", ".join(sorted(self._keys_in_table)) or "no fields"
+        return f"{short_name(self._named_thing)} has {fields}"
+
+    # What the experiment has.
+
+    @cached_property
+    def _tree(self) -> Tree:
+        return self.experiment.tree
+
+    @property
+    def _base(self) -> Path | None:
+        return self.experiment.base
+
+    @cached_property
+    def _keys_by_last_part(self) -> Mapping[str, Sequence[str]]:
+        return _keys_by_last_part(self._tree, self._base)
+
+    @cached_property
+    def _keys_in_table(self) -> Sequence[str]:
+        """The keys that the table has."""
+        table = self.path.table.partition(".")[0]
         if not table:
             return KEYS
         if table == "plan":
-            return keys_of(model_of_record(Plan))
+            return keys_of(schema_of_record(Plan))
         if table in record_tables():
             return keys_of(record_tables()[table])
-        keys = _keys_of_thing(table, self._thing, self.base)
+        fields = _fields_of(table, self._named_thing, self._base)
         if table == "stream":
-            keys = [*keys, *keys_of(StreamTable)]
-        return keys
+            return [*fields, *keys_of(StreamTable)]
+        return fields
 
-    @property
-    def _thing(self) -> str:
-        """What its table names; empty if it is the default of something else."""
-        if self.table not in NAMED:
+    @cached_property
+    def _named_thing(self) -> str:
+        """The name of the thing that the table is about. Empty if the table is not about one, or if
+        it names none and the default depends on the data.
+        """
+        table = self.path.table
+        if table not in NAMED:
             return ""
-        name = _name(self.table, self.tree)
-        if not name and self.table == "topology":
-            return _topology(self.tree, self.base)
+        name = _name_in(self._tree, table)
+        if not name and table == "topology":
+            return _method_topology(self._tree, self._base)
         return name
 
-    def _of_other_things(self) -> str:
-        """What to do about a field that other methods have, and the named one has not."""
-        if self.table not in NAMED:
-            return ""
-        others = [
-            name
-            for name in registry.names(self.table)
-            if name != self._thing and self.key in _keys_of_thing(self.table, name, self.base)
-        ]
-        if not others:
-            return ""
-        owners = ", ".join(others)
-        if len(others) > 4:
-            owners = f"{', '.join(others[:3])} and {len(others) - 3} more"
-        advice = f"it is a field of {owners}: set {self.table}.{NAMED[self.table][0]}"
-        if not self._thing:
-            return advice
-        return f"{self._fields}; {advice}"
 
-    @property
-    def _fields(self) -> str:
-        """Which fields the named thing has, as a part of a message."""
-        return f"{short_name(self._thing)} has {', '.join(sorted(self._known)) or 'no fields'}"
+def key_for(word: str) -> str:
+    """The dotted key that a word alone stands for; empty if no table has it, or several have.
 
-    def _choices(self) -> str:
-        """The keys that there are."""
-        if not self._known:
-            return f"{self._fields}: leave it out"
-        if self._thing:
-            return f"{self._fields}: write one of these, or leave it out"
-        return f"choose one of {', '.join(sorted(self._known))}"
-
-
-def _quoted(key: str) -> str:
-    """A dotted key as a message names it."""
-    if key in record_tables() or key == "plan":
-        return f"the table [{key}]"
-    if "." in key or key not in keys_of(model_of_record(TopKeys)):
-        return repr(key)
-    return f"{key!r} (before all tables)"
-
-
-def home_of(word: str) -> str:
-    """The dotted key that a word alone stands for; empty if it is none, or is in more than one
-    table.
-
-    >>> home_of("seed"), home_of("method"), home_of("learning_rate"), home_of("quiet")
+    >>> key_for("seed"), key_for("method"), key_for("learning_rate"), key_for("quiet")
     ('seed', 'method', 'plan.lr', '')
     """
-    homes = _homes({}, None) | {other: [home] for other, home in OTHER_WORDS.items()}
-    candidates = homes.get(word, [])
-    if word in candidates or word in (*NAMED, "data"):  # a table's name stands for the name in it
+    candidates = _keys_by_last_part({}, None).get(word, [])
+    if word in SYNONYMS:
+        candidates = [SYNONYMS[word]]
+    if word in candidates or word in NAME_KEYS:  # the name of a table stands for the name in it
         return word
     if len(candidates) == 1:
         return candidates[0]
     return ""
 
 
-def _of_missing_package(table: str) -> str:
-    """What to do about a table of a package that is not installed."""
+def _quoted(key: str) -> str:
+    """A dotted key as a message names it."""
+    if key in record_tables() or key == "plan":
+        return f"the table [{key}]"
+    if "." in key or key not in keys_of(schema_of_record(TopKeys)):
+        return repr(key)
+    return f"{key!r} (before all tables)"
+
+
+def _advice_on_package(table: str) -> str:
+    """The advice about a table whose package is not installed; empty for all others."""
     package = manifest.missing_package(table)
     if not package:
         return ""
     return f"[{table}] belongs to {package}, which is not installed; leave it out, or install it"
 
 
-def _homes(tree: Tree, base: Path | None) -> dict[str, list[str]]:
-    """Of all that a config may say: the dotted keys that end with a key, by key."""
-    homes = {key: [key] for key in keys_of(model_of_record(TopKeys))}
-    tables = {table: keys_of(record) for table, record in record_tables().items()}
+def _keys_by_last_part(tree: Tree, base: Path | None) -> dict[str, list[str]]:
+    """All dotted keys that a config may have, by their last part.
+
+    The fields of a named thing are those of the things that the config names or has by default.
+    """
+    keys_by_table: dict[str, list[str]] = {}
+    for table, schema in record_tables().items():
+        keys_by_table[table] = keys_of(schema)
     if tree.get("stream"):
-        tables["stream"] = keys_of(StreamTable)
-    tables["plan"] = keys_of(model_of_record(Plan))
-    for kind, (name_key, _) in NAMED.items():
-        keys = [*tables.get(kind, ()), name_key]
-        for name in _names(kind, tree, base):
-            keys += _keys_of_thing(kind, name, base)
+        keys_by_table["stream"] = keys_of(StreamTable)
+    keys_by_table["plan"] = keys_of(schema_of_record(Plan))
+    for kind, name_key in NAMED.items():
+        keys = [*keys_by_table.get(kind, ()), name_key.key]
+        for name in _possible_names(kind, tree, base):
+            keys += _fields_of(kind, name, base)
         if kind == "topology":
             keys.append("clients")
-        tables[kind] = keys
-    for table, keys in tables.items():
+        keys_by_table[kind] = keys
+
+    by_last_part = {key: [key] for key in keys_of(schema_of_record(TopKeys))}
+    for table, keys in keys_by_table.items():
         for key in dict.fromkeys(keys):
-            homes.setdefault(key, []).append(f"{table}.{key}")
-    return homes
+            by_last_part.setdefault(key, []).append(f"{table}.{key}")
+    return by_last_part
 
 
-def _names(kind: str, tree: Tree, base: Path | None) -> Sequence[str]:
-    """What a table names, or what it may name by default."""
-    name = _name(kind, tree)
+def _possible_names(kind: str, tree: Tree, base: Path | None) -> Sequence[str]:
+    """The name of the thing that a table is about, or the names that it can have by default."""
+    name = _name_in(tree, kind)
     if name:
         return [name]
     if kind == "model":
-        return MODELS
-    return [_topology(tree, base)]
+        return ALL_DEFAULT_MODELS
+    if kind == "topology":
+        return [_method_topology(tree, base)]
+    return []
 
 
-def _name(kind: str, tree: Tree) -> str:
-    """What a table names; empty if it is the default of something else."""
-    name_key, default = NAMED[kind]
-    table = tree.get(kind)
-    name = table.get(name_key, default) if isinstance(table, Mapping) else table
-    return name if isinstance(name, str) else default
+def _name_in(tree: Tree, table: str) -> str:
+    """The name in a table, or its default; empty if the default depends on other tables."""
+    name_key = NAMED[table]
+    name = tree.get(table)
+    if isinstance(name, Mapping):
+        name = name.get(name_key.key)
+    if not isinstance(name, str):
+        return name_key.default
+    return name
 
 
-def _topology(tree: Tree, base: Path | None) -> str:
+def _method_topology(tree: Tree, base: Path | None) -> str:
     """The topology of the method that a config names; empty if there is no such method."""
     try:
-        method = registry.lookup("method", _name("method", tree), base).target
+        method = registry.lookup("method", _name_in(tree, "method"), base).target
     except ConfigError:
         return ""
     return str(getattr(method, "topology", ""))
 
 
-def _keys_of_thing(kind: str, name: str, base: Path | None) -> list[str]:
-    """The fields of a registered thing; none where another message says that it is unreadable."""
+def _fields_of(kind: str, name: str, base: Path | None) -> list[str]:
+    """The fields of a registered thing; none if it cannot be read, which is another problem."""
     try:
-        return keys_of(model_of_name(kind, name, base))
+        return keys_of(schema_of_name(kind, name, base))
     except ConfigError:
         return []

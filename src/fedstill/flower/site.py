@@ -166,7 +166,7 @@ class Clerk:
             return Ready(settings, prepare(settings, self.dataset))
         if not site.data:
             raise Refused("this site has no data of its own: set data in its site.toml")
-        if settings.on_tasks:
+        if settings.sites_have_tasks:
             return on_own_tasks(settings, facts, site, round)
         if site.tasks:
             raise Refused(

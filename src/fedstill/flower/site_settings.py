@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fedstill.config.client_models import words
-from fedstill.config.data_table import resolved_data_name, whole_path
+from fedstill.config.client_models import texts_in
+from fedstill.config.data_table import absolute_path, resolved_data_name
 from fedstill.config.named_tables import NAMED
-from fedstill.config.validation import fields_of_record, model_of, validated
+from fedstill.config.validation import fields_of_record, schema_of, validated
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import CountOrZero
@@ -64,7 +64,7 @@ def load_site(path: Path) -> Site:
         raise ConfigError(f"cannot read the site's settings {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    model = model_of("Site", {**fields_of_record(Site), "memory": (str, ...)})
+    model = schema_of("Site", {**fields_of_record(Site), "memory": (str, ...)})
     values = validated(model, tree, path.name)
     if values["tasks"] and values["time_column"]:
         raise ConfigError(
@@ -73,8 +73,8 @@ def load_site(path: Path) -> Site:
     for key in ("data", "public"):
         values[key] = _resolved_data(values[key], path.parent, key)
     if values["tokenizer"]:
-        values["tokenizer"] = str(whole_path(values["tokenizer"], path.parent, "tokenizer"))
-    values["memory"] = whole_path(values["memory"], path.parent, "memory")
+        values["tokenizer"] = str(absolute_path(values["tokenizer"], path.parent, "tokenizer"))
+    values["memory"] = absolute_path(values["memory"], path.parent, "memory")
     return Site(**values)
 
 
@@ -84,7 +84,7 @@ def _resolved_data(name: str, folder: Path, key: str) -> str:
     """
     if not name:
         return ""
-    place = whole_path(name, folder, key)
+    place = absolute_path(name, folder, key)
     return str(place) if place.exists() else resolved_data_name(name, folder, key)
 
 
@@ -98,17 +98,13 @@ NO_FILES = ("", "train", "noise", "words", "bytes")
 
 def code_in(tree: Mapping[str, Any]) -> list[str]:
     """Names in a configuration that would import code beyond fedstill's own."""
-    named = [_text(tree, table, key) for table, (key, _) in NAMED.items()]
-    models = (
-        tree.get("clients", {}).get("models", [])
-        if isinstance(tree.get("clients"), Mapping)
-        else []
-    )
+    named = [_text(tree, table, name_key.key) for table, name_key in NAMED.items()]
     measures = tree.get("measure", [])
     named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
-    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from"), *words(models)]
-    named += words(model) if isinstance(model := tree.get("model"), Mapping) else []
-    named += words(data.get("features_of")) if isinstance(data := tree.get("data"), Mapping) else []
+    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from")]
+    for table, key in (("clients", "models"), ("data", "features_of")):
+        named += texts_in(_table(tree, table).get(key))
+    named += texts_in(_table(tree, "model"))
     return sorted({n for n in named if ":" in n or n.endswith(".py")})
 
 
@@ -126,7 +122,7 @@ def files_in(tree: Mapping[str, Any]) -> list[str]:
         tree.get("clients"),
         _table(tree, "data").get("features_of"),
     )
-    named += [word for word in words(other) if "/" in word and Path(at_home(word)).exists()]
+    named += [word for word in texts_in(other) if "/" in word and Path(at_home(word)).exists()]
     return sorted({name for name in named if name})
 
 

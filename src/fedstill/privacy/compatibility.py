@@ -160,7 +160,7 @@ def robust_mean(run: PlannedRun) -> str:
 
 def masked_attack(run: PlannedRun) -> str:
     """Hostile clients that would change their replies after these are masked."""
-    if run.settings.engine != "flower" or run.settings.of_clients.attack not in FACTORS:
+    if run.settings.engine != "flower" or run.settings.clients_table.attack not in FACTORS:
         return ""
     return (
         "privacy.secure_sum: over Flower clients mask their replies before clients.attack could "

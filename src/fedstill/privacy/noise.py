@@ -307,7 +307,7 @@ def check_config(settings: Settings) -> None:
     are to be protected and none are sent.
     """
     privacy = settings.table(Privacy)
-    if privacy.secure_sum and settings.on_tasks:
+    if privacy.secure_sum and settings.sites_have_tasks:
         raise contradiction(
             "privacy.secure_sum",
             "lets a site report nothing of its own, and stream.kind = 'sites' is measured by what "

@@ -7,10 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fedstill.config.resolve import PEERS
-from fedstill.config.settings import Settings
+from fedstill.config.settings import PEERS, Settings
 from fedstill.config.tables import NO_STREAM
-from fedstill.config.validation import PackageTable, Typed, contradiction
+from fedstill.config.validation import CommandLineText, PackageTable, contradiction
 from fedstill.core.capabilities import Need
 from fedstill.core.class_weights import BALANCED, BALANCED_OVERALL, are_overall
 from fedstill.core.errors import ConfigError
@@ -88,7 +87,7 @@ class QueryTable(PackageTable):
     def read(cls, values: Mapping[str, Any], name: str) -> Self:
         """The table of these values, in which one trigger may be written without a list."""
         by = values.get("by")
-        if isinstance(by, str) and not isinstance(by, Typed):
+        if isinstance(by, str) and not isinstance(by, CommandLineText):
             values = {**values, "by": (by,)}
         return super().read(values, name)
 

@@ -295,7 +295,7 @@ def _raise_unless_finished(outcomes: Sequence[Outcome], folder: Path) -> None:
 
 def _refuse_lives(runs: Sequence[Variant]) -> None:
     """Runs are done by other processes, which cannot import what exists in this one only."""
-    lives = {name for run in runs for name in run.settings.lives}
+    lives = {name for run in runs for name in run.settings.live_names}
     if lives:
         names = ", ".join(sorted(name.removeprefix("python:") for name in lives))
         raise ConfigError(

@@ -499,7 +499,7 @@ FEWEST_COMPARED = 3
 
 def plants_attackers(run: PlannedRun) -> bool:
     """Whether hostile clients are planted."""
-    return run.settings.of_clients.attack is not None
+    return run.settings.clients_table.attack is not None
 
 
 def missing_attack(run: PlannedRun) -> str:
@@ -511,14 +511,14 @@ def missing_attack(run: PlannedRun) -> str:
 
 def attack_on_federation(run: PlannedRun) -> str:
     """Hostile clients outside of a simulation."""
-    if not (run.settings.deployed or run.settings.on_sites):
+    if not (run.settings.is_deployed or run.settings.on_sites):
         return ""
     return "clients.attack plants hostile clients in a simulation; leave it out in a federation"
 
 
 def flipped_task_labels(run: PlannedRun) -> str:
     """Flipped labels, where tasks have classes of their own."""
-    if run.settings.of_clients.attack != "label_flip" or run.settings.stream.tasks == 1:
+    if run.settings.clients_table.attack != "label_flip" or run.settings.stream.tasks == 1:
         return ""
     return "clients.attack = 'label_flip' names classes of other tasks; choose sign_flip or scaled"
 
@@ -616,11 +616,11 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(always, missing_public_labels),
     # Single settings.
     Rule(
-        lambda run: run.settings.of_clients.failures == "stop",
+        lambda run: run.settings.clients_table.failures == "stop",
         lambda run: batch_of_one(run.settings, run.world, run.sites),
         ConfigError,
     ),
-    Rule(lambda run: run.settings.of_clients.attackers is not None, missing_attack, ConfigError),
+    Rule(lambda run: run.settings.clients_table.attackers is not None, missing_attack, ConfigError),
     Rule(plants_attackers, attack_on_federation, ConfigError),
     Rule(plants_attackers, flipped_task_labels, ConfigError),
     Rule(averages_robustly, forbidden_robust_mean),

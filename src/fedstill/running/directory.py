@@ -15,10 +15,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fedstill.config.experiment import LIVING, bind, from_tree
-from fedstill.config.named_tables import NAMED
+from fedstill.config.compatibility import with_old_behaviour
+from fedstill.config.experiment import from_tree
+from fedstill.config.live_objects import OBJECT_TABLES, bind
+from fedstill.config.named_tables import NAME_KEYS
 from fedstill.config.resolve import settle
-from fedstill.config.settings import Settings, as_it_began
+from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
 from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, read_toml, remove
 from fedstill.core.method import Method
@@ -42,13 +44,13 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     except (OSError, ValueError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
     for table, thing in live.items():
-        if table not in LIVING:
+        if table not in OBJECT_TABLES:
             raise ConfigError(f"resume takes no {table}: what a run is stands in {path}")
-        name = tree.get(table, {}).get(NAMED[table][0], "")
+        name = tree.get(table, {}).get(NAME_KEYS[table], "")
         if not name.startswith(LIVE):
             raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
         bind(table, name, type(thing) if isinstance(thing, Method) else thing)
-    return settle(from_tree(as_it_began(tree), {}, folder), here=False)
+    return settle(from_tree(with_old_behaviour(tree), {}, folder), check_device=False)
 
 
 def runs_below(folder: Path) -> list[Path]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedstill.config.named_tables import NAMED
-from fedstill.config.overrides import flat
+from fedstill.config.named_tables import NAME_KEYS, NAMED
+from fedstill.config.overrides import Origins, flat
 from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import descriptions
@@ -302,7 +302,7 @@ def about_key(settings: Settings, key: str) -> str:
         if key == "topology.clients":  # no topology's own: a partition needs it too
             return "Clients in all."
         entry: registry.Entry = getattr(settings.named, table).entry
-        if field == NAMED[table][0]:
+        if field == NAME_KEYS[table]:
             return entry.summary
         fields = entry.sentences
         if table == "stream":
@@ -326,11 +326,11 @@ def human(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _origin(key: str, origins: Mapping[str, str]) -> str:
+def _origin(key: str, origins: Origins) -> str:
     if key in origins:
-        return origins[key]
+        return str(origins[key])
     table = key.partition(".")[0]
-    name_key, *_ = NAMED.get(table, ("name",))
+    name_key = NAME_KEYS.get(table, "name")
     candidates = []
     if key == f"{table}.{name_key}":  # method = "fedntd" stands for method.name
         candidates.append(table)
@@ -338,7 +338,7 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
         candidates.append("plan." + key.rpartition(".")[2])
     for candidate in candidates:
         if candidate in origins:
-            return origins[candidate]
+            return str(origins[candidate])
     return "default"
 
 

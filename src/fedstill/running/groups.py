@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from fedstill.config.settings import UNSAID
+from fedstill.config.compatibility import OLD_BEHAVIOUR
 from fedstill.core.registry import short_name
 from fedstill.running.journal import Event
 from fedstill.running.runs import Run, find
@@ -148,11 +148,11 @@ def alike(runs: Sequence[R]) -> list[Alike[R]]:
     """Runs by everything but their seed, and but keys that one of them lacks because it began
     before there were any.
     """
-    unsaid = {k for k in UNSAID if any(k not in run.settings for run in runs)}
+    absent = {k for k in OLD_BEHAVIOUR if any(k not in run.settings for run in runs)}
 
     def telling(run: R) -> dict[str, Any]:
         shared = settings_but_seed(run.settings, run.start)
-        return {key: value for key, value in shared.items() if key not in unsaid}
+        return {key: value for key, value in shared.items() if key not in absent}
 
     by_settings: dict[str, list[R]] = {}
     for run in runs:

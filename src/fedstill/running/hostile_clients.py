@@ -22,9 +22,9 @@ def hostile_clients(settings: Settings) -> frozenset[int]:
     """The hostile clients of a simulation, drawn by key; at least one where an attack is set, none
     without.
     """
-    if settings.of_clients.attack is None:
+    if settings.clients_table.attack is None:
         return frozenset()
-    share = settings.of_clients.attackers or 0.1
+    share = settings.clients_table.attackers or 0.1
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "hostile"))
     order: list[int] = torch.randperm(settings.clients, generator=draw).tolist()
     return frozenset(order[: max(1, round(share * settings.clients))])
@@ -80,7 +80,7 @@ class Hostile:
 
 def hostile_middleware(settings: Settings) -> tuple[Middleware, ...]:
     """What makes clients hostile that change what they send; empty if the config plants none."""
-    factor = FACTORS.get(settings.of_clients.attack or "")
+    factor = FACTORS.get(settings.clients_table.attack or "")
     if factor is None:
         return ()
     clients = hostile_clients(settings)

@@ -94,7 +94,7 @@ class Prepared:
         if settings.device == "cuda" and issubclass(kind, PooledEngine):
             options["workers"] = 1
         reply_cache = None
-        if settings.reuse and not site and not settings.lives:
+        if settings.reuse and not site and not settings.live_names:
             reply_cache = self._reply_cache()
         client_measures = ClientMeasures()
         if measured:
@@ -285,7 +285,7 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
         task_tests = {task: tests.to(device) for task, tests in data.task_tests.items()}
         tasks = task_data(world.stream, data.tasks, task_tests)
     flipped: frozenset[int] = frozenset()
-    if settings.of_clients.attack == "label_flip":
+    if settings.clients_table.attack == "label_flip":
         flipped = hostile_clients(settings)
     return SiteViews(
         train=data.train.to(device),

@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedstill.config.client_models import words
-from fedstill.config.experiment import fingerprint
+from fedstill.config.client_models import texts_in
+from fedstill.config.compatibility import absent_keys
+from fedstill.config.live_objects import fingerprint
 from fedstill.config.overrides import flat
-from fedstill.config.settings import Settings, unsaid
+from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, in_shell, read_toml
@@ -110,14 +111,15 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
     """
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
-    names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
-    names += [*words(named.model.values), *words(settings.data.features_of or {})]
+    names += [settings.data.public_from, *settings.measure]
+    for part in (settings.clients_table.models, named.model.values, settings.data.features_of):
+        names += texts_in(part)
     paths = {Path(name.partition(":")[0]) for name in names if ".py" in name}
     if modules:
         paths = {path for file in paths for path in files_of(file)}
     digests = {str(path): digest(path.read_bytes()) for path in sorted(paths, key=str)}
     for thing in (named.method, named.model, named.partition):
-        if thing.name in settings.lives:
+        if thing.name in settings.live_names:
             digests[thing.name] = fingerprint(thing.kind, thing.name)
     return digests
 
@@ -446,7 +448,7 @@ def _has_known_examples(data: DataTable) -> bool:
 
 def _unknown_keys(config: Path) -> set[str]:
     """The dotted keys of which a config says nothing, since they came after its run began."""
-    return unsaid(read_toml(config))
+    return absent_keys(read_toml(config))
 
 
 def _without_seed(place: str) -> str:

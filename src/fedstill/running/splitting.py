@@ -46,7 +46,7 @@ def draw_split(settings: Settings, train: Examples, seed: int | None = None) -> 
         **_fields(settings, train, seed),
     }
     try:
-        if partition.name in settings.lives:
+        if partition.name in settings.live_names:
             # A function that was handed over in Python has no file to know it by.
             parts = function(**arguments)
         else:

@@ -34,7 +34,7 @@ class TaskEnds(Observer):
     """What each real site said of its accuracy on every task, in the task under way."""
 
     def __post_init__(self) -> None:
-        self.at_sites = self.prepared.settings.on_tasks
+        self.at_sites = self.prepared.settings.sites_have_tasks
 
     @property
     def on(self) -> bool:

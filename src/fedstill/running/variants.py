@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.config.experiment import Experiment, refuse_no_experiment
-from fedstill.config.named_tables import model_of_name, read_named
-from fedstill.config.overrides import overridden_fields, refuse_set_twice
-from fedstill.config.resolve import PEERS, read_package_tables, read_stream, settle
-from fedstill.config.settings import Settings
+from fedstill.config.named_tables import read_named, schema_of_name
+from fedstill.config.overrides import Origin, overriding_fields, refuse_set_twice
+from fedstill.config.resolve import read_package_tables, read_stream, settle
+from fedstill.config.settings import PEERS, Settings
 from fedstill.config.stages import read_method
 from fedstill.config.validation import keys_of
 from fedstill.core.errors import ConfigError
@@ -104,7 +104,7 @@ class Shape:
         table = experiment.table("topology")
         only_kind = {key: value for key, value in table.items() if key == "kind"}
         topology = read_named("topology", only_kind, experiment.base, method.topology)
-        fields = keys_of(model_of_name("topology", topology.name, experiment.base))
+        fields = keys_of(schema_of_name("topology", topology.name, experiment.base))
         added_stages = [table.get("first"), table.get("last")]
         return Shape(
             topology=frozenset({*fields, "kind", "clients"}),
@@ -137,8 +137,8 @@ def with_methods(experiment: Experiment, methods: Sequence[str]) -> list[Experim
     shapes = [Shape.of(one) for one in experiments]
     fields = {field for shape in shapes for field in shape.topology}
     stages = {stage for shape in shapes for stage in shape.stages}
-    fields -= overridden_fields("topology", experiment.origins)
-    stages -= overridden_fields("plan", experiment.origins)
+    fields -= overriding_fields("topology", experiment.origins)
+    stages -= overriding_fields("plan", experiment.origins)
 
     has_free_rounds = any(shape.rounds is None for shape in shapes)
     fitted = []
@@ -157,7 +157,7 @@ def _without(table: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
 
 
 def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> Variant:
-    settings = settle(experiment, here=False)
+    settings = settle(experiment, check_device=False)
     values = [f"{k}={v}" for k, v in setting.items()]
     label = " ".join([settings.named.method.label, *values])
     folder = _folder(out, [Path(settings.named.method.name.partition(":")[0]).stem, *values])
@@ -197,7 +197,7 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
     finished it.
     """
     chosen = with_seed(experiment, seed)
-    settings = settle(chosen, here=False)
+    settings = settle(chosen, check_device=False)
     return Variant(label, chosen, settings, _of_seed(folder, settings))
 
 
@@ -220,7 +220,7 @@ def with_seed(experiment: Experiment, seed: int) -> Experiment:
     """The experiment with one of the seeds of a command; raises ConfigError if an option has set
     it.
     """
-    refuse_set_twice({"seed": seed}, experiment.origins, "--seeds")
+    refuse_set_twice({"seed": seed}, experiment.origins, Origin("--seeds"))
     return replace(experiment, seed=seed)
 
 

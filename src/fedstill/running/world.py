@@ -9,7 +9,6 @@ from typing import Any, Self, TypeVar
 from torch import Tensor
 
 from fedstill import manifest
-from fedstill.config.client_models import assigned
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.keys import seed_for
@@ -98,15 +97,15 @@ def world_of(
         return replace(plain, adds=tuple(settings.method.adds.words))
 
     server_model = spec_of(model.name, dict(model.values))
-    networks = assigned(settings.of_clients.models, settings.clients)
+    networks = settings.client_networks
     # Many clients share one network, of which the architecture is made once.
     distinct = {id(network): network for network in networks}
     specs = {}
     for key, network in distinct.items():
-        specs[key] = server_model if network is None else spec_of(*network)
-    client_models: tuple[ModelSpec, ...] = ()
-    if any(distinct.values()):
-        client_models = tuple(specs[id(network)] for network in networks)
+        specs[key] = server_model
+        if network is not None:
+            specs[key] = spec_of(network.name, network.fields)
+    client_models = tuple(specs[id(network)] for network in networks)
     return RunWorld(
         clients=settings.clients,
         classes=classes,
