@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import toys
 from fedstill.config.experiment import Experiment
@@ -19,6 +20,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, TooFewReplies
 from fedstill.core.records import Examples, Stage
 from fedstill.core.registry import register
+from fedstill.core.results import RoundResult
 from fedstill.engines.at_client import AtClient
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.flower.client_app import client_app
@@ -26,6 +28,15 @@ from fedstill.flower.loopback import LoopbackGrid
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
+from fedstill.metrics.classification import (
+    METRICS,
+    Predictions,
+    RunMetrics,
+    as_histograms,
+    auc_error,
+    joined,
+)
+from fedstill.running.evaluation import SiteTests
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result
@@ -256,3 +267,86 @@ def test_rounds_are_compared_by_histograms_that_sites_send(by: str, tmp_path: Pa
 def test_a_histogram_that_a_site_makes_up_is_refused() -> None:
     report = {"held_out_examples": 3, "held_out_histograms": {"confusion": [[3]]}}
     assert "held_out_histograms" in ClientMeasures().refuses(report, Stage(1, 0, "x", (0,)), 5)
+
+
+NAMES = ("auc", "recall", "log_loss", "brier", "ece", "confusion")
+
+
+@pytest.mark.parametrize("method", ["scaffold", "ditto"])
+def test_sites_send_histograms_from_which_the_server_computes_metrics(
+    method: str, tmp_path: Path
+) -> None:
+    """All sites have the run's test set here, so theirs are the metrics of the simulation."""
+    asked = toys.toy(
+        method, metrics=NAMES, topology={"clients": CLIENTS}, measure=(), data={}, rounds=2
+    )
+    whole = run(asked, tmp_path / "whole", toys.blobs())
+    over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+    there = Result.of(tmp_path / "there")
+    for event, expected in zip(there.history, whole.history, strict=True):
+        assert event["auc"] == expected["auc"], "the server has a test set"
+        assert event["own_test_auc_error"] < 0.05
+        assert event["own_test_by_client"].keys() == {"0", "1", "2"}
+        if method == "scaffold":
+            most = {"auc": event["own_test_auc_error"], "log_loss": 0.01, "recall": 0.0}
+            for name, bound in most.items():
+                values = event[f"own_test_{name}_by_client"].values()
+                assert max(abs(value - expected[name]) for value in values) <= bound
+            assert event["own_test_confusions"]["1"] == expected["confusion"]
+            assert event["own_test_accuracy"] == pytest.approx(expected["accuracy"])
+
+    journal = read_journal(tmp_path / "there/journal.jsonl")
+    tested = [event for event in journal if "site_scores" in event]
+    stage = "personal" if method == "ditto" else "site_test"
+    assert {event["name"] for event in tested} == {stage}
+    assert len(tested) == 2 * CLIENTS
+    assert not any("site_metrics" in event for event in journal)
+
+
+def test_metrics_of_the_server_model_are_on_the_examples_of_all_sites() -> None:
+    events = [
+        {"event": "client", "client": client, "site_scores": report, "site_accuracy": 0.5}
+        for client, report in enumerate(map(as_histograms, site_predictions()))
+    ]
+    tests = SiteTests(RunMetrics(("auc", "recall"), 1), frozenset())
+    for event in events:
+        tests.on_event(event)
+    nothing = RoundResult(1, (), {"accuracy": None})
+    first = tests.round_fields(nothing, {"accuracy": None})
+    exact = joined(site_predictions())
+    assert first["recall"] == METRICS["recall"].value(exact)
+    assert abs(first["auc"] - METRICS["auc"].formula(exact)) <= (auc_error(exact) or 0) + 0.01
+    tests.on_event({"event": "round", "round": 1})
+    assert tests.round_fields(nothing, {"accuracy": None}) == {}, "they are of the round before"
+
+
+def site_predictions() -> list[Predictions]:
+    """The predictions of two sites; the second has one class."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(60, 2, generator=draw)
+    labels = (torch.arange(60) % 3 == 0).long()
+    labels[40:] = 0
+    parts = (slice(0, 40), slice(40, 60))
+    return [Predictions.of(logits[p], logits[p].argmax(1), labels[p], 1) for p in parts]
+
+
+def test_a_site_that_refuses_a_metric_takes_part_in_no_run_with_it(tmp_path: Path) -> None:
+    asked = toys.toy(metrics=("auc",), topology={"clients": CLIENTS}, measure=(), data={})
+    there = [replace(site, refuse=("auc",)) for site in sites(simulated(asked), tmp_path)]
+    with pytest.raises(TooFewReplies, match="'auc'"):
+        over(asked, there, tmp_path / "there")
+
+
+@pytest.mark.uses("privacy")
+def test_with_secure_sums_no_site_sends_histograms(tmp_path: Path) -> None:
+    asked = toys.toy(
+        "moon",
+        metrics=("auc",),
+        topology={"clients": CLIENTS},
+        measure=(),
+        data={},
+        privacy={"secure_sum": True},
+    )
+    over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+    journal = read_journal(tmp_path / "there/journal.jsonl")
+    assert not any("site_scores" in event for event in journal)

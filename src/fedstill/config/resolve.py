@@ -274,18 +274,22 @@ class Parts:
             self.stream.named.name,
             self.plans,
             sites_test_rounds=self._sites_test_rounds,
+            sites_test_metrics=self._sites_test_model and bool(self.top.metrics),
         )
+
+    @property
+    def _sites_test_model(self) -> bool:
+        """Whether there is a global model that real sites may test and report on."""
+        on_sites = self.top.engine == "flower" and self.flower.data == "sites"
+        is_hidden = any(table.hides_client_models for table in self.packages.values())
+        return on_sites and not is_hidden and not self.method.built.personal
 
     @property
     def _sites_test_rounds(self) -> bool:
         """Whether real sites test the global model on the data that they hold out, so that rounds
         can be compared.
         """
-        on_sites = self.top.engine == "flower" and self.flower.data == "sites"
-        is_hidden = any(table.hides_client_models for table in self.packages.values())
-        if not on_sites or is_hidden or self.method.built.personal:
-            return False
-        if not held_out_share(self.plans):
+        if not self._sites_test_model or not held_out_share(self.plans):
             return False
         if self.top.select_on is None:
             return self.stop.is_active

@@ -24,7 +24,12 @@ from fedstill.config.validation import (
     schema_of_record,
     validated,
 )
-from fedstill.continual.task_test import TEST_STAGES, HeldOutTestStage, TaskTests
+from fedstill.continual.task_test import (
+    TEST_STAGES,
+    HeldOutTestStage,
+    SiteTestStage,
+    TaskTests,
+)
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.census import CENSUS, CensusStages
@@ -56,18 +61,22 @@ def schedule_of(
     plans: Mapping[str, Plan],
     *,
     sites_test_rounds: bool = False,
+    sites_test_metrics: bool = False,
 ) -> Schedule:
-    """A run's schedule: the stages of the topology, and those that the method, its plans, tasks and
-    ``select_on`` need.
+    """A run's schedule: the stages of the topology, and those that the method, its plans, tasks,
+    ``select_on`` and ``metrics`` need.
 
     ``stream_kind``: the kind of ``[stream]``. ``sites_test_rounds``: whether real sites test the
-    global model after every round.
+    global model after every round on the data that they hold out; ``sites_test_metrics``: whether
+    they do on their test sets.
     """
     providers: list[StageProvider] = [FitStage(), RidgeStage()]
     if stream_kind == SITES and not method.personal:
         providers.append(TaskTests())
     if sites_test_rounds:
         providers.append(HeldOutTestStage())
+    elif sites_test_metrics:
+        providers.append(SiteTestStage())
     if takes_census(method, plans):
         providers.append(CensusStages())
     return Schedule(method, topology, tuple(providers))

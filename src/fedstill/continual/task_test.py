@@ -1,13 +1,15 @@
 """Stages in which real sites only test the global model on their own data.
 
 ``task_test``: at each task's end, on their test sets of the tasks so far. ``held_out_test``: after
-every round, on the examples that they hold out, to compare rounds by.
+every round, on the examples that they hold out, to compare rounds by. ``site_test``: after every
+round, on their test sets, for the metrics of the run; ``held_out_test`` does that, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.method import Method
@@ -33,10 +35,13 @@ TASK_TEST = "task_test"
 """The name of the stage at a task's end."""
 
 HELD_OUT_TEST = "held_out_test"
-"""The name of the stage after every round."""
+"""The name of the stage after every round in a run that compares rounds."""
 
-TEST_STAGES = frozenset({TASK_TEST, HELD_OUT_TEST})
-"""The names of both."""
+SITE_TEST = "site_test"
+"""The name of the stage after every round in a run that only records metrics."""
+
+TEST_STAGES = frozenset({TASK_TEST, HELD_OUT_TEST, SITE_TEST})
+"""The names of all three."""
 
 
 class BeTested(ClientWork):
@@ -96,15 +101,29 @@ class TaskTests(StageProvider):
         return [*stages, Stage(round, 0, TASK_TEST, everyone(world, round))]
 
 
-class HeldOutTestStage(StageProvider):
-    """Provides the stage ``held_out_test``, as the last one of every round."""
+class _TestStage(StageProvider):
+    """Provides a stage as the last one of every round. ``name``: that of the stage."""
+
+    name: ClassVar[str]
 
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
-        return {HELD_OUT_TEST: OnlyTest()}
+        return {self.name: OnlyTest()}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
         """A round's stages, before a test by all clients."""
         if round == 0:
             return stages
-        return [*stages, Stage(round, 0, HELD_OUT_TEST, everyone(world, round))]
+        return [*stages, Stage(round, 0, self.name, everyone(world, round))]
+
+
+class HeldOutTestStage(_TestStage):
+    """Provides the stage ``held_out_test``."""
+
+    name = HELD_OUT_TEST
+
+
+class SiteTestStage(_TestStage):
+    """Provides the stage ``site_test``."""
+
+    name = SITE_TEST

@@ -70,12 +70,13 @@ class AtClient:
 class OwnTestSets(ClientHook):
     """Tests a client's model on the client's own test set, or on those of its tasks.
 
-    ``metrics``: what is measured beside accuracy. ``as_histograms``: whether the client is a real
-    site, which sends counts and histograms of its scores in place of the metrics.
+    ``metrics``: what is measured beside accuracy. ``histogram_stages``: those after which a real
+    site sends counts and histograms of its scores, in the order of their names; None for a client
+    of a simulation, which sends the metrics after every stage.
     """
 
     metrics: RunMetrics = NO_METRICS
-    as_histograms: bool = False
+    histogram_stages: tuple[str, ...] | None = None
 
     def measured(self, seen: AtClient) -> dict[str, Any]:
         """``site_accuracy``, with tasks ``site_by_task``, and ``site_metrics`` or ``site_scores``;
@@ -86,19 +87,24 @@ class OwnTestSets(ClientHook):
         test = seen.view.test
         if test is None or len(test) == 0:
             return {}
-        if not self.metrics.names:
+        if not self._records_metrics(seen.stage):
             return {"site_accuracy": sum(seen.correct_by_class(seen.end, test)) / len(test)}
         outputs = outputs_by_example(predictor(seen.view.model, seen.end), test, seen.inputs)
         labels = test.labels.cpu()
         right = int((outputs.predicted == labels).sum())
         return {"site_accuracy": right / len(test), **self._metrics(outputs, labels)}
 
+    def _records_metrics(self, stage: Stage) -> bool:
+        if not self.metrics.names:
+            return False
+        return self.histogram_stages is None or stage.name in self.histogram_stages
+
     def _metrics(self, outputs: Outputs, labels: Tensor) -> dict[str, Any]:
         """The metrics of some outputs, or the histograms of which the server computes them."""
         predictions = Predictions.of(
             outputs.logits, outputs.predicted, labels, self.metrics.positive
         )
-        if self.as_histograms:
+        if self.histogram_stages is not None:
             return {"site_scores": as_histograms(predictions)}
         return {"site_metrics": self.metrics.of(predictions)}
 
@@ -117,7 +123,7 @@ class OwnTestSets(ClientHook):
             by_task[task] = count / len(tests[task])
         examples = sum(len(test) for test in tests.values())
         fields = {"site_accuracy": sum(right.values()) / examples, "site_by_task": by_task}
-        if not self.metrics.names:
+        if not self._records_metrics(seen.stage):
             return fields
         joined = Outputs(
             torch.cat([outputs[task].logits for task in tests]),

@@ -21,8 +21,8 @@ from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.methods.fit import FIT
 from fedstill.metrics.classification import wrong_histograms
 
-_HISTOGRAMS = "held_out_histograms"
-"""The field with histograms of scores on what a client holds out."""
+_HISTOGRAMS = ("held_out_histograms", "site_scores")
+"""The fields with histograms of scores, on what a client holds out and on its test set."""
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
 """Fields of a client's event that no measure gives."""
@@ -181,7 +181,8 @@ def _malformed_probe(metrics: Mapping[str, Any], classes: int) -> str:
 
 def _malformed_histograms(metrics: Mapping[str, Any], classes: int) -> str:
     """Whether the histograms that the server joins are none."""
-    if _HISTOGRAMS not in metrics:
-        return ""
-    problem = wrong_histograms(metrics[_HISTOGRAMS], classes)
-    return f"its report {_HISTOGRAMS!r} is malformed: {problem}" if problem else ""
+    for name in _HISTOGRAMS:
+        problem = wrong_histograms(metrics[name], classes) if name in metrics else ""
+        if problem:
+            return f"its report {name!r} is malformed: {problem}"
+    return ""

@@ -133,9 +133,9 @@ class Clerk:
             raise Refused(
                 "the configuration resolves to other values at this site: install the same versions"
             )
-        for measure in settings.measure:
-            if measure in self.site.refuse:
-                raise Refused(f"this site takes part in no run with the measure {measure!r}")
+        for name in (*settings.measure, *settings.metrics):
+            if name in self.site.refuse:
+                raise Refused(f"this site takes part in no run with the measure {name!r}")
         return settings
 
     def _check_code(self, tree: Mapping[str, Any]) -> None:

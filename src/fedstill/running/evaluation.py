@@ -28,7 +28,15 @@ from fedstill.engines.passes import (
     outputs_by_example,
 )
 from fedstill.metrics import class_accuracy
-from fedstill.metrics.classification import CONFUSION, NO_METRICS, RunMetrics
+from fedstill.metrics.classification import (
+    CONFUSION,
+    NO_METRICS,
+    Predictions,
+    RunMetrics,
+    auc_error,
+    from_histograms,
+    joined,
+)
 from fedstill.metrics.local_models import personal_answers
 from fedstill.metrics.values import Values
 from fedstill.running.preparation import Prepared
@@ -326,15 +334,7 @@ class OwnTests(Observer):
         if not self.sites.own_tests:
             return {}
         by_client = self._by_client(result.predictors)
-        if not by_client:
-            return {}
-        accuracies = {client: test.accuracy for client, test in sorted(by_client.items())}
-        return {
-            "own_test_accuracy": sum(by_client[c].accuracy for c in by_client) / len(by_client),
-            "own_test_worst": min(accuracies.values()),
-            "own_test_by_client": {str(client): value for client, value in accuracies.items()},
-            **own_test_metrics({c: test.metrics for c, test in by_client.items()}),
-        }
+        return own_test_fields(by_client) if by_client else {}
 
     def _by_client(self, predictors: Predictors) -> dict[int, ClientTest]:
         if self.stages and self._personal:
@@ -380,6 +380,66 @@ class OwnTests(Observer):
             float(is_right.double().mean()),
             self.metrics.of_logits(outputs.logits, outputs.predicted, labels),
         )
+
+
+@dataclass
+class SiteTests(Observer):
+    """The metrics of models that real sites test on their own test sets, from the counts and
+    histograms that they send.
+
+    ``personal``: the stages after which a client's own model is its answer; empty if the server's
+    model is.
+    """
+
+    metrics: RunMetrics
+    personal: Collection[str]
+    _predictions: dict[int, Predictions] = field(default_factory=dict)
+    _accuracies: dict[int, float] = field(default_factory=dict)
+
+    def on_event(self, event: Event) -> None:
+        """Remember what sites reported: of the server's model in the round under way, or of their
+        own models when these were last tested.
+        """
+        if event["event"] == "client" and "site_scores" in event:
+            client = event["client"]
+            self._predictions[client] = from_histograms(event["site_scores"], self.metrics.positive)
+            self._accuracies[client] = event["site_accuracy"]
+        elif event["event"] == "round" and not self.personal:
+            self._predictions.clear()
+            self._accuracies.clear()
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """Fields of a round's event; empty if no site reported.
+
+        ``own_test_accuracy`` and so on as of a simulation (``OwnTests``). The server's model has
+        its metrics on the test sets of all sites together, if the server has none.
+        ``own_test_auc_error``: how far the AUC of a site may be from the exact one.
+        """
+        if not self._predictions:
+            return {}
+        by_client = {
+            client: ClientTest(self._accuracies[client], self.metrics.of(predictions))
+            for client, predictions in sorted(self._predictions.items())
+        }
+        fields = own_test_fields(by_client)
+        errors = [auc_error(predictions) for predictions in self._predictions.values()]
+        known = [error for error in errors if error is not None]
+        if "auc" in self.metrics.names and known:
+            fields["own_test_auc_error"] = max(known)
+        if self.personal or so_far.get("accuracy") is not None:
+            return fields
+        return {**self.metrics.of(joined(list(self._predictions.values()))), **fields}
+
+
+def own_test_fields(by_client: Mapping[int, ClientTest]) -> Fields:
+    """The fields of a round's event on answers that are tested on clients' own test sets."""
+    accuracies = {client: test.accuracy for client, test in sorted(by_client.items())}
+    return {
+        "own_test_accuracy": sum(by_client[c].accuracy for c in by_client) / len(by_client),
+        "own_test_worst": min(accuracies.values()),
+        "own_test_by_client": {str(client): value for client, value in accuracies.items()},
+        **own_test_metrics({c: test.metrics for c, test in by_client.items()}),
+    }
 
 
 def own_test_metrics(by_client: Mapping[int, Fields]) -> Fields:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from fedstill import manifest
 from fedstill.config.settings import Settings
+from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.census import CensusChecks
 from fedstill.core.class_weights import TotalsAtClient, TotalsAtServer, are_overall
 from fedstill.core.extensions import (
@@ -114,7 +115,18 @@ def client_extensions(
                 as_histograms=settings.sites_test_rounds,
             )
         )
-    return (*hooks, measured, OwnTestSets(metrics, as_histograms=is_real_site))
+    return (*hooks, measured, OwnTestSets(metrics, _histogram_stages(settings, is_real_site)))
+
+
+def _histogram_stages(settings: Settings, is_real_site: bool) -> tuple[str, ...] | None:
+    """The stages after which a real site sends histograms of its scores: those that test the global
+    model, or that leave the client a model of its own; none if the server may see no client's.
+    """
+    if not is_real_site:
+        return None
+    if settings.hides_client_models:
+        return ()
+    return tuple(sorted(settings.method.personal or TEST_STAGES))
 
 
 def site_guards(prepared: PreparedRun, folder: Path) -> tuple[SiteGuard, ...]:

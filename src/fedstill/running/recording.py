@@ -21,7 +21,7 @@ from fedstill.core.results import Predictors, RoundResult, StageResult
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.client_memory import Memory
 from fedstill.running.checkpoint import Checkpoints
-from fedstill.running.evaluation import Evaluation, OwnAnswers, OwnTests, tests_by_class
+from fedstill.running.evaluation import Evaluation, OwnAnswers, OwnTests, SiteTests, tests_by_class
 from fedstill.running.extensions import Extensions
 from fedstill.running.journal import Journal
 from fedstill.running.observers import Forgetting, Measures, Traffic
@@ -123,6 +123,7 @@ def run_observers(
         *extensions.observers,
         OwnAnswers(personal, label_counts, tests_by_class(sites, world.classes)),
         OwnTests(sites, personal, prepared.metrics),
+        SiteTests(prepared.metrics, personal),
         TaskEnds(prepared, evaluation),
         Traffic(world, Need.SAME_SHAPES in settings.method.requires()),
         *selections,
