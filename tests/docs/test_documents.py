@@ -178,6 +178,16 @@ def test_the_best_round_is_kept_as_the_page_says(
     assert f"after round {best} of 100" in card
 
 
+def test_a_metric_is_chosen_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("choose_a_metric.md", tmp_path, capsys)
+    execute("choose_a_metric.md", {})
+    text = (tmp_path / "both" / "tables" / "results.csv").read_text()
+    assert text.index("margin=4.0") < text.index("margin=0.0")
+
+
 def test_measures_of_both_kinds_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
