@@ -12,7 +12,12 @@ from offline_wandb import offline_runs
 
 import toys
 from fedstill.core.errors import ConfigError, Interrupted, UnknownName
+from fedstill.core.records import Stage, TrainingResult
+from fedstill.core.registry import register
+from fedstill.core.work import ClientWork
+from fedstill.methods.fedavg import FedAvg
 from fedstill.running.compare import carry_out_runs
+from fedstill.running.frame import load_runs
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
 from fedstill.running.trackers import AboutRun
@@ -97,8 +102,59 @@ def test_the_loss_of_a_round_is_the_mean_over_clients_weighted_by_their_examples
             assert dict(Kept.steps)[number][f"loss/{term}"] == pytest.approx(mean, rel=1e-12)
 
 
+USED: dict[int, float] = {}
+"""By round, the learning rate with which clients trained."""
+
+
+class Noting(ClientWork):
+    """Plain training that notes its learning rate."""
+
+    def end(self, params: Any, start: Any, result: TrainingResult, view: Any, world: Any) -> Any:
+        USED[len(USED) + 1] = result.lr
+        return super().end(params, start, result, view, world)
+
+
+@register("method", "toy_noting")
+class OfNoting(FedAvg):
+    """FedAvg whose clients note their learning rate."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Noting()
+
+
+@pytest.mark.parametrize("lr", ["restart", "go_on"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"lr_decay": 0.5},
+        {"lr_schedule": "cosine", "lr_warmup": 1},
+        {"lr_schedule": "step", "lr_step": 2, "lr_decay": 0.1},
+    ],
+    ids=["decay", "cosine", "step"],
+)
+def test_the_learning_rate_of_a_round_is_the_one_that_was_used(
+    schedule: dict[str, Any], lr: str, tmp_path: Path
+) -> None:
+    USED.clear()
+    asked = toys.toy(
+        "toy_noting",
+        rounds=6,
+        engine="serial",
+        topology={"clients": 6, "sampled": 1},
+        plan={"epochs": 1, "lr": 0.2, **schedule},
+        stream={"kind": "drift", "tasks": 2, "lr": lr},
+    )
+    result = run(asked, tmp_path / "run", toys.blobs(), track=Kept())
+    assert len(set(USED.values())) > 1
+    sent = {number: s["learning_rate/train"] for number, s in Kept.steps if number > 0}
+    assert sent == USED
+    frame = load_runs(result.directory, metrics="learning_rate")
+    assert dict(zip(frame["round"], frame["value"], strict=True)) == USED
+    assert set(frame["metric"]) == {"learning_rate/train"}, "a setting is not in the summary"
+
+
 def test_refused_clients_and_absent_losses_do_not_count() -> None:
-    gather = RoundNumbers()
+    gather = RoundNumbers({})
     where = {"event": "client", "round": 1, "stage": 0}
     sent = {**where, "client": 0, "examples": 3, "loss": {"ce": 2.0}}
     for event in (

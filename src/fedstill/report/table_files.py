@@ -265,7 +265,7 @@ def _tell(run: Run, name: str, tracker: Tracker) -> None:
     versions = {key: versions for key, versions in said.items() if versions}
     tracker.ready()
     tracker.begin(AboutRun(run.folder, name, name, run.seed, run.settings, versions), {}, -1)
-    gathered = RoundNumbers()
+    gathered = RoundNumbers(run.settings)
     for event in read_journal(run.folder / JOURNAL):
         if done := gathered.take(event):
             tracker.log(*done)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.core.records import Plan
 from fedstill.metrics import tasks
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.classification import METRICS, best_round
@@ -181,6 +183,8 @@ class RunNumbers:
             return {}
         numbers: dict[str, float] = {}
         for metric in (*ALWAYS_SUMMED, *self._by_metric):
+            if metric.startswith(LEARNING_RATE):
+                continue  # a setting, no result
             curve = self.by_round(metric)
             if metric in OF_LAST_ROUND:
                 curve = {number: curve[number] for number in self.rounds[-1:] if number in curve}
@@ -243,6 +247,54 @@ def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:
         *_of_events(task_ends, classes),
         *_of_events(clients, classes),
     ]
+
+
+# The learning rates of rounds.
+
+
+LEARNING_RATE = "learning_rate/"
+"""How the names of learning rates begin; the name of a stage follows."""
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """The learning rate of each stage and round, as training uses it.
+
+    ``plans``: by stage. ``first_rounds``: of the tasks, if rates restart with each task; else 1.
+    """
+
+    plans: Mapping[str, Plan]
+    first_rounds: Sequence[int] = (1,)
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], start: Event) -> LearningRates:
+        """The rates of a run, from its settings by dotted key and its first event."""
+        tables: dict[str, dict[str, Any]] = {}
+        for key, value in settings.items():
+            table, _, stage_key = key.partition(".")
+            stage, _, name = stage_key.rpartition(".")
+            if table == "plan" and name.startswith("lr"):
+                tables.setdefault(stage, {})[name] = value
+        plans = {stage: Plan(**table) for stage, table in tables.items()}
+        if settings.get("stream.lr", "restart") != "restart" or "stream" not in start:
+            return LearningRates(plans)
+        return LearningRates(plans, start["stream"]["first_rounds"])
+
+    def numbers(self, clients: Iterable[Event]) -> Iterator[Numbers]:
+        """``learning_rate/STAGE`` of each round in which clients took steps in the stage."""
+        rounds_by_stage: dict[str, dict[int, None]] = {}
+        for event in clients:
+            if event.get("steps") and event["name"] in self.plans:
+                rounds_by_stage.setdefault(event["name"], {})[event["round"]] = None
+        for stage, rounds in rounds_by_stage.items():
+            rates = [self.plans[stage].lr_at(self._within_task(number)) for number in rounds]
+            about = {"round": np.array(list(rounds), np.int64)}
+            yield Numbers(f"{LEARNING_RATE}{stage}", np.array(rates), about)
+
+    def _within_task(self, number: int) -> int:
+        """A round counted from the first round of its task, from 1."""
+        task = bisect_right(self.first_rounds, number) - 1
+        return number - self.first_rounds[max(task, 0)] + 1
 
 
 # Fields of events as numbers.

@@ -20,7 +20,7 @@ from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
 from fedstill.running.archive import folder_of, packs_below, readable
 from fedstill.running.journal import Event, with_later_looks
-from fedstill.running.numbers import Numbers, RunNumbers
+from fedstill.running.numbers import LearningRates, Numbers, RunNumbers
 from fedstill.running.same_run import check_config, check_journal
 from fedstill.running.selection import STOP_REASON, BestRound, best_round
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
@@ -109,15 +109,15 @@ class Run:
     def numbers(self) -> RunNumbers:
         """The run's numbers by metric.
 
-        Beside those of its journal, ``personal_accuracy``: of a run whose clients have no models of
-        their own, what the global model is worth to them.
+        Beside those of its journal, the learning rates, and ``personal_accuracy``: of a run whose
+        clients have no models of their own, what the global model is worth to them.
         """
         events = [self.start, self.initial, *self.rounds, *self.clients, *self.measures]
         numbers = RunNumbers.of([event for event in (*events, *self.task_ends) if event])
-        if self.own_models:
-            return numbers
-        personal = _worth_to_clients(numbers.class_accuracy(), self.label_counts)
-        return RunNumbers([*numbers, personal], numbers.rounds, numbers.classes)
+        further = list(LearningRates.of(self.settings, self.start).numbers(self.clients))
+        if not self.own_models:
+            further.append(_worth_to_clients(numbers.class_accuracy(), self.label_counts))
+        return RunNumbers([*numbers, *further], numbers.rounds, numbers.classes)
 
     @property
     def own_models(self) -> bool:

@@ -17,7 +17,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, Interrupted, UnknownName, cut_reason
 from fedstill.core.files import in_shell, write_whole
 from fedstill.running.journal import VERSIONS, Event, read_journal
-from fedstill.running.numbers import OF_ROUND, Numbers, numbers_of
+from fedstill.running.numbers import OF_ROUND, LearningRates, Numbers, numbers_of
 from fedstill.running.trackers import AboutRun, HowEnded, MLflow, TensorBoard, Track, Tracker, WandB
 
 # The numbers of each round, from the events of a journal.
@@ -33,10 +33,13 @@ class RoundNumbers:
 
     They are the numbers of the whole federation in ``fedstill.load_runs``, by metric, and below
     ``class_accuracy/`` the accuracy of each class by its name. Those of a further model stand below
-    its name: ``client 3/accuracy``.
+    its name: ``client 3/accuracy``. settings: the run's, by dotted key; learning rates come from
+    them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._learning_rates = LearningRates({})
         self._classes: list[str] = []
         self._events: list[Event] = []
 
@@ -45,13 +48,17 @@ class RoundNumbers:
         kind = event["event"]
         if kind == "start":
             self._classes = event["classes"]
+            self._learning_rates = LearningRates.of(self._settings, event)
         if kind in GATHERED:
             self._events.append(event)
         if kind not in ("initial", "round"):
             return None
         number = event.get("round", 0)
+        clients = [event for event in self._events if event["event"] == "client"]
+        columns = numbers_of(self._events, len(self._classes))
+        columns += self._learning_rates.numbers(clients)
         numbers: dict[str, float] = {}
-        for column in numbers_of(self._events, len(self._classes)):
+        for column in columns:
             numbers.update(self._scalars(column, number))
         self._events = []
         return number, numbers
@@ -147,7 +154,7 @@ class Tracking:
         earlier = {name: TRACKERS[name]() for name in self._memos if name in TRACKERS}
         self._trackers: Named = {**earlier, **trackers}
         self._begun: Named = {}
-        self._numbers = RoundNumbers()
+        self._numbers = RoundNumbers(flat(settings.tree))
         self._summary: Mapping[str, Any] = {}
 
     def take(self, event: Event) -> None:
