@@ -151,11 +151,11 @@ def _last_seen(result: Result, key: str) -> float | None:
 
 
 def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the clients' own models can do, where they are the answer."""
+    """What the clients' models can do, where the server's single model is not the answer."""
     from fedstill.report.summary import PERSONAL
     from fedstill.report.terminal import percent
 
-    if summary.get("answer") != "clients":
+    if "personal_clients" not in summary:
         return []
     measured = f"{summary['personal_clients']} of {summary['clients']}"
     return [

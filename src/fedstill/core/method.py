@@ -66,8 +66,8 @@ class Method:
     """The paper's training settings by stage."""
     personal: ClassVar[frozenset[str]] = frozenset()
     """The stages after which a client's own model is its answer; the last of these in which the
-    client acted counts. Without such a stage, its answer is the predictor ``client N``, or the
-    first predictor.
+    client acted counts. Without such a stage, the server's models are the answers
+    (``client_predictors``).
     """
     reusable: ClassVar[frozenset[str]] = frozenset()
     """The stages whose replies may be stored for other runs: they leave no memory, and their
@@ -162,3 +162,18 @@ class Method:
         if not state.params:
             return {}
         return {"global": world.predictor(state.params, state.model)}
+
+    def client_predictors(self, state: State, world: World) -> dict[int, str]:
+        """The name of the predictor that answers for each client, where the server has several
+        models: ``{client: "cluster 0"}`` for all clients, before round 1, too.
+
+        By default empty: a client is answered by the predictor ``client N`` if there is one, and by
+        the first one otherwise. Predictors whose names end with another number, such as ``cluster
+        0``, are models of some clients, so a method that has nothing but these overrides this hook.
+        """
+        return {}
+
+    @property
+    def has_client_predictors(self) -> bool:
+        """Whether the method says which of the server's models answers for each client."""
+        return type(self).client_predictors is not Method.client_predictors

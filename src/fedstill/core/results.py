@@ -16,6 +16,16 @@ Predictors = Mapping[str, Callable[[Tensor], Tensor]]
 """What a server can evaluate: functions from inputs (B, ...) to logits (B, C), by name."""
 
 
+def of_some_clients(name: str) -> bool:
+    """Whether a predictor's name ends with a number: then it answers for a client or a group, not
+    for all.
+
+    >>> of_some_clients("cluster 0"), of_some_clients("client 3"), of_some_clients("global")
+    (True, True, False)
+    """
+    return name.rpartition(" ")[2].isdecimal()
+
+
 @dataclass(frozen=True)
 class Requests:
     """What the server asks of the clients of a stage.
@@ -70,10 +80,13 @@ class RoundResult:
     """A round that is over.
 
     ``client_events``: the journal's events of its clients, in order. ``accuracies``: the fields of
-    the server's evaluation. ``predictors``: what was evaluated.
+    the server's evaluation. ``predictors``: what was evaluated. ``client_predictors``: which of
+    these answers for each client, by name; empty where one answers for all, or the server's for
+    none.
     """
 
     number: int
     client_events: Sequence[Mapping[str, Any]]
     accuracies: Mapping[str, Any]
     predictors: Predictors = field(default_factory=dict)
+    client_predictors: Mapping[int, str] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from fedstill.core.files import digest, in_shell, named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
+from fedstill.core.results import of_some_clients
 from fedstill.core.trees import same_bits
 from fedstill.data.cache import about_of
 from fedstill.data.dataset import Dataset
@@ -39,7 +40,6 @@ from fedstill.running import journal as journals
 from fedstill.running.archive import SUFFIX, readable
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import settings_of
-from fedstill.running.evaluation import of_some_clients
 from fedstill.running.preparation import read_data, with_pixels
 from fedstill.running.remote import remote_engine
 from fedstill.running.result import Result

@@ -17,13 +17,13 @@ import torch
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
 from fedstill.core.files import make_folder, write_whole
+from fedstill.core.results import of_some_clients
 from fedstill.export import standalone
 from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import TrainedModel
 from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.models.functional import channels_last
 from fedstill.models.layers import of_the_batch
-from fedstill.running.evaluation import of_some_clients
 from fedstill.running.journal import Event, read_journal
 
 # A model card: what was trained on what, how good it is at each class and what it has forgotten,

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from fedstill.core.checks import as_hook, in_hook
+from fedstill.core.checks import as_hook, client_predictors_of, in_hook
 from fedstill.core.extensions import Event, Fields
 from fedstill.core.files import digest
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import SERVER, State
-from fedstill.core.results import Predictors, RoundResult, StageResult
+from fedstill.core.results import RoundResult, StageResult
 from fedstill.core.rounds import RunContext, run_round
 from fedstill.core.user_code import returned
 from fedstill.engines.serial import SerialEngine
@@ -136,8 +136,7 @@ class Driver:
             self.recorder.start_fields["split"] = write_split(self.folder, self.split)
         self.recorder.start()
         with self._evaluation_draws(0):
-            accuracies, predictors = self._evaluate(state, 0)
-            self.recorder.initial(accuracies, predictors)
+            self.recorder.initial(self._evaluate(state, 0))
         if preliminary is not None:
             self.recorder.append_client_events(preliminary)
 
@@ -193,13 +192,9 @@ class Driver:
     def _record_round(self, state: State, number: int, began: float) -> Fields:
         ended = time.perf_counter()
         with self._evaluation_draws(number):
-            accuracies, predictors = self._evaluate(state, number)
+            result = self._evaluate(state, number)
             evaluating = time.perf_counter() - ended
-            return self.recorder.round(
-                RoundResult(number, self.recorder.client_events, accuracies, predictors),
-                elapsed=ended - began,
-                evaluating=evaluating,
-            )
+            return self.recorder.round(result, elapsed=ended - began, evaluating=evaluating)
 
     def _evaluation_draws(self, number: int) -> AbstractContextManager[None]:
         """Random numbers of an evaluation: a model that lacks an entry draws it, and a resumed run
@@ -207,16 +202,29 @@ class Driver:
         """
         return drawing_from(seed_for(self.context.world.seed, number, 0, SERVER, "evaluation"))
 
-    def _evaluate(self, state: State, number: int) -> tuple[Fields, Predictors]:
-        """The accuracies of the server's models after a round, and the models."""
-        method = self.context.method
+    def _evaluate(self, state: State, number: int) -> RoundResult:
+        """What the server's models are worth after a round; 0 is before round 1."""
+        method, world = self.context.method, self.context.world
         where = f"after round {number}" if number else "before round 1"
         with in_hook(method, "predictors", where):
-            answers = evaluated_answers(method, state, self.context.world)
+            answers = evaluated_answers(method, state, world)
+        hook = "client_predictors" if method.has_client_predictors else "predictors"
+        with in_hook(method, hook, where):
+            client_predictors = client_predictors_of(method, answers, state, world)
+
         predictors = {
             name: as_hook(method, "predictors", where, predict) for name, predict in answers.items()
         }
-        return self.evaluation.accuracies(number, predictors), predictors
+        client_events: list[Event] = []
+        if number:
+            client_events = self.recorder.client_events
+        return RoundResult(
+            number=number,
+            client_events=client_events,
+            accuracies=self.evaluation.accuracies(number, predictors, client_predictors),
+            predictors=predictors,
+            client_predictors=client_predictors,
+        )
 
     def _finish(self, state: State) -> Result:
         self.journal.sync()

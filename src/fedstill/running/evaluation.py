@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor
 from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.method import Method
 from fedstill.core.records import RULED_OUT, SERVER, Examples, State, World
-from fedstill.core.results import Predictors, RoundResult
+from fedstill.core.results import Predictors, RoundResult, of_some_clients
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
@@ -80,14 +81,17 @@ class Evaluation:
         self._passes: dict[tuple[int, int, tuple[int, ...]], RightAnswers] = {}
         self._predictors: Predictors = {}
 
-    def accuracies(self, round: int, predictors: Predictors) -> dict[str, Any]:
+    def accuracies(
+        self, round: int, predictors: Predictors, client_predictors: Mapping[int, str]
+    ) -> dict[str, Any]:
         """The accuracies of a round's predictors (``evaluated``); 0 is before round 1."""
         # Passes are known by their predictor's id, so the predictors must live as long.
         self._passes = {}
         self._predictors = predictors
         has_tasks = self._sites.tasks is not None
+        classes = self._world.classes
         if not has_tasks and not self._metrics.names:
-            return evaluated(predictors, self._sites, self._world.classes)
+            return evaluated(predictors, self._sites, classes, client_predictors=client_predictors)
         stream = self._world.stream
         seen: Collection[int] = ()
         if has_tasks and round > 0:
@@ -99,7 +103,14 @@ class Evaluation:
         def measure(predict: Predict, test: Examples) -> Fields:
             return self.right_answers(predict, test, seen).metrics
 
-        return evaluated(predictors, self._sites, self._world.classes, count, measure)
+        return evaluated(
+            predictors,
+            self._sites,
+            classes,
+            count,
+            measure,
+            client_predictors=client_predictors,
+        )
 
     def right_answers(
         self, predict: Predict, test: Examples, seen: Collection[int]
@@ -160,30 +171,23 @@ def tests_by_class(sites: SiteViews, classes: int) -> list[int]:
     )
 
 
-def of_some_clients(name: str) -> bool:
-    """Whether a predictor's name ends with a number: then it answers for a client or a group, not
-    for all.
-
-    >>> of_some_clients("cluster 0"), of_some_clients("client 3"), of_some_clients("global")
-    (True, True, False)
-    """
-    return name.rpartition(" ")[2].isdecimal()
-
-
 def evaluated(
     predictors: Mapping[str, Callable[[Tensor], Tensor]],
     sites: SiteViews,
     classes: int,
     right_of: CountRight | None = None,
     metrics_of: Measured | None = None,
+    *,
+    client_predictors: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """``accuracy``, ``class_accuracy`` (C,) and metrics of the first predictor, those of further
     ones by name in ``others``.
 
     right_of: counts a predictor's right answers by class; unset, in a pass of its own. metrics_of:
-    gives its metrics by name; unset, there are none. Models of some clients ("client 3",
-    "cluster 0") all stand in ``others``: none of them is the federation's. None where there is no
-    test set, or no test example of a class.
+    gives its metrics by name; unset, there are none. client_predictors: which predictor answers for
+    each client, by name; then all are in ``others``, and the numbers are means over the clients.
+    Without it, models of some clients ("client 3", "cluster 0") are in ``others``, too, and none of
+    them is the federation's. None where there is no test set, or no test example of a class.
     """
     test, totals = sites.common_test, tests_by_class(sites, classes)
     if test is None or not predictors:
@@ -200,12 +204,45 @@ def evaluated(
         if metrics_of is not None:
             each[name] |= metrics_of(predict, test)
     first, *others = each
+    if client_predictors:
+        return {**mean_over_clients(each, client_predictors), "others": each}
     if of_some_clients(first):
         return {"accuracy": None, "class_accuracy": [None] * classes, "others": each}
     return {**each[first], **({"others": {n: each[n] for n in others}} if others else {})}
 
 
-# What the clients' own models could do when they were last measured: remembered over rounds, from
+def mean_over_clients(
+    by_name: Mapping[str, Fields], client_predictors: Mapping[int, str]
+) -> Fields:
+    """``accuracy``, ``class_accuracy`` (C,) and metrics of each client's predictor, the mean over
+    clients. It leaves the confusion matrix out, and is None where a predictor has no number.
+
+    by_name: the same of each predictor.
+
+    >>> two = {"a": {"accuracy": 1.0, "class_accuracy": [1.0, None]}}
+    >>> two["b"] = {"accuracy": 0.5, "class_accuracy": [0.5, None]}
+    >>> mean_over_clients(two, {0: "a", 1: "b"})
+    {'accuracy': 0.75, 'class_accuracy': [0.75, None]}
+    """
+    clients = Counter(client_predictors.values())
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        if None in values:
+            return None
+        total = sum(n * v for n, v in zip(clients.values(), values, strict=True) if v is not None)
+        return total / clients.total()
+
+    means: dict[str, Any] = {}
+    for key in next(iter(by_name.values())):
+        columns = [by_name[name][key] for name in clients]
+        if key == "class_accuracy":
+            means[key] = [mean(column) for column in zip(*columns, strict=True)]
+        elif key != CONFUSION:
+            means[key] = mean(columns)
+    return means
+
+
+# What the clients' models could do when they were last measured: remembered over rounds, from
 # journal events.
 
 
@@ -216,10 +253,10 @@ UNTRAINED = "round 1 left the server's model as it was, so its accuracy says not
 
 @dataclass
 class OwnAnswers(Observer):
-    """The answers of a method that leaves each client a model of its own; empty for all others.
+    """The answers of a method that gives clients different models; empty for all others.
 
-    ``stages``: those after which a client's own model is its answer; of several, the last in which
-    it acted counts.
+    A client's model is its own, measured by the client, or one of the server's. ``stages``: those
+    after which a client's own model is its answer; of several, the last in which it acted counts.
     ``label_counts``: (clients, C), empty where nobody knows them. ``totals``: test examples by
     class (C,).
     """
@@ -233,6 +270,8 @@ class OwnAnswers(Observer):
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """What the clients' answers are worth; nothing if no client was measured in this round."""
+        if result.client_predictors:
+            return self._of_server(result)
         if not self._looked:
             return {}
         return personal_answers(self._now, self._best, self.label_counts)
@@ -243,14 +282,40 @@ class OwnAnswers(Observer):
             self._now[event["client"]] = class_accuracy(event["correct_by_class"], self.totals)
             self._looked.add(event["client"])
         elif event["event"] == "round":
+            names = event.get("client_predictors", {})
+            if names and "others" in event:
+                by_client = {int(client): name for client, name in names.items()}
+                self._now = _accuracies_by_client(event["others"], by_client)
+                self._looked = set(by_client)
             for client in self._looked:
                 now = self._now[client]
                 self._best[client] = np.fmax(self._best.get(client, now), now)
             self._looked.clear()
 
+    def _of_server(self, result: RoundResult) -> Fields:
+        """Which of the server's models answers for each client, and what these are worth."""
+        names = result.client_predictors
+        fields: Fields = {"client_predictors": {str(c): name for c, name in names.items()}}
+        others = result.accuracies.get("others")
+        if others and self.label_counts:
+            now = _accuracies_by_client(others, names)
+            fields |= personal_answers(now, self._best, self.label_counts)
+        return fields
+
     def _is_answer(self, event: Event) -> bool:
         is_measured = event["name"] in self.stages and "correct_by_class" in event
         return is_measured and bool(self.label_counts)
+
+
+def _accuracies_by_client(
+    by_name: Mapping[str, Mapping[str, Any]], client_predictors: Mapping[int, str]
+) -> dict[int, Values]:
+    """Class accuracies (C,) of each client's predictor; NaN for a class without test examples."""
+    arrays = {
+        name: np.array(by_name[name]["class_accuracy"], dtype=np.float64)
+        for name in set(client_predictors.values())
+    }
+    return {client: arrays[name] for client, name in client_predictors.items()}
 
 
 def evaluated_answers(
@@ -259,7 +324,8 @@ def evaluated_answers(
     """The method's predictors; none where clients have models of their own and nobody has trained
     the server's.
     """
-    if state.round == 1 or not same_bits(state.params, world.initial(SERVER)):
+    is_trained = method.has_client_predictors or not same_bits(state.params, world.initial(SERVER))
+    if state.round == 1 or is_trained:
         return dict(method.predictors(state, world))
     if state.round == 2 and not method.personal:
         log.warning("%s: %s", UNTRAINED, _why_untrained(world))
@@ -333,16 +399,23 @@ class OwnTests(Observer):
         """
         if not self.sites.own_tests:
             return {}
-        by_client = self._by_client(result.predictors)
-        return own_test_fields(by_client) if by_client else {}
+        by_client = self._by_client(result)
+        if not by_client:
+            return {}
+        return own_test_fields(by_client)
 
-    def _by_client(self, predictors: Predictors) -> dict[int, ClientTest]:
+    def _by_client(self, result: RoundResult) -> dict[int, ClientTest]:
         if self.stages and self._personal:
             return dict(self._personal)
-        single = {f"client {c}": c for c in self.sites.own_tests if f"client {c}" in predictors}
-        if single:
-            tests = {c: self.sites.own_tests[c] for c in single.values()}
-            return {c: self._tested(predictors[name], tests[c]) for name, c in single.items()}
+        predictors, tests = result.predictors, self.sites.own_tests
+        single = {c: f"client {c}" for c in tests if f"client {c}" in predictors}
+        names = result.client_predictors or single
+        if names:
+            return {
+                client: self._tested(predictors[name], tests[client])
+                for client, name in names.items()
+                if client in tests
+            }
         if not predictors:
             return {}
         examples, owners = self.everyone

@@ -16,9 +16,10 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import descriptions
 from fedstill.core import docstrings, registry
+from fedstill.core.checks import client_predictors_of
 from fedstill.core.codec import encode
 from fedstill.core.method import Method
-from fedstill.core.records import SERVER, Payload, Plan, Stage
+from fedstill.core.records import SERVER, Payload, Plan, Stage, World
 from fedstill.core.rounds import expected_reply
 from fedstill.core.stream import Stream
 from fedstill.data.inputs import examples_are
@@ -222,7 +223,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         data_bytes=prepared.sites.train.values.numel() * prepared.sites.train.values.element_size(),
         rounds=settings.rounds,
         engine=_engine(prepared),
-        answer=_answer(settings.method),
+        answer=_answer(settings.method, world),
         rates=_rates(settings.plans, settings.rounds, world.stream),
         many=prepared.dataset.about.many_or_examples,
         at_sites=settings.on_sites,
@@ -342,9 +343,15 @@ def _origin(key: str, origins: Origins) -> str:
     return "default"
 
 
-def _answer(method: Method) -> str:
-    after = " or ".join(sorted(method.personal))
-    return f"each client's own model, after {after}" if after else "the server's"
+def _answer(method: Method, world: World) -> str:
+    """Whose model answers for the clients, as the method says it of the state before round 1."""
+    if method.personal:
+        return f"each client's own model, after {' or '.join(sorted(method.personal))}"
+    state = method.initial_state(world)
+    predictors = method.predictors(state, world)
+    if not client_predictors_of(method, predictors, state, world):
+        return "the server's"
+    return f"each client answers with one of {len(predictors)} server models"
 
 
 def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:

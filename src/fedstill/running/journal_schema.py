@@ -37,6 +37,9 @@ Index = Annotated[int, Field(ge=0, le=LARGEST)]
 RoundNumber = Annotated[int, Field(ge=1, le=LARGEST)]
 Client = Annotated[int, Field(ge=SERVER, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+MeanCount = Annotated[float, Field(ge=0, le=MAX_COUNT)]
+"""A count, or the mean of counts over clients."""
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=-(2**63), le=2**63)]
 
@@ -190,6 +193,7 @@ class Round(Evaluated):
     in_local_accuracy: Share | None = None
     out_local_accuracy: Share | None = None
     others: dict[str, OtherModel] = {}
+    client_predictors: dict[Digits, str] = {}
     answers: list[Answer] = []
     privacy: PrivacyOfRound | None = None
     seconds: Seconds | None = None
@@ -238,14 +242,14 @@ class TaskEnd(EventFields):
     """The accuracies at the end of a task; of the untrained model at the end of task 0.
 
     ``row``: accuracy on each task. ``correct``, ``totals``: test examples by task and class, None
-    where sites test.
+    where sites test; ``correct`` is a mean over clients where several models answer.
     """
 
     event: Literal["task"]
     task: Index
     round: Index
     row: Shares
-    correct: list[list[Count]] | None = None
+    correct: list[list[MeanCount]] | None = None
     totals: list[list[Count]] | None = None
     clients: dict[Digits, Shares] = {}
 

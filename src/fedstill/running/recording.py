@@ -17,7 +17,7 @@ from fedstill.core.errors import Interrupted
 from fedstill.core.extensions import Event, Fields, Observer, StageKeeper
 from fedstill.core.records import State
 from fedstill.core.reports import event_fields
-from fedstill.core.results import Predictors, RoundResult, StageResult
+from fedstill.core.results import RoundResult, StageResult
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.client_memory import Memory
 from fedstill.running.checkpoint import Checkpoints
@@ -172,10 +172,10 @@ class RunRecorder:
             fields |= observer.start_fields()
         return fields
 
-    def initial(self, accuracies: Fields, predictors: Predictors) -> None:
+    def initial(self, result: RoundResult) -> None:
         """Write what the server's models are worth before round 1."""
-        self.journal.write("initial", **accuracies)
-        self._append_round_events(RoundResult(0, (), accuracies, predictors))
+        self.journal.write("initial", **result.accuracies)
+        self._append_round_events(result)
 
     def stage(self, result: StageResult) -> None:
         """Write a finished stage, and save the state after it. Raises Interrupted if the run is

@@ -409,7 +409,9 @@ def summary_of(
 
     of_journal = summary_from_journal(events)
     answer = "server"
-    if "personal_clients" in of_journal:
+    if rounds[-1].get("client_predictors"):
+        answer = "server models"
+    elif "personal_clients" in of_journal:
         answer = "clients"
     seconds = {key: sum(event[key] for event in rounds) for key in ("seconds", "seconds_training")}
     if all("seconds_cpu" in event for event in rounds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from torch import Tensor
 from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.records import Examples
-from fedstill.core.results import Predictors, RoundResult
+from fedstill.core.results import Predictors, RoundResult, of_some_clients
 from fedstill.running.evaluation import Evaluation, Predict, Row, mean_row
 from fedstill.running.preparation import Prepared
 
@@ -75,15 +76,18 @@ class TaskEnds(Observer):
         stream = self.prepared.world.stream
         task = stream.task(result.number)
         fields: Fields = {"task": task + 1}
-        predict = _first(result.predictors)
-        if self.prepared.sites.common_test is None or len(self.tests) > 1 or predict is None:
+        models = _answering(result)
+        if self.prepared.sites.common_test is None or len(self.tests) > 1 or not models:
             return fields
         seen = list(stream.seen(task))
-        total = self._totals[0][seen].sum()
-        answers = self.evaluation.right_answers(predict, self.tests[0], seen)
+        total = int(self._totals[0][seen].sum())
+        right = {}
+        for name, predict in models.items():
+            answers = self.evaluation.right_answers(predict, self.tests[0], seen)
+            right[name] = answers.among_seen[seen].sum()
         fields["accuracy_seen"] = None
         if total:
-            fields["accuracy_seen"] = int(answers.among_seen[seen].sum()) / int(total)
+            fields["accuracy_seen"] = _over_clients(right, result.client_predictors).item() / total
         return fields
 
     def round_events(self, result: RoundResult) -> Iterator[Event]:
@@ -95,11 +99,11 @@ class TaskEnds(Observer):
         began = time.perf_counter()
         task = stream.task(result.number) if result.number else -1
         at_sites = self._of_sites(task) if self.at_sites else {}
-        predict = _first(result.predictors)
-        is_tested = predict is not None and self.prepared.sites.common_test is not None
+        models = _answering(result)
+        is_tested = bool(models) and self.prepared.sites.common_test is not None
         if is_tested and (self._by_classes or not self.at_sites):
-            assert predict is not None
-            event = self.told(result.number, self._correct(predict, task), at_sites)
+            correct = {name: self._correct(predict, task) for name, predict in models.items()}
+            event = self._event(result, correct, at_sites)
         elif at_sites:
             event = {"event": "task", "task": task + 1, "round": result.number, **at_sites}
         else:
@@ -115,23 +119,31 @@ class TaskEnds(Observer):
         elif event["event"] == "task":
             self._site_rows = {}
 
-    def told(
-        self, round: int, correct: Tensor, of_sites: Mapping[str, Any] | None = None
+    def _event(
+        self, result: RoundResult, correct: Mapping[str, Tensor], of_sites: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The event of a task's end, without its time: what follows from right answers by test set
-        and class.
+        """The event of a task's end, without its time, from each predictor's right answers by test
+        set and class (tests, C).
+
+        With several predictors, ``correct`` and ``row`` are means over their clients.
         """
-        task = self.prepared.world.stream.task(round) if round else -1
-        accuracy = correct.double() / self._totals  # a class without test examples: 0 / 0, NaN
-        by_client = {k: v for k, v in (of_sites or {}).items() if k != "row"}
+        names = result.client_predictors
+        stream = self.prepared.world.stream
+        task = stream.task(result.number) if result.number else -1
+        mean = _over_clients(correct, names)
+        # Of a class without test examples it is NaN: 0 / 0.
+        accuracies = {name: right.double() / self._totals for name, right in correct.items()}
+        by_client = {key: value for key, value in of_sites.items() if key != "row"}
+        if not self.at_sites:
+            by_client = self._by_client(accuracies, names, task)
         return {
             "event": "task",
             "task": task + 1,
-            "round": round,
-            "correct": correct.tolist(),
+            "round": result.number,
+            "correct": mean.tolist(),
             "totals": self._totals.tolist(),
-            "row": [_number(v) for v in self._row(correct, accuracy)],
-            **(by_client if self.at_sites else self._by_client(accuracy, task)),
+            "row": [_number(v) for v in self._row(mean, accuracies, names)],
+            **by_client,
         }
 
     @property
@@ -193,34 +205,54 @@ class TaskEnds(Observer):
         mask[list(seen)] = True
         return mask
 
-    def _row(self, correct: Tensor, accuracy: Tensor) -> list[float]:
+    def _row(
+        self,
+        correct: Tensor,
+        accuracies: Mapping[str, Tensor],
+        client_predictors: Mapping[int, str],
+    ) -> list[float]:
         """The accuracy on each task (T,)."""
         stream = self.prepared.world.stream
         if len(self.tests) > 1:
             return (correct.sum(1).double() / self._totals.sum(1)).tolist()
         # drift: as its clients' mixes weigh the classes, the mean over clients
         if len(set(stream.by_task)) == 1:
-            each = [_weighed(accuracy[0], self.counts[:, t].double()) for t in range(stream.tasks)]
-            return [float(own[~own.isnan()].mean()) for own in each]
+            by_task = self._weighed_by_task(accuracies, client_predictors)
+            return [float(own[~own.isnan()].mean()) for own in by_task]
         rows = [list(own) for own in stream.by_task]
         return [float(correct[0][own].sum().double() / self._totals[0][own].sum()) for own in rows]
 
-    def _by_client(self, accuracy: Tensor, task: int) -> dict[str, Any]:
-        """The model's accuracy on each task as each client's own mix of it weighs the classes;
-        derived, no pass.
-        """
+    def _by_client(
+        self, accuracies: Mapping[str, Tensor], client_predictors: Mapping[int, str], task: int
+    ) -> dict[str, Any]:
+        """The accuracy of each client's model on each task; derived, no pass."""
         if task < 0 or self.prepared.world.clients > MOST_CLIENTS:
             return {}
-        of = range(self.prepared.world.stream.tasks)
-        each = [
-            _weighed(accuracy[t if len(accuracy) > 1 else 0], self.counts[:, t].double()).tolist()
-            for t in of
-        ]
-        return {
-            "clients": {
-                str(c): [_number(v) for v in row] for c, row in enumerate(zip(*each, strict=True))
-            }
-        }
+        by_task = self._weighed_by_task(accuracies, client_predictors)
+        rows = torch.stack(by_task, dim=1).tolist()
+        return {"clients": {str(c): [_number(v) for v in row] for c, row in enumerate(rows)}}
+
+    def _weighed_by_task(
+        self, accuracies: Mapping[str, Tensor], client_predictors: Mapping[int, str]
+    ) -> list[Tensor]:
+        """For each task the accuracy of each client's model as the client's own mix of it weighs
+        the classes, (clients,).
+
+        accuracies: of each predictor, by test set and class (tests, C).
+        """
+        single = next(iter(accuracies))
+        clients = range(self.prepared.world.clients)
+        names = [client_predictors.get(client, single) for client in clients]
+        by_task = []
+        for task in range(self.prepared.world.stream.tasks):
+            counts = self.counts[:, task].double()
+            weighed = torch.empty(len(clients), dtype=torch.float64)
+            for name, accuracy in accuracies.items():
+                of_task = accuracy[task if len(accuracy) > 1 else 0]
+                answered = torch.tensor([own == name for own in names])
+                weighed[answered] = _weighed(of_task, counts)[answered]
+            by_task.append(weighed)
+        return by_task
 
 
 def _weighed(accuracy: Tensor, counts: Tensor) -> Tensor:
@@ -229,10 +261,26 @@ def _weighed(accuracy: Tensor, counts: Tensor) -> Tensor:
     return (known @ accuracy.nan_to_num()) / known.sum(1)
 
 
-def _first(predictors: Predictors) -> Predict | None:
-    """The federation's own predictor; None where models are single clients'."""
-    name = next(iter(predictors), "client ")
-    return None if name.startswith("client ") else predictors[name]
+def _answering(result: RoundResult) -> Predictors:
+    """The models that answer for clients: those that are named for each, or else the one for all;
+    none where only single clients have models.
+    """
+    predictors = result.predictors
+    if result.client_predictors:
+        return {name: predictors[name] for name in dict.fromkeys(result.client_predictors.values())}
+    first = next(iter(predictors), "")
+    if not first or of_some_clients(first):
+        return {}
+    return {first: predictors[first]}
+
+
+def _over_clients(values: Mapping[str, Tensor], client_predictors: Mapping[int, str]) -> Tensor:
+    """The mean over clients of what their predictors have; of one predictor, exactly its own."""
+    if len(values) == 1:
+        return next(iter(values.values()))
+    clients = Counter(client_predictors.values())
+    weighted = [clients[name] * value.double() for name, value in values.items()]
+    return torch.stack(weighted).sum(0) / clients.total()
 
 
 def _number(value: float) -> float | None:
