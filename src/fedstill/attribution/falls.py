@@ -57,7 +57,13 @@ def the_moment(folder: Path, of: int | None, round: int | None) -> Moment:
     """The deepest fall of a run, or of a class, or in a round. Raises ConfigError where there is
     none.
     """
-    every = all_falls(journals.read_journal(folder / "journal.jsonl"))
+    events = journals.read_journal(folder / "journal.jsonl")
+    if any(event.get("client_predictors") for event in events):
+        raise ConfigError(
+            f"{folder} has several models at the server, and fedstill why explains the changes of "
+            "one global model"
+        )
+    every = all_falls(events)
     if not every:
         peers = (
             "; what a client learned from its peers: --client 0"

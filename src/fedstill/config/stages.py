@@ -25,9 +25,10 @@ from fedstill.config.validation import (
     validated,
 )
 from fedstill.continual.task_test import (
+    HELD_OUT_TEST,
+    SITE_TEST,
     TEST_STAGES,
-    HeldOutTestStage,
-    SiteTestStage,
+    RoundTests,
     TaskTests,
 )
 from fedstill.core import registry
@@ -72,11 +73,11 @@ def schedule_of(
     """
     providers: list[StageProvider] = [FitStage(), RidgeStage()]
     if stream_kind == SITES and not method.personal:
-        providers.append(TaskTests())
+        providers.append(TaskTests(method))
     if sites_test_rounds:
-        providers.append(HeldOutTestStage())
+        providers.append(RoundTests(method, HELD_OUT_TEST))
     elif sites_test_metrics:
-        providers.append(SiteTestStage())
+        providers.append(RoundTests(method, SITE_TEST))
     if takes_census(method, plans):
         providers.append(CensusStages())
     return Schedule(method, topology, tuple(providers))

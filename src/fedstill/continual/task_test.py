@@ -1,4 +1,4 @@
-"""Stages in which real sites only test the global model on their own data.
+"""Stages in which real sites only test the model that answers for them on their own data.
 
 ``task_test``: at each task's end, on their test sets of the tasks so far. ``held_out_test``: after
 every round, on the examples that they hold out, to compare rounds by. ``site_test``: after every
@@ -8,8 +8,7 @@ round, on their test sets, for the metrics of the run; ``held_out_test`` does th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.method import Method
@@ -30,6 +29,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.topology import everyone
 from fedstill.core.work import ClientWork
+from fedstill.models.contract import Predictor
 
 TASK_TEST = "task_test"
 """The name of the stage at a task's end."""
@@ -65,15 +65,29 @@ class BeTested(ClientWork):
 
 @dataclass(frozen=True)
 class OnlyTest(Method):
-    """The actor of the stage, for any method with a global model. A client with a network of its
-    own is not asked.
+    """The actor of the stage, for any method whose server has the model that answers for a client.
+    A client with a network of its own is not asked.
+
+    ``tested``: the method of the run.
     """
+
+    tested: Method = field(default_factory=Method)
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        same = world.model(client) == (state.model or world.model(SERVER))
-        return Payload(params=state.params) if state.params and same else None
+        network = state.model or world.model(SERVER)
+        params = state.params
+        if self.tested.has_client_predictors:
+            name = self.tested.client_predictors(state, world)[client]
+            predict = self.tested.predictors(state, world)[name]
+            if not isinstance(predict, Predictor):
+                return None
+            network = predict.spec
+            params = predict.params
+        if not params or world.model(client) != network:
+            return None
+        return Payload(params=params)
 
     def work(self, stage: Stage) -> ClientWork:
         return BeTested()
@@ -87,12 +101,15 @@ class OnlyTest(Method):
         return state
 
 
+@dataclass(frozen=True)
 class TaskTests(StageProvider):
     """Provides the stage, as the last one of the round in which a task ends."""
 
+    method: Method
+
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
-        return {TASK_TEST: OnlyTest()}
+        return {TASK_TEST: OnlyTest(self.method)}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
         """A round's stages, before a test where a task ends."""
@@ -101,29 +118,22 @@ class TaskTests(StageProvider):
         return [*stages, Stage(round, 0, TASK_TEST, everyone(world, round))]
 
 
-class _TestStage(StageProvider):
-    """Provides a stage as the last one of every round. ``name``: that of the stage."""
+@dataclass(frozen=True)
+class RoundTests(StageProvider):
+    """Provides a stage in which sites test, as the last one of every round.
 
-    name: ClassVar[str]
+    ``name``: the name of the stage, ``held_out_test`` or ``site_test``.
+    """
+
+    method: Method
+    name: str
 
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
-        return {self.name: OnlyTest()}
+        return {self.name: OnlyTest(self.method)}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
         """A round's stages, before a test by all clients."""
         if round == 0:
             return stages
         return [*stages, Stage(round, 0, self.name, everyone(world, round))]
-
-
-class HeldOutTestStage(_TestStage):
-    """Provides the stage ``held_out_test``."""
-
-    name = HELD_OUT_TEST
-
-
-class SiteTestStage(_TestStage):
-    """Provides the stage ``site_test``."""
-
-    name = SITE_TEST

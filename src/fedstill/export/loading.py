@@ -385,9 +385,7 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
         if not everybody:
             who = f"name one from 0 to {world.clients - 1}, e.g. client = 0 (--client 0)"
             groups = "".join(f", or client = {n!r}" for n in named if not n.startswith("client "))
-            raise ConfigError(
-                f"{name} trains a model for each client and none for all; {who}{groups}"
-            )
+            raise ConfigError(f"{name} trains several models and none for all; {who}{groups}")
         return everybody, named[everybody]
     if isinstance(client, str):
         if client not in named:
@@ -396,8 +394,10 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
                 f"{', '.join(named) or 'it has none'}"
             )
         return client, named[client]
-    if f"client {client}" in named:
-        return f"client {client}", named[f"client {client}"]
+    with in_hook(method, "client_predictors", f"after the last checkpoint of {run.folder}"):
+        answer_name = method.client_predictors(run.state, world).get(client, f"client {client}")
+    if answer_name in named:
+        return answer_name, named[answer_name]
     if not method.personal:
         raise ConfigError(f"{name} trains one model for all clients; leave client out")
     own = answered(run.state).get(client, fitted(run.state).get(client))

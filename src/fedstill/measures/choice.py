@@ -21,6 +21,7 @@ NEEDS = frozenset(
         "side_by_side",
         "test",
         "global_model",
+        "no_client_predictors",
         "local_models",
         "uploads",
         "features",
@@ -107,6 +108,7 @@ def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
 
 def _lacks(need: str, setting: MeasuredRun) -> str:
     spec, world = setting.world.model(SERVER), setting.world
+    has_several_models = setting.schedule.method.has_client_predictors
     if need == "queries" and not anyone_asks(world):
         return (
             "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
@@ -120,6 +122,11 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
         return (
             "no two clients send models in one stage; set topology.kind = 'parallel' and "
             "topology.sampled above 1"
+        )
+    if need in ("global_model", "no_client_predictors") and has_several_models:
+        return (
+            f"it looks at one global model, and the server of method {setting.name} has several; "
+            "choose a method with one"
         )
     if need == "global_model" and not setting.schedule.method.initial_state(world).params:
         return (

@@ -29,7 +29,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
+from fedstill.core.results import StageResult, of_some_clients
 from fedstill.core.trees import floats, norm, sub
 from fedstill.data.inputs import Inputs
 from fedstill.data.views import SiteViews
@@ -308,9 +308,7 @@ def _inner_product(gradient: Tensors, change: Tensors) -> float:
 def global_model(method: Method, state: State, world: World) -> Callable[[Tensor], Tensor] | None:
     """The server's answer for everybody; None where there are answers of single clients only."""
     named = method.predictors(state, world)
-    return next(
-        (predict for name, predict in named.items() if not name.startswith("client ")), None
-    )
+    return next((predict for name, predict in named.items() if not of_some_clients(name)), None)
 
 
 def is_plain(predict: Callable[[Tensor], Tensor] | None, state: State) -> bool:
@@ -347,7 +345,7 @@ class Contributions(Measure):
     client out would do.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "no_client_predictors"})
     gives: ClassVar[tuple[str, ...]] = ("correct_before", "correct_after")
 
     def __init__(

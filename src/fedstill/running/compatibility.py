@@ -427,6 +427,8 @@ def unsolvable_last_layer(run: PlannedRun) -> str:
             "its clients have models of their own; leave it out, or choose a method with a global "
             "model"
         )
+    elif run.method.has_client_predictors:
+        problem = "the server has several models; leave it out"
     elif Need.HEAD not in contract.capabilities(spec):
         problem = f"it needs a model with a head, and {spec.label} has none: give it body and head"
     else:

@@ -23,10 +23,10 @@ from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event, Fields, Observer
 from fedstill.core.records import Examples
-from fedstill.core.results import Predictors, RoundResult
+from fedstill.core.results import RoundResult, of_some_clients
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
-from fedstill.engines.passes import outputs_by_example
+from fedstill.engines.passes import Outputs, outputs_by_example
 from fedstill.metrics.classification import (
     ACCURACY,
     METRICS,
@@ -208,8 +208,8 @@ def _no_held_out(settings: Settings, sites: SiteViews) -> str:
 
 
 def _no_public(settings: Settings, sites: SiteViews, stages: Collection[str]) -> str:
-    if settings.method.personal:
-        return "clients have models of their own, which are scored on held_out or test data"
+    if settings.method.personal or settings.method.has_client_predictors:
+        return "clients are answered by different models, which are scored on held_out or test data"
     public = sites.public
     if public is None or not len(public) or bool((public.labels < 0).any()):
         return "there are no public examples with labels; set data.public"
@@ -241,10 +241,19 @@ def stages_of_held_out_tests(settings: Settings) -> frozenset[str]:
 
 def held_out_examples(settings: Settings, sites: SiteViews) -> Examples:
     """What all clients hold out, client by client."""
+    return sites.train.take(torch.cat(_held_out_positions(settings, sites)))
+
+
+def held_out_owners(settings: Settings, sites: SiteViews) -> Tensor:
+    """The client that each of these examples belongs to, (n,) int64."""
+    counts = [len(positions) for positions in _held_out_positions(settings, sites)]
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+
+
+def _held_out_positions(settings: Settings, sites: SiteViews) -> list[Tensor]:
+    """The training examples that each client holds out, by position."""
     share = held_out_share(settings.plans)
-    clients = range(settings.clients)
-    positions = [sites.division(client, share).held_out for client in clients]
-    return sites.train.take(torch.cat(positions))
+    return [sites.division(client, share).held_out for client in range(settings.clients)]
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -291,34 +300,53 @@ class SitesScore:
 
 @dataclass(frozen=True)
 class ServerScore:
-    """Scores the server's model on examples that this process has.
+    """Scores the server's models on examples that this process has.
 
-    ``by``: the metric. ``positive``: the positive class if there are two.
+    ``by``: the metric. ``positive``: the positive class if there are two. ``owners``: the client
+    that each example belongs to, (n,) int64; None for public examples.
     """
 
     examples: Examples
     sites: SiteViews
     by: str
     positive: int
+    owners: Tensor | None = None
 
     def __call__(self, result: RoundResult, so_far: Fields) -> float | None:
-        """The metric of the first predictor; None without one for all clients."""
-        predict = _common_predictor(result.predictors)
-        if predict is None:
+        """The metric of the predictor for all clients, or of each example's client; None without
+        such predictors.
+        """
+        outputs = self._outputs(result)
+        if outputs is None:
             return None
-        outputs = outputs_by_example(predict, self.examples, self.sites.inputs, workers())
         labels = self.examples.labels.cpu()
         if self.by == ACCURACY:
             return float((outputs.predicted == labels).double().mean())
         predictions = Predictions.of(outputs.logits, outputs.predicted, labels, self.positive)
         return METRICS[self.by].value(predictions)
 
+    def _outputs(self, result: RoundResult) -> Outputs | None:
+        """What the model that answers for it predicts of each example."""
+        names = result.client_predictors
+        if not names:
+            first = next(iter(result.predictors), "")
+            if not first or of_some_clients(first):
+                return None
+            return self._outputs_of(result.predictors[first])
+        if self.owners is None:
+            return None
 
-def _common_predictor(predictors: Predictors) -> Callable[[Tensor], Tensor] | None:
-    """The predictor that answers for all clients; None if each answers for some."""
-    name = next(iter(predictors), "")
-    is_for_some = name.rpartition(" ")[2].isdecimal()
-    return None if not name or is_for_some else predictors[name]
+        outputs = {n: self._outputs_of(result.predictors[n]) for n in sorted({*names.values()})}
+        number = {name: i for i, name in enumerate(outputs)}
+        answered = torch.tensor([number[names[owner]] for owner in self.owners.tolist()])
+        rows = torch.arange(len(answered))
+        return Outputs(
+            predicted=torch.stack([o.predicted for o in outputs.values()])[answered, rows],
+            logits=torch.stack([o.logits for o in outputs.values()])[answered, rows],
+        )
+
+    def _outputs_of(self, predict: Callable[[Tensor], Tensor]) -> Outputs:
+        return outputs_by_example(predict, self.examples, self.sites.inputs, workers())
 
 
 @dataclass
@@ -424,10 +452,12 @@ def selection_of(prepared: Prepared) -> Selection | None:
         tests = len(sites.common_test)
         return replace(selection, score_of=field_score(by), examples=tests)
     examples = sites.public
+    owners = None
     if on == "held_out":
         examples = held_out_examples(settings, sites)
+        owners = held_out_owners(settings, sites)
     assert examples is not None  # the rules of a run ask for them
-    score = ServerScore(examples, sites, by, positive)
+    score = ServerScore(examples, sites, by, positive, owners)
     return replace(selection, score_of=score, examples=len(examples))
 
 
