@@ -13,9 +13,10 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.config.tables import StopTable
-from fedstill.core.errors import ConfigError, FedstillError, Interrupted
+from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted
 from fedstill.engines.passes import correct_by_example
 from fedstill.export.loading import load_model
+from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
@@ -359,3 +360,11 @@ def test_over_flower_the_same_round_is_the_best_and_the_run_stops_in_the_same(
     if method == "scaffold":
         one, other = (load_model(result, round="best") for result in (here, there))
         assert torch.equal(one(one.noise(5)), other(one.noise(5)))
+
+
+def test_a_journal_that_compares_rounds_on_unknown_data_is_named(tmp_path: Path) -> None:
+    run(toys.toy(plan=HELD_OUT, select_on="held_out"), tmp_path / "run", toys.blobs())
+    journal = tmp_path / "run/journal.jsonl"
+    journal.write_text(journal.read_text().replace('"on":"held_out"', '"on":"elsewhere"'))
+    with pytest.raises(CorruptFile, match=r"line 1.*selection\.on"):
+        read_journal(journal)

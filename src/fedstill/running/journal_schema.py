@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedstill.config.tables import SelectionData
 from fedstill.core.records import SERVER
 from fedstill.core.reports import (
     COUNTED,
@@ -98,6 +99,17 @@ class InputsOfRun(BaseModel):
     std: list[Number] = []
 
 
+class SelectionOfRun(BaseModel):
+    """What the first event says of how rounds are compared."""
+
+    model_config = ConfigDict(strict=True)
+
+    on: SelectionData
+    by: str
+    larger_is_better: bool
+    examples: Count | None = None
+
+
 class Start(EventFields):
     """What is run, on which data, with which software."""
 
@@ -108,6 +120,7 @@ class Start(EventFields):
     test_counts: list[Count] = []
     split: SplitOfRun | None = None
     stream: StreamOfRun | None = None
+    selection: SelectionOfRun | None = None
     inputs: InputsOfRun | None = None
     backbone_inputs: dict[str, Any] | None = None
     client_names: list[str] = []
@@ -192,6 +205,11 @@ class Round(Evaluated):
     own_test_worst: Share | None = None
     in_local_accuracy: Share | None = None
     out_local_accuracy: Share | None = None
+    selection_score: Number | None = None
+    best_round: RoundNumber | None = None
+    best_round_score: Number | None = None
+    best_round_accuracy: Share | None = None
+    stopped_because: str = ""
     others: dict[str, OtherModel] = {}
     client_predictors: dict[Digits, str] = {}
     answers: list[Answer] = []

@@ -503,13 +503,13 @@ def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
     """The best round, given a journal's event ``start`` and the events of its rounds; None if the
     run compares no rounds, or none has a score.
     """
-    if not rounds or rounds[-1].get("best_round") is None:
+    last = rounds[-1] if rounds else {}
+    if SELECTION not in start or None in (last.get("best_round"), last.get("best_round_score")):
         return None
-    last = rounds[-1]
     return BestRound(
         round=last["best_round"],
         score=last["best_round_score"],
-        accuracy=last["best_round_accuracy"],
+        accuracy=last.get("best_round_accuracy"),
         by=start[SELECTION]["by"],
         on=start[SELECTION]["on"],
     )
@@ -519,7 +519,7 @@ def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
     """What a summary says of the best round, and of the round in which the run stopped."""
     fields: Fields = {}
     if rounds and SELECTION in start:
-        fields = {name: rounds[-1][name] for name in BEST}
+        fields = {name: rounds[-1].get(name) for name in BEST}
         fields["selected_by"] = start[SELECTION]["by"]
         fields["selected_on"] = start[SELECTION]["on"]
     if rounds and STOP_REASON in rounds[-1]:
