@@ -269,6 +269,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_trained(
         ({"stop": {"patience": 9}, "data": {"public": 40}}, "public"),
         ({"stop": {"patience": 9}, "data": {"test_from": "held_out"}}, "held_out"),
         ({"select_on": "test", "plan": HELD_OUT}, "test"),
+        ({"select_on": "public", "data": {"public": 40, "test_from": "held_out"}}, "public"),
     ],
 )
 def test_held_out_data_are_preferred_and_the_data_are_stated(
@@ -281,7 +282,7 @@ def test_held_out_data_are_preferred_and_the_data_are_stated(
     best = best_round(start, result.history)
     assert best is not None
     assert best.score == max(scores(result))
-    is_tested = on == "test" or "test_from" in str(changes)
+    is_tested = on == "test" or (on == "held_out" and "test_from" in str(changes))
     assert (scores(result) == [e["accuracy"] for e in result.history]) == is_tested
 
 

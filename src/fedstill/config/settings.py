@@ -28,7 +28,7 @@ from fedstill.config.tables import (
     with_package_tables,
 )
 from fedstill.config.validation import PackageTable, contradiction
-from fedstill.continual.task_test import HeldOutTestStage
+from fedstill.continual.task_test import HELD_OUT_TEST, RoundTests
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
@@ -122,7 +122,9 @@ class Settings(TopKeys):
         """Whether real sites test the global model on the data that they hold out, so that rounds
         can be compared.
         """
-        return any(isinstance(provider, HeldOutTestStage) for provider in self.schedule.providers)
+        providers = self.schedule.providers
+        tests = [provider for provider in providers if isinstance(provider, RoundTests)]
+        return any(provider.name == HELD_OUT_TEST for provider in tests)
 
     @property
     def measured_in(self) -> frozenset[int]:

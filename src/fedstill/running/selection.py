@@ -427,38 +427,58 @@ class Selection(Observer):
 def selection_of(prepared: Prepared) -> Selection | None:
     """What compares the rounds of a run; None if they are not compared."""
     settings = prepared.settings
-    sites = prepared.sites
     stages = {stage.name for stage in settings.schedule(1, prepared.world)}
-    on = selection_data(settings, sites, stages)
+    on = selection_data(settings, prepared.sites, stages)
     if on is None:
         return None
 
     by = settings.rank_by
-    positive = prepared.metrics.positive
-    selection = Selection(
+    examples = _scored_examples(prepared, on)
+    return Selection(
         rule=RoundRule(by, larger_is_better=larger_is_better(by), stop=settings.stop),
         on=on,
         rounds=settings.rounds,
-        score_of=None,
+        score_of=_round_score(prepared, on, examples),
+        stages=frozenset(settings.method.personal) if on == "held_out" else frozenset(),
+        examples=None if examples is None else len(examples),
     )
+
+
+def _is_on_test_set(settings: Settings, on: SelectionData) -> bool:
+    """Whether the data are the run's test set, which may consist of held-out examples."""
+    return on == "test" or (on == "held_out" and settings.data.test_from == "held_out")
+
+
+def _scored_examples(prepared: Prepared, on: SelectionData) -> Examples | None:
+    """The examples on which rounds are compared; None if only clients have them."""
+    settings = prepared.settings
+    sites = prepared.sites
+    if settings.method.personal or settings.sites_test_rounds:
+        return None
+    if _is_on_test_set(settings, on):
+        return sites.common_test
+    if on == "public":
+        return sites.public
+    return held_out_examples(settings, sites)
+
+
+def _round_score(
+    prepared: Prepared, on: SelectionData, examples: Examples | None
+) -> RoundScore | None:
+    """What gives the score of a round; None where clients report it."""
+    settings = prepared.settings
+    by = settings.rank_by
     if settings.method.personal:
-        if on == "test":
-            return replace(selection, score_of=field_score(f"own_test_{by}"))
-        return replace(selection, stages=frozenset(settings.method.personal))
+        return field_score(f"own_test_{by}") if on == "test" else None
     if settings.sites_test_rounds:
-        return replace(selection, score_of=SitesScore(by, positive))
-    if on == "test" or settings.data.test_from == "held_out":
-        assert sites.common_test is not None  # the rules of a run ask for it
-        tests = len(sites.common_test)
-        return replace(selection, score_of=field_score(by), examples=tests)
-    examples = sites.public
+        return SitesScore(by, prepared.metrics.positive)
+    if _is_on_test_set(settings, on):
+        return field_score(by)
+    assert examples is not None  # the rules of a run ask for them
     owners = None
     if on == "held_out":
-        examples = held_out_examples(settings, sites)
-        owners = held_out_owners(settings, sites)
-    assert examples is not None  # the rules of a run ask for them
-    score = ServerScore(examples, sites, by, positive, owners)
-    return replace(selection, score_of=score, examples=len(examples))
+        owners = held_out_owners(settings, prepared.sites)
+    return ServerScore(examples, prepared.sites, by, prepared.metrics.positive, owners)
 
 
 # ---- the best round of a run that has begun ------------------------------------------------------
