@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fedstill.config.tables import SelectionData, StopTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event, Fields, Observer
-from fedstill.core.records import Examples
+from fedstill.core.records import Examples, World
 from fedstill.core.results import RoundResult, of_some_clients
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
@@ -31,13 +31,11 @@ from fedstill.metrics.classification import (
     ACCURACY,
     METRICS,
     Predictions,
+    RunMetrics,
     from_histograms,
     joined,
     larger_is_better,
 )
-
-if TYPE_CHECKING:
-    from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.run")
 
@@ -424,7 +422,20 @@ class Selection(Observer):
         return score
 
 
-def selection_of(prepared: Prepared) -> Selection | None:
+class PreparedRun(Protocol):
+    """A run that is ready to start, as far as rounds are compared (``preparation.Prepared``)."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def sites(self) -> SiteViews: ...
+    @property
+    def metrics(self) -> RunMetrics: ...
+
+
+def selection_of(prepared: PreparedRun) -> Selection | None:
     """What compares the rounds of a run; None if they are not compared."""
     settings = prepared.settings
     stages = {stage.name for stage in settings.schedule(1, prepared.world)}
@@ -449,7 +460,7 @@ def _is_on_test_set(settings: Settings, on: SelectionData) -> bool:
     return on == "test" or (on == "held_out" and settings.data.test_from == "held_out")
 
 
-def _scored_examples(prepared: Prepared, on: SelectionData) -> Examples | None:
+def _scored_examples(prepared: PreparedRun, on: SelectionData) -> Examples | None:
     """The examples on which rounds are compared; None if only clients have them."""
     settings = prepared.settings
     sites = prepared.sites
@@ -463,7 +474,7 @@ def _scored_examples(prepared: Prepared, on: SelectionData) -> Examples | None:
 
 
 def _round_score(
-    prepared: Prepared, on: SelectionData, examples: Examples | None
+    prepared: PreparedRun, on: SelectionData, examples: Examples | None
 ) -> RoundScore | None:
     """What gives the score of a round; None where clients report it."""
     settings = prepared.settings
