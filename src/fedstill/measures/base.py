@@ -71,10 +71,11 @@ class Measure:
     ``needs``: "chain" (clients one after another), "side_by_side" (two or more in a stage, which
     send models), "test" (a common test set), "global_model" (a server that has one from the start),
     "no_client_predictors" (a server without several models), "local_models" (replies that hold
-    models of one architecture), "features" (a model with a body), "plane" (features of two numbers), "queries" (clients that ask), "client_data" (only a
-    simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients that
-    train on their data), "held_out" (examples that clients hold out, or public ones with labels),
-    "uploads" (replies with models, or with logits of models that clients keep in this process).
+    models of one architecture), "features" (a model with a body), "plane" (features of two
+    numbers), "queries" (clients that ask), "client_data" (only a simulation has them),
+    "test_at_clients" (so that clients can measure), "epochs" (clients that train on their data),
+    "held_out" (examples that clients hold out, or public ones with labels), "uploads" (replies with
+    models, or with logits of models that clients keep in this process).
     ``each_epoch``: it looks once before and once after every local epoch.
     ``only_last``: it looks once, because it is a picture or takes long: after the run's last stage,
     or with "local_models" after the last one in which clients send models.
