@@ -190,12 +190,16 @@ def test_a_result_shows_what_each_class_lost_in_a_notebook(result: Result) -> No
 
 def test_names_are_escaped_and_of_many_classes_the_most_forgotten_are_shown() -> None:
     classes = [f"<b{c}>" for c in range(100)]
-    history = [{"class_accuracy": [1.0] * 100}, {"class_accuracy": [c / 100 for c in range(100)]}]
+    rows = [[1.0] * 100, [c / 100 for c in range(100)]]
+    history = [
+        {"event": "round", "round": number, "class_accuracy": row}
+        for number, row in enumerate(rows, 1)
+    ]
     text = forgotten_table(classes, history)
     cells = Strict(text).cells
     assert cells[::4] == [f"<b{c}>" for c in range(MOST_CLASSES)]
     assert "of 100 classes" in text
-    assert forgotten_table(classes, [{"class_accuracy": [None] * 100}]) == ""
+    assert forgotten_table(classes, [{**history[0], "class_accuracy": [None] * 100}]) == ""
     assert "background" not in notebook_table(["a", "b"], [["x", shaded(float("nan"))]])
 
 

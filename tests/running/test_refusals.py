@@ -154,11 +154,11 @@ def yes(client: int, round: int) -> dict[str, object]:
 def test_refusals_are_counted_and_the_first_is_named(
     events: list[dict[str, object]], parts: tuple[str, ...]
 ) -> None:
-    said = Refusals.of(events, 6, 2).said
+    said = Refusals.of(events, 6, 2).sentence
     assert all(part in said for part in parts), said
     assert said.endswith(": why")
 
 
 @pytest.mark.parametrize("idle", [[], [{"client": 1, "round": 1, "idle": True}]])
 def test_without_refusals_there_is_nothing_to_say(idle: list[dict[str, object]]) -> None:
-    assert Refusals.of([yes(0, 1), *idle], 6, 2).said == ""
+    assert Refusals.of([yes(0, 1), *idle], 6, 2).sentence == ""

@@ -179,7 +179,7 @@ def _by_task_end(ends: Sequence[Event], tasks: int) -> Values:
 def _by_round(events: Sequence[Event]) -> list[list[float]]:
     """The accuracy of each class after each round, or of the initial model without a round."""
     evaluated = [event for event in events if event["event"] in ("start", "initial", "round")]
-    rows = RunNumbers.of(evaluated).class_accuracy()
+    rows = RunNumbers.of(evaluated).class_accuracy
     numbers = [number for number in rows if number > 0] or [0]
     return [[_number(value) for value in rows[number]] for number in numbers]
 

@@ -35,9 +35,9 @@ from fedstill.running.groups import Group, groups
 from fedstill.running.result import (
     Result,
     Shade,
-    few,
     lost_by_class,
     most_forgotten,
+    note_on_classes,
     notebook,
     notebook_table,
     shaded,
@@ -137,7 +137,7 @@ class Comparison:
         rows: list[list[str | Shade]] = [
             [label, *(shaded(each[c]) for c in chosen)] for label, each in lost.items()
         ]
-        some = few(chosen, classes)
+        some = note_on_classes(chosen, classes)
         note = (
             f"{some + '; ' if some else ''}accuracy in the best earlier round less that in the "
             "last, mean over seeds"

@@ -30,7 +30,7 @@ def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     """
     sentences = []
     for name, named_runs in runs.items():
-        texts = {run.seed: refusals_of(run).said for run in named_runs}
+        texts = {run.seed: refusals_of(run).sentence for run in named_runs}
         texts = {seed: text for seed, text in texts.items() if text}
         if texts:
             several = len(named_runs) > 1

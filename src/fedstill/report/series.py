@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
 from fedstill.core.errors import CorruptFile
 from fedstill.measures.base import seconds_at_clients
-from fedstill.running.groups import Group, Spread, spread
+from fedstill.metrics.values import Values
+from fedstill.running.groups import Group, Spread
 from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Run
 
@@ -52,69 +55,81 @@ class Phases:
 
 def over_seeds(group: Group, key: str) -> Series:
     """A measure by round over the runs that have it there: fewer where some are unfinished."""
-    return _series([run.curve(key) for run in group.started])
+    return of_runs([run.curve(key) for run in group.started])
 
 
-def of_runs(curves: Sequence[dict[int, float]]) -> Series:
+def of_runs(curves: Sequence[Mapping[int, float]]) -> Series:
     """Mean and spread of some runs' curves, each a number by round or hop."""
-    return _series(curves)
+    rounds = sorted({number for curve in curves for number in curve})
+    values = np.array([[curve.get(number, np.nan) for number in rounds] for curve in curves])
+    return Series(rounds, _spreads(values) if rounds else [])
 
 
 def trained(group: Group) -> Series:
     """Seconds that clients trained, from the start to the end of each round, summed over them; 0
     for round 0.
     """
-    return _series([_passed(run, "seconds_clients") for run in group.started])
+    return of_runs([_passed(run, "seconds_clients") for run in group.started])
 
 
 def elapsed(group: Group) -> Series:
     """Seconds from the start to the end of each round; 0 for round 0."""
-    return _series([_passed(run, "seconds") for run in group.started])
+    return of_runs([_passed(run, "seconds") for run in group.started])
 
 
 def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
     """Accuracy of each class by round, mean over the runs that have it: (C,) a round."""
     curves = [run.class_accuracy() for run in runs]
-    out = {}
-    for number in sorted({n for curve in curves for n in curve}):
-        by_class = zip(*(curve[number] for curve in curves if number in curve), strict=True)
-        out[number] = [_mean([v for v in values if v is not None]) for values in by_class]
-    return out
+    means = {}
+    for number in sorted({number for curve in curves for number in curve}):
+        rows = np.array([curve[number] for curve in curves if number in curve], np.float64)
+        counts = np.sum(~np.isnan(rows), axis=0)
+        sums = np.nansum(rows, axis=0)
+        means[number] = [
+            total / count if count else None
+            for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
+        ]
+    return means
 
 
 def phases(run: Run) -> Phases:
     """A run's seconds by phase; clients that worked side by side share the time on the clock in
     proportion.
     """
-    training = measuring = busy = 0.0
-    for event in run.clients:
-        training += event.get("seconds_training") or 0.0
-        measuring += event.get("seconds_measuring") or 0.0
-        busy += event.get("seconds") or 0.0
-    wall = sum(e.get("seconds_training") or 0.0 for e in run.rounds)
-    scale = min(1.0, wall / busy) if busy > 0 else 0.0
-    server = sum(e.get("seconds_measuring") or 0.0 for e in run.rounds)
-    total = sum(e.get("seconds") or 0.0 for e in run.rounds)
-    training, measuring = scale * training, scale * measuring + server
-    return Phases(training, measuring, max(0.0, total - training - measuring))
+    busy = run.numbers.sum_over_clients("seconds")
+    wall = _total(run, "seconds_training")
+    scale = 0.0
+    if busy > 0:
+        scale = min(1.0, wall / busy)
+    training = scale * run.numbers.sum_over_clients("seconds_training")
+    measuring = scale * run.numbers.sum_over_clients("seconds_measuring")
+    measuring += _total(run, "seconds_measuring")
+    other = _total(run, "seconds") - training - measuring
+    return Phases(training, measuring, max(0.0, other))
 
 
-def _passed(run: Run, key: str) -> dict[int, float]:
-    numbers = [0, *(e["round"] for e in run.rounds)]
-    return dict(
-        zip(numbers, accumulate([0.0, *(e.get(key) or 0.0 for e in run.rounds)]), strict=True)
-    )
+def _total(run: Run, metric: str) -> float:
+    return sum(run.curve(metric).values())
 
 
-def _series(curves: Sequence[dict[int, float]]) -> Series:
-    rounds = sorted({r for curve in curves for r in curve})
-    spreads = [spread([curve[r] for curve in curves if r in curve]) for r in rounds]
-    return Series(rounds, [s for s in spreads if s is not None])
+def _passed(run: Run, metric: str) -> dict[int, float]:
+    """What has passed of a metric by the end of each round."""
+    rounds = run.numbers.rounds
+    curve = run.curve(metric)
+    passed = accumulate([0.0, *(curve.get(number, 0.0) for number in rounds)])
+    return dict(zip([0, *rounds], passed, strict=True))
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    average = spread(values)
-    return None if average is None else average.mean
+def _spreads(values: Values) -> list[Spread]:
+    """Mean and sample standard deviation of each column, (runs, columns); NaN is left out."""
+    runs = np.sum(~np.isnan(values), axis=0)
+    means = np.nansum(values, axis=0) / runs
+    squares = np.nansum((values - means) ** 2, axis=0)
+    stds = np.sqrt(squares / np.maximum(1, runs - 1))
+    return [
+        Spread(float(mean), float(std), int(count))
+        for mean, std, count in zip(means, stds, runs, strict=True)
+    ]
 
 
 # What measures wrote into journals, read with care: the last look of a measure, and the numbers of

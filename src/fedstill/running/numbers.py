@@ -50,6 +50,9 @@ SUMMED = ("seconds", "bytes_", "replies", "refused")
 OF_LAST_ROUND = ("accuracy", "forgetting", "epsilon", *METRICS)
 """What a run has in its summary only if the last round has it."""
 
+OF_CLIENT = frozenset({"round", "stage", "client"})
+"""The axes of a number that is about a client in a stage."""
+
 OF_LOOK = frozenset({"round", "stage", "client"})
 """The axes of a number that a measure saw after a stage."""
 
@@ -114,11 +117,13 @@ class RunNumbers:
             self._by_metric.setdefault(column.metric, []).append(column)
 
     @staticmethod
-    def of(events: Sequence[Event]) -> RunNumbers:
-        """The numbers in a journal, or in some of its events, the first one among them."""
-        classes = 0
-        if events and events[0]["event"] == "start":
-            classes = len(events[0]["classes"])
+    def of(events: Sequence[Event], classes: int | None = None) -> RunNumbers:
+        """The numbers in a journal, or in some of its events; ``classes``: how many there are,
+        where the first event is not among them.
+        """
+        if classes is None:
+            starts = [event for event in events if event["event"] == "start"]
+            classes = len(starts[0]["classes"]) if starts else 0
         rounds = [event["round"] for event in events if event["event"] == "round"]
         return RunNumbers(numbers_of(events, classes), rounds, classes)
 
@@ -133,6 +138,11 @@ class RunNumbers:
             curve.update(zip(rounds, column.values.tolist(), strict=True))
         return dict(sorted(curve.items()))
 
+    def sum_over_clients(self, metric: str) -> float:
+        """What all clients have of a metric in all stages together."""
+        return sum(sum(c.values.tolist()) for c in self._about(metric, OF_CLIENT))
+
+    @functools.cached_property
     def class_accuracy(self) -> dict[int, list[float | None]]:
         """The accuracy of each class by round, (C,) shares; None for a class without test examples.
 

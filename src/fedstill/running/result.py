@@ -38,201 +38,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-# Which clients were left out of a run, how often, and why the first: what must not stand in the
-# journal alone.
-
-
-@dataclass(frozen=True)
-class Refusals:
-    """The replies of a run that were refused.
-
-    ``refused``, ``accepted``: the events of clients whose reply was, in order. ``clients``: how
-    many the run has.
-    ``rounds``: how many rounds are done.
-    """
-
-    refused: Sequence[Mapping[str, Any]]
-    accepted: Sequence[Mapping[str, Any]]
-    clients: int
-    rounds: int
-
-    @staticmethod
-    def of(events: Sequence[Mapping[str, Any]], clients: int, rounds: int) -> Refusals:
-        """From a journal's events of clients."""
-        refused = [e for e in events if "refused" in e]
-        return Refusals(
-            refused, [e for e in events if "refused" not in e and "idle" not in e], clients, rounds
-        )
-
-    @property
-    def who(self) -> list[int]:
-        """The clients that were refused at least once."""
-        return sorted({e["client"] for e in self.refused})
-
-    @property
-    def said(self) -> str:
-        """All of it in a sentence; empty where nothing was refused.
-
-        >>> no = {"client": 1, "round": 1, "refused": "failed: OSError: gone"}
-        >>> Refusals.of([no, {"client": 0, "round": 1}, {**no, "round": 2}], 6, 2).said
-        '1 of 6 clients refused in every round, first: client 1 in round 1: failed: OSError: gone'
-        >>> Refusals.of([no, {"client": 1, "round": 2}], 6, 2).said
-        '1 of 2 replies refused, of 1 of 6 clients, in 1 of 2 rounds, first: client 1 in round 1: failed: OSError: gone'
-        """  # noqa: E501
-        if not self.refused:
-            return ""
-        first, rounds = self.refused[0], {e["round"] for e in self.refused if e["round"] > 0}
-        who = f"{len(self.who)} of {self.clients} clients"
-        if self._always(rounds):
-            every = "in every round" if len(rounds) == self.rounds else "whenever they took part"
-            how = f"{who} refused {every}"
-        else:
-            replies = f"{len(self.refused)} of {len(self.refused) + len(self.accepted)} replies"
-            how = f"{replies} refused, of {who}, in {len(rounds)} of {self.rounds} rounds"
-        name = "the server" if first["client"] == SERVER else f"client {first['client']}"
-        when = (
-            f"round {first['round']}"
-            if first["round"]
-            else f"the stage {first.get('name', 'census')!r} before round 1"
-        )
-        return f"{how}, first: {name} in {when}: {first['refused']}"
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The keys of a run's summary: how many replies, and of whom and why if there are any."""
-        more = {"refused_clients": self.who, "refusals": self.said}
-        return {"refused": len(self.refused), **(more if self.refused else {})}
-
-    def _always(self, rounds: set[int]) -> bool:
-        """Whether none of these clients ever gave a reply that was taken, in a run that has gone
-        on.
-        """
-        return bool(rounds) and not {e["client"] for e in self.accepted if e["round"] > 0} & set(
-            self.who
-        )
-
-
-# How results look in a notebook: a small table of HTML without scripts, readable on light and on
-# dark pages.
-
-
-MOST_CLASSES = 12
-"""How many classes are shown: those that were forgotten most."""
-
-
-@dataclass(frozen=True)
-class Shade:
-    """A cell of a table, and how strong its background is, from 0 to 1: red for a loss, green for a
-    gain.
-    """
-
-    text: str
-    loss: float = 0.0
-
-
-def share(value: float | None) -> str:
-    """A share in percent, with a dash for none."""
-    return "–" if value is None or np.isnan(value) else f"{100 * value:.1f} %"
-
-
-def shaded(loss: float) -> Shade:
-    """A cell with what was lost of an accuracy."""
-    return Shade(share(loss), 0.0 if np.isnan(loss) else loss)
-
-
-def class_history(history: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
-    """Accuracies by class (rounds, C), from the events of all rounds: of the server's model, else
-    of the clients' own.
-
-    Of the latter, the mean over clients, in the rounds in which they were measured.
-    """
-    for key in ("class_accuracy", "personal_class_accuracy"):
-        rows = [e[key] for e in history if any(v is not None for v in e.get(key) or ())]
-        if rows:
-            return rows
-    return []
-
-
-def lost_by_class(history: Sequence[Mapping[str, Any]]) -> list[float]:
-    """What each class lost of its best earlier round, from the events of all rounds; NaN where it
-    was not measured.
-    """
-    rows = [[np.nan if v is None else v for v in row] for row in class_history(history)]
-    lost: list[float] = forgetting_by_class(rows).tolist() if rows else []
-    return lost
-
-
-def most_forgotten(lost: Sequence[float]) -> list[int]:
-    """The classes to show, in their order: all if they are few, else those with the greatest
-    loss.
-    """
-    order = sorted(
-        range(len(lost)), key=lambda c: -np.inf if np.isnan(lost[c]) else lost[c], reverse=True
-    )
-    return sorted(order[:MOST_CLASSES])
-
-
-def forgotten_table(classes: Sequence[str], history: Sequence[Mapping[str, Any]]) -> str:
-    """For each class its last accuracy, its best earlier one, and what it lost; empty if that was
-    not measured.
-    """
-    lost = lost_by_class(history)
-    if np.isnan(lost).all() or len(lost) != len(classes):
-        return ""
-    last, chosen = class_history(history)[-1], most_forgotten(lost)
-    rows: list[list[str | Shade]] = [
-        [classes[c], share(last[c]), share(lost[c] + (last[c] or 0)), shaded(lost[c])]
-        for c in chosen
-    ]
-    return notebook_table(
-        ["class", "accuracy", "best earlier round", "forgotten"], rows, few(chosen, lost)
-    )
-
-
-def few(chosen: Sequence[int], classes: Sequence[object]) -> str:
-    """Which classes are shown; empty if all are."""
-    return (
-        f"the {len(chosen)} of {len(classes)} classes that were forgotten most"
-        if len(chosen) < len(classes)
-        else ""
-    )
-
-
-def notebook(title: str, facts: Mapping[str, str], *tables: str) -> str:
-    """A title, facts in one line, and tables."""
-    line = " · ".join(f"{html.escape(k)} <b>{html.escape(v)}</b>" for k, v in facts.items())
-    head = f'<div style="margin-bottom:0.4em"><b>{html.escape(title)}</b><br>{line}</div>'
-    return f'<div style="font-variant-numeric:tabular-nums">{head}{"".join(tables)}</div>'
-
-
-def notebook_table(
-    head: Sequence[str], rows: Sequence[Sequence[str | Shade]], note: str = ""
-) -> str:
-    """A table whose first column holds text and the others numbers; below it, a note."""
-    top = "".join(f'<th style="{_style(i)}">{html.escape(c)}</th>' for i, c in enumerate(head))
-    body = "".join(f"<tr>{''.join(_cell(i, c) for i, c in enumerate(row))}</tr>" for row in rows)
-    small = f'<div style="opacity:0.7;font-size:smaller">{html.escape(note)}</div>' if note else ""
-    table = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
-    return (
-        '<table style="border-collapse:collapse;font-size:inherit;margin:0 0 0.4em '
-        f'0">{table}</table>{small}'
-    )
-
-
-def _style(column: int) -> str:
-    return f"padding:0.15em 0.6em;text-align:{'right' if column else 'left'}"
-
-
-def _cell(column: int, cell: str | Shade) -> str:
-    shade = cell if isinstance(cell, Shade) else Shade(cell)
-    colour = "200,60,40" if shade.loss > 0 else "40,140,80"
-    depth = min(0.6, abs(shade.loss))
-    ground = f";background:rgba({colour},{depth:.2f})" if depth >= 0.005 else ""
-    return f'<td style="{_style(column)};white-space:nowrap{ground}">{html.escape(shade.text)}</td>'
-
-
-QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
-"""What a summary says of a run whose clients asked for classes."""
+# The result that Python hands back.
 
 
 @dataclass(frozen=True, repr=False)
@@ -260,26 +66,20 @@ class Result:
         or gone.
         """
         folder = named_path(folder)
-        path = folder / "summary.json"
         events = journals.read_journal(folder / "journal.jsonl")
         check_journal(folder, events)
-        try:
-            summary = json.loads(path.read_bytes())
-            accuracy, forgetting = summary["accuracy"], summary["forgetting"]
-            path = folder / FINAL
-            model = safetensors.torch.load(read_final(path))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-            todo = f"delete summary.json, then `fedstill resume {in_shell(folder)}`"
-            if not (folder / "checkpoints").is_dir():
-                todo = (
-                    "put it back: there are no checkpoints to make it from (a pack keeps neither)"
-                )
-            raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
-        history, measures = (
-            [e for e in events if e["event"] == kind] for kind in ("round", "measure")
+        summary = _read_summary(folder)
+        model = _read_model(folder)
+        return Result(
+            accuracy=summary["accuracy"],
+            forgetting=summary["forgetting"],
+            history=[event for event in events if event["event"] == "round"],
+            model=model,
+            directory=folder,
+            summary=summary,
+            measures=[event for event in events if event["event"] == "measure"],
+            classes=tuple(events[0]["classes"]) if events else (),
         )
-        classes = tuple(str(c) for e in events[:1] for c in e.get("classes", []))
-        return Result(accuracy, forgetting, history, model, folder, summary, measures, classes)
 
     def rounds(self) -> pandas.DataFrame:
         """One row a round: what ``history`` has, with a column for each number.
@@ -308,32 +108,33 @@ class Result:
         return read_label_counts(self.directory, start[0]).table().astype(np.int64)
 
     def __repr__(self) -> str:
-        numbers = ", ".join(f"{what} {value}" for what, value in self._numbers.items())
-        rounds = f"{len(self.history)} round{'' if len(self.history) == 1 else 's'}"
+        numbers = ", ".join(f"{name} {value}" for name, value in self._numbers.items())
+        plural = "" if len(self.history) == 1 else "s"
+        rounds = f"{len(self.history)} round{plural}"
         return f"<Result: {self._title}: {numbers}; {rounds}, in {self.directory}>"
 
     @property
     def _title(self) -> str:
-        s = self.summary
-        return (
-            f"{s.get('method', 'a run')} on {s.get('dataset', 'data')}, seed {s.get('seed', '?')}"
-        )
+        method = self.summary.get("method", "a run")
+        dataset = self.summary.get("dataset", "data")
+        return f"{method} on {dataset}, seed {self.summary.get('seed', '?')}"
 
     @property
     def _numbers(self) -> dict[str, str]:
         """The result in a few numbers, those of the clients' own models first where they are the
         answer.
         """
-        s = self.summary
-        own = {
-            "for the clients": "personal_accuracy",
-            "forgetting at clients": "personal_forgetting",
+        numbers = {
+            title: share(self.summary[key])
+            for title, key in NUMBERS_OF_CLIENTS.items()
+            if self.summary.get(key) is not None
         }
-        numbers = {name: share(s[key]) for name, key in own.items() if s.get(key) is not None}
         if self.accuracy is not None or not numbers:
-            numbers |= {"accuracy": share(self.accuracy), "forgetting": share(self.forgetting)}
-        measured = [metric for name, metric in METRICS.items() if s.get(name) is not None]
-        numbers |= {metric.title: metric.text(s[metric.name]) for metric in measured}
+            numbers["accuracy"] = share(self.accuracy)
+            numbers["forgetting"] = share(self.forgetting)
+        for name, metric in METRICS.items():
+            if self.summary.get(name) is not None:
+                numbers[metric.title] = metric.text(self.summary[name])
         return numbers
 
     def _repr_html_(self) -> str:
@@ -342,10 +143,55 @@ class Result:
         return notebook(self._title, facts, forgotten_table(self.classes, self.history))
 
 
+NUMBERS_OF_CLIENTS = {
+    "for the clients": "personal_accuracy",
+    "forgetting at clients": "personal_forgetting",
+}
+"""What a result says first of clients with models of their own, and its key in the summary."""
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """The summary of a finished run; raises CorruptFile if it is none."""
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(summary, dict) or not summary.keys() >= {"accuracy", "forgetting"}:
+        raise _damaged(path, "it has no accuracy or no forgetting")
+    return summary
+
+
+def _read_model(folder: Path) -> dict[str, Tensor]:
+    """The final model of a finished run; raises CorruptFile if it is not what was written."""
+    path = folder / FINAL
+    try:
+        return safetensors.torch.load(read_final(path))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, problem: object) -> CorruptFile:
+    """An error that says how to get a file of a finished run again."""
+    todo = f"delete summary.json, then `fedstill resume {in_shell(path.parent)}`"
+    if not (path.parent / "checkpoints").is_dir():
+        todo = "put it back: there are no checkpoints to make it from (a pack keeps neither)"
+    return CorruptFile(f"{path} is damaged: {problem}; {todo}")
+
+
+# The summary of a run, and how a run is finished.
+
+
+SUMMARY = "summary.json"
+
+QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
+"""What a summary has of a run whose clients asked for classes."""
+
 PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
-"""What a summary says of a run whose clients have models of their own: the last round's."""
+"""What a summary has of a run whose clients have models of their own."""
 
 OF_LAST = (
+    *QUERIED,
     *PERSONAL,
     "own_test_accuracy",
     "own_test_worst",
@@ -359,7 +205,7 @@ OF_LAST = (
     "server_public_accuracy",
     "privacy",
 )
-"""What a summary has of the last round, where it is there."""
+"""The fields of the last round that a summary has as they are, where they are there."""
 
 
 def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
@@ -371,17 +217,17 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     rounds = [event for event in events if event["event"] == "round"]
     numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
     summary = numbers.summary
-    last = rounds[-1]
+    last_round = rounds[-1]
     selection = selection_summary(start, rounds)
     if STOP_REASON in selection:
         # Measures look in the last round, and a run that stops early does not reach it.
-        last = {**_last_personal(rounds), **last}
+        last_round = {**_last_personal(rounds), **last_round}
     return {
         "accuracy": summary.get("accuracy"),
         "best_accuracy": summary.get("best_accuracy"),
         "mean_accuracy_last_10": summary.get("mean_accuracy_last_10"),
         "forgetting": summary.get("forgetting"),
-        **{key: last[key] for key in (*QUERIED, *OF_LAST) if key in last},
+        **{key: last_round[key] for key in OF_LAST if key in last_round},
         **numbers.best_metrics,
         **selection,
         "bytes_up": int(summary["bytes_up"]),
@@ -446,7 +292,215 @@ def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None
     """Write ``model.safetensors`` and then ``summary.json``, with its SHA-256; a run with that file
     is finished.
     """
-    params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
-    write_whole(folder / FINAL, data := safetensors.torch.save(params))
+    params = {name: entry.detach().contiguous().clone() for name, entry in state.params.items()}
+    data = safetensors.torch.save(params)
+    write_whole(folder / FINAL, data)
     sealed = {**summary, MODEL_SEAL: digest(data)}
-    write_whole(folder / "summary.json", json.dumps(json_value(sealed), indent=2).encode())
+    write_whole(folder / SUMMARY, json.dumps(json_value(sealed), indent=2).encode())
+
+
+# The replies that were refused: what must not stand in the journal alone.
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """The replies of a run that were refused.
+
+    ``refused``, ``accepted``: the events of clients whose reply was, in order. ``clients``: how
+    many the run has. ``rounds``: how many rounds are done.
+    """
+
+    refused: Sequence[Mapping[str, Any]]
+    accepted: Sequence[Mapping[str, Any]]
+    clients: int
+    rounds: int
+
+    @staticmethod
+    def of(events: Sequence[Mapping[str, Any]], clients: int, rounds: int) -> Refusals:
+        """From a journal's events of clients."""
+        return Refusals(
+            refused=[event for event in events if "refused" in event],
+            accepted=[event for event in events if not {"refused", "idle"} & event.keys()],
+            clients=clients,
+            rounds=rounds,
+        )
+
+    @property
+    def refused_clients(self) -> list[int]:
+        """The clients that were refused at least once."""
+        return sorted({event["client"] for event in self.refused})
+
+    @property
+    def sentence(self) -> str:
+        """All of it in a sentence; empty where nothing was refused.
+
+        >>> no = {"client": 1, "round": 1, "refused": "failed: OSError: gone"}
+        >>> Refusals.of([no, {"client": 0, "round": 1}, {**no, "round": 2}], 6, 2).sentence
+        '1 of 6 clients refused in every round, first: client 1 in round 1: failed: OSError: gone'
+        >>> Refusals.of([no, {"client": 1, "round": 2}], 6, 2).sentence
+        '1 of 2 replies refused, of 1 of 6 clients, in 1 of 2 rounds, first: client 1 in round 1: failed: OSError: gone'
+        """  # noqa: E501
+        if not self.refused:
+            return ""
+        rounds = {event["round"] for event in self.refused if event["round"] > 0}
+        clients = f"{len(self.refused_clients)} of {self.clients} clients"
+        if self._refused_always(rounds):
+            often = "in every round" if len(rounds) == self.rounds else "whenever they took part"
+            extent = f"{clients} refused {often}"
+        else:
+            replies = f"{len(self.refused)} of {len(self.refused) + len(self.accepted)} replies"
+            extent = f"{replies} refused, of {clients}, in {len(rounds)} of {self.rounds} rounds"
+        return f"{extent}, first: {self._first}"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The keys of a run's summary: how many replies, and of whom and why if there are any."""
+        summary: dict[str, Any] = {"refused": len(self.refused)}
+        if self.refused:
+            summary["refused_clients"] = self.refused_clients
+            summary["refusals"] = self.sentence
+        return summary
+
+    @property
+    def _first(self) -> str:
+        """The first refusal: of whom, in which round, and why."""
+        event = self.refused[0]
+        client = f"client {event['client']}"
+        if event["client"] == SERVER:
+            client = "the server"
+        place = f"round {event['round']}"
+        if event["round"] == 0:
+            place = f"the stage {event.get('name', 'census')!r} before round 1"
+        return f"{client} in {place}: {event['refused']}"
+
+    def _refused_always(self, rounds: set[int]) -> bool:
+        """Whether none of these clients ever gave a reply that was accepted, in a run that has gone
+        on.
+        """
+        accepted = {event["client"] for event in self.accepted if event["round"] > 0}
+        return bool(rounds) and accepted.isdisjoint(self.refused_clients)
+
+
+# Results in a notebook: a small table of HTML without scripts, readable on light and on dark pages.
+
+
+MOST_CLASSES = 12
+"""How many classes are shown: those that were forgotten most."""
+
+FAINTEST = 0.005
+"""The share of colour below which a cell has no background."""
+
+
+@dataclass(frozen=True)
+class Shade:
+    """A cell of a table, and how strong its background is, from 0 to 1: red for a loss, green for a
+    gain.
+    """
+
+    text: str
+    loss: float = 0.0
+
+
+def share(value: float | None) -> str:
+    """A share in percent, with a dash for none."""
+    return "–" if value is None or np.isnan(value) else f"{100 * value:.1f} %"
+
+
+def shaded(loss: float) -> Shade:
+    """A cell with what was lost of an accuracy."""
+    return Shade(share(loss), 0.0 if np.isnan(loss) else loss)
+
+
+def class_history(history: Sequence[Event]) -> list[list[float | None]]:
+    """Accuracies by class (rounds, C), from the events of all rounds: of the server's model, else
+    of the clients' own.
+
+    Of the latter, the mean over clients, in the rounds in which they were measured.
+    """
+    classes = len(history[0]["class_accuracy"]) if history else 0
+    return list(RunNumbers.of(history, classes).class_accuracy.values())
+
+
+def lost_by_class(history: Sequence[Event]) -> list[float]:
+    """What each class lost of its best earlier round, from the events of all rounds; NaN where it
+    was not measured.
+    """
+    rows = np.array(class_history(history), np.float64)
+    lost: list[float] = forgetting_by_class(rows).tolist() if len(rows) else []
+    return lost
+
+
+def most_forgotten(lost: Sequence[float]) -> list[int]:
+    """The classes to show, in their order: all if they are few, else those with the greatest
+    loss.
+    """
+    losses = np.nan_to_num(np.array(lost), nan=-np.inf)
+    order = np.argsort(-losses, kind="stable")
+    return sorted(order[:MOST_CLASSES].tolist())
+
+
+def forgotten_table(classes: Sequence[str], history: Sequence[Event]) -> str:
+    """For each class its last accuracy, its best earlier one, and what it lost; empty if that was
+    not measured.
+    """
+    lost = lost_by_class(history)
+    if np.isnan(lost).all() or len(lost) != len(classes):
+        return ""
+    last = class_history(history)[-1]
+    chosen = most_forgotten(lost)
+    rows: list[list[str | Shade]] = [
+        [classes[c], share(last[c]), share(lost[c] + (last[c] or 0)), shaded(lost[c])]
+        for c in chosen
+    ]
+    head = ["class", "accuracy", "best earlier round", "forgotten"]
+    return notebook_table(head, rows, note_on_classes(chosen, lost))
+
+
+def note_on_classes(chosen: Sequence[int], classes: Sequence[object]) -> str:
+    """Which classes are shown; empty if all are."""
+    if len(chosen) == len(classes):
+        return ""
+    return f"the {len(chosen)} of {len(classes)} classes that were forgotten most"
+
+
+def notebook(title: str, facts: Mapping[str, str], *tables: str) -> str:
+    """A title, facts in one line, and tables."""
+    line = " · ".join(
+        f"{html.escape(name)} <b>{html.escape(fact)}</b>" for name, fact in facts.items()
+    )
+    head = f'<div style="margin-bottom:0.4em"><b>{html.escape(title)}</b><br>{line}</div>'
+    return f'<div style="font-variant-numeric:tabular-nums">{head}{"".join(tables)}</div>'
+
+
+def notebook_table(
+    head: Sequence[str], rows: Sequence[Sequence[str | Shade]], note: str = ""
+) -> str:
+    """A table whose first column holds text and the others numbers; below it, a note."""
+    titles = "".join(
+        f'<th style="{_style(column)}">{html.escape(title)}</th>'
+        for column, title in enumerate(head)
+    )
+    lines = ["".join(_cell(column, cell) for column, cell in enumerate(row)) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    small = ""
+    if note:
+        small = f'<div style="opacity:0.7;font-size:smaller">{html.escape(note)}</div>'
+    style = "border-collapse:collapse;font-size:inherit;margin:0 0 0.4em 0"
+    table = f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody>"
+    return f'<table style="{style}">{table}</table>{small}'
+
+
+def _style(column: int) -> str:
+    alignment = "right" if column else "left"
+    return f"padding:0.15em 0.6em;text-align:{alignment}"
+
+
+def _cell(column: int, cell: str | Shade) -> str:
+    shade = cell if isinstance(cell, Shade) else Shade(cell)
+    colour = "200,60,40" if shade.loss > 0 else "40,140,80"
+    depth = min(0.6, abs(shade.loss))
+    ground = ""
+    if depth >= FAINTEST:
+        ground = f";background:rgba({colour},{depth:.2f})"
+    style = f"{_style(column)};white-space:nowrap{ground}"
+    return f'<td style="{style}">{html.escape(shade.text)}</td>'

@@ -116,7 +116,7 @@ class Run:
         numbers = RunNumbers.of([event for event in (*events, *self.task_ends) if event])
         further = list(LearningRates.of(self.settings, self.start).numbers(self.clients))
         if not self.own_models:
-            further.append(_worth_to_clients(numbers.class_accuracy(), self.label_counts))
+            further.append(_worth_to_clients(numbers.class_accuracy, self.label_counts))
         return RunNumbers([*numbers, *further], numbers.rounds, numbers.classes)
 
     @property
@@ -142,7 +142,7 @@ class Run:
         Of the server's model; if it has none, of the clients' own, the mean over them in rounds
         where they measured.
         """
-        return self.numbers.class_accuracy()
+        return self.numbers.class_accuracy
 
 
 def _worth_to_clients(
