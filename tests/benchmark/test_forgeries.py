@@ -110,7 +110,9 @@ def another_methods_journals(entry: Entered, made: Path) -> None:
 
 
 def losses_without_a_value(events: Events) -> None:
-    with_losses(events, None)
+    for event in events:
+        if "loss" in event:
+            event["loss"] = dict.fromkeys(event["loss"])
 
 
 FORGERIES: dict[str, Forgery] = {

@@ -183,7 +183,7 @@ def test_a_damaged_first_line_of_before_is_named(tmp_path: Path) -> None:
     (folder / "journal.jsonl").write_text(
         text.replace('"label_counts":[[', '"label_counts":[[3],[', 1)
     )
-    with pytest.raises(CorruptFile, match="label counts"):
+    with pytest.raises(CorruptFile, match="label_counts"):
         groups([folder])
 
 

@@ -42,7 +42,6 @@ MeanCount = Annotated[float, Field(ge=0, le=MAX_COUNT)]
 """A count, or the mean of counts over clients."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Number = Annotated[float, Field(ge=-(2**63), le=2**63)]
 
 Shares = list[Share | None]
 """A share for each class, None for a class without test examples."""
@@ -95,8 +94,8 @@ class InputsOfRun(BaseModel):
     model_config = ConfigDict(strict=True)
 
     shape: list[Count] = []
-    mean: list[Number] = []
-    std: list[Number] = []
+    mean: list[float] = []
+    std: list[float] = []
 
 
 class SelectionOfRun(BaseModel):
@@ -115,7 +114,7 @@ class Start(EventFields):
 
     event: Literal["start"]
     classes: list[str]
-    seconds_since_1970: Number | None = None
+    seconds_since_1970: float | None = None
     label_counts: list[list[Count]] = []
     test_counts: list[Count] = []
     split: SplitOfRun | None = None
@@ -167,11 +166,11 @@ class Answer(BaseModel):
 
     client: Client
     query: list[Index]
-    average_accuracy: Number | None = None
-    average_accuracy_before: Number | None = None
-    uniform_accuracy: Number | None = None
-    gain: Number | None = None
-    forgetting: Number | None = None
+    average_accuracy: float | None = None
+    average_accuracy_before: float | None = None
+    uniform_accuracy: float | None = None
+    gain: float | None = None
+    forgetting: float | None = None
     teachers: Count | list[Client | str] | None = None
 
 
@@ -180,8 +179,8 @@ class PrivacyOfRound(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    epsilon: list[Number | None]
-    delta: Number
+    epsilon: list[float | None]
+    delta: float
     covers: str
 
 
@@ -190,8 +189,8 @@ class Round(Evaluated):
 
     event: Literal["round"]
     round: RoundNumber
-    forgetting: Number | None = None
-    consistency: Number | None = None
+    forgetting: float | None = None
+    consistency: float | None = None
     task: RoundNumber | None = None
     replies: Count | None = None
     refused: Count | None = None
@@ -200,7 +199,7 @@ class Round(Evaluated):
     bytes_as_weights: Count | None = None
     personal_clients: Count | None = None
     personal_accuracy: Share | None = None
-    personal_forgetting: Number | None = None
+    personal_forgetting: float | None = None
     own_test_accuracy: Share | None = None
     own_test_worst: Share | None = None
     in_local_accuracy: Share | None = None
@@ -294,6 +293,10 @@ MODELS: Mapping[str, type[EventFields]] = {
 """The schema of each event. Observers may add others, which no reader of runs relies on."""
 
 
+REASONS = {"model_type": "Input should be a table", "dict_type": "Input should be a table"}
+"""What is said of errors whose message names a class of Python."""
+
+
 def structure_problem(event: Any) -> str:
     """Why a line is no event, or which of an event's fields is not what its schema says; empty if
     it is as it should be.
@@ -312,7 +315,8 @@ def structure_problem(event: Any) -> str:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        return f"the event {name!r} is wrong at {place}: {first['msg']}"
+        reason = REASONS.get(first["type"], first["msg"])
+        return f"the event {name!r} is wrong at {place}: {reason}"
     return ""
 
 
@@ -362,9 +366,10 @@ class JournalChecker:
     def _begin(self, start: Event) -> str:
         self.classes = len(start["classes"])
         self._tasks = start.get("stream", {}).get("classes", [])
-        rows = [*start.get("label_counts", ()), start.get("test_counts") or [0] * self.classes]
-        if any(len(row) != self.classes for row in rows):
-            return f"the event 'start' has counts that are not of its {self.classes} classes"
+        if any(len(row) != self.classes for row in start.get("label_counts", ())):
+            return f"label_counts does not have {self.classes} classes for each client"
+        if len(start.get("test_counts", ())) not in (0, self.classes):
+            return f"test_counts does not have {self.classes} classes"
         named = [*self._tasks, *start.get("queries", {}).values()]
         if any(number >= self.classes for classes in named for number in classes):
             return f"the event 'start' names a class that is not one of {self.classes}"

@@ -1,0 +1,133 @@
+"""A journal has one schema: what is not of it is named with file and line by every reader."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import changed_journals
+import fedstill
+from fedstill.core.errors import CorruptFile
+from fedstill.running.journal import read_journal
+
+CHANGES = 3
+"""How many changes of each journal are tried here; by hand, thousands."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = changed_journals.make_runs(tmp_path_factory.mktemp("runs"))
+    return {folder.name: folder for folder in folders}
+
+
+@pytest.mark.parametrize("number", range(CHANGES))
+@pytest.mark.parametrize("name", changed_journals.RUNS)
+def test_every_reader_of_a_changed_journal_works_or_names_the_file(
+    name: str, number: int, runs: dict[str, Path]
+) -> None:
+    draw = random.Random(f"{name} {number}")
+    assert list(changed_journals.tried(runs[name], draw, list(changed_journals.READERS))) == []
+
+
+def events_of(journal: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal.read_text().splitlines()]
+
+
+def write(journal: Path, events: list[dict[str, Any]]) -> None:
+    journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+@pytest.fixture
+def journal(runs: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copy(runs["measured"] / "journal.jsonl", tmp_path))
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "start": {"classes": "ten", "split": {"file": 3}, "sources": ["a"], "label_counts": [[1]]},
+    "initial": {"accuracy": "0.5", "class_accuracy": [0.5]},
+    "round": {
+        "round": "1",
+        "accuracy": 1.5,
+        "class_accuracy": None,
+        "bytes_up": -1,
+        "seconds": True,
+        "own_test_by_client": {"first": 0.5},
+        "others": {"client 0": 0.5},
+        "answers": [{"gain": 1.0}],
+        "privacy": {"epsilon": 1.0},
+        "by_epoch": {"train": [1.0]},
+    },
+    "client": {"client": -2, "stage": None, "name": 3},
+    "measure": {"measure": 3, "round": 1.5},
+}
+"""Fields of events with values that no version wrote."""
+
+
+@pytest.mark.parametrize(
+    ("event", "field"), [(event, field) for event, fields in WRONG.items() for field in fields]
+)
+def test_a_field_of_another_form_is_named_with_its_line(
+    event: str, field: str, journal: Path
+) -> None:
+    events = events_of(journal)
+    number = [each["event"] for each in events].index(event)
+    events[number][field] = WRONG[event][field]
+    write(journal, events)
+    with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number + 1}: .*{field}"):
+        read_journal(journal)
+
+
+def test_a_field_that_readers_need_must_be_there(journal: Path) -> None:
+    events = events_of(journal)
+    number = [event["event"] for event in events].index("round")
+    del events[number]["accuracy"]
+    write(journal, events)
+    with pytest.raises(CorruptFile, match=rf"line {number + 1}: .*accuracy"):
+        read_journal(journal)
+
+
+@pytest.mark.parametrize("order", ["start twice", "no start", "rounds swapped"])
+def test_events_must_be_in_their_order(order: str, journal: Path) -> None:
+    events = events_of(journal)
+    rounds = [i for i, event in enumerate(events) if event["event"] == "round"]
+    if order == "start twice":
+        events.insert(3, events[0])
+    elif order == "no start":
+        del events[0]
+    else:
+        first, second = rounds[:2]
+        events[first], events[second] = events[second], events[first]
+    write(journal, events)
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl, line \d+"):
+        read_journal(journal)
+
+
+def test_further_fields_and_events_are_read_as_they_are(journal: Path) -> None:
+    events = events_of(journal)
+    for event in events:
+        if event["event"] != "client":
+            event["of_a_package"] = {"deep": [1, None, "text", {"er": True}]}
+    events.insert(2, {"event": "of a package", "anything": [1, "two"]})
+    write(journal, events)
+    assert read_journal(journal) == events
+
+
+def test_what_is_not_json_is_named(journal: Path) -> None:
+    journal.write_text(journal.read_text() + '{"event":"round","accuracy":NaN}\n')
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl, line \d+, is not JSON"):
+        read_journal(journal)
+
+
+def test_a_look_that_was_added_later_has_the_schema_of_a_measure(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["contributions"], folder)
+    (folder / "why.jsonl").write_text('{"event":"measure","measure":"contributions","round":1}\n')
+    with pytest.raises(CorruptFile, match=r"why\.jsonl, line 1: .*stage"):
+        fedstill.load_runs(folder)
