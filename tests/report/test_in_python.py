@@ -21,7 +21,8 @@ from fedstill.metrics import forgetting
 from fedstill.report.comparison import Comparison
 from fedstill.report.summary import COLUMNS
 from fedstill.running.groups import groups
-from fedstill.running.result import MOST_CLASSES, Result, forgotten_table, notebook_table, shaded
+from fedstill.running.notebook import MOST_CLASSES, forgotten_table, notebook_table, shaded
+from fedstill.running.result import Result
 from fedstill.running.runner import run
 
 ROOT = Path(__file__).parents[2]

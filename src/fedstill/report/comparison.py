@@ -32,8 +32,7 @@ from fedstill.running.compare import Outcome, carry_out_runs, jobs_that_fit
 from fedstill.running.directory import claimed
 from fedstill.running.frame import data_frame
 from fedstill.running.groups import Group, groups
-from fedstill.running.result import (
-    Result,
+from fedstill.running.notebook import (
     Shade,
     lost_by_class,
     most_forgotten,
@@ -42,6 +41,7 @@ from fedstill.running.result import (
     notebook_table,
     shaded,
 )
+from fedstill.running.result import Result
 from fedstill.running.runs import CONFIG, read_run
 from fedstill.running.variants import Variant, new_folder, variants
 

@@ -406,10 +406,13 @@ class JournalChecker:
         self._task_ends.append(event["task"])
         if len(event["row"]) != len(self._tasks):
             return f"row does not have {len(self._tasks)} tasks"
-        counts = [*(event.get("correct") or ()), *(event.get("totals") or ())]
-        if any(len(row) != self.classes for row in counts):
+        correct = event.get("correct") or []
+        totals = event.get("totals") or []
+        if len(correct) != len(totals):
+            return "correct and totals are not of the same test sets"
+        if any(len(row) != self.classes for row in (*correct, *totals)):
             return f"correct and totals do not have {self.classes} classes"
-        if not counts and not event.get("clients"):
+        if not correct and not event.get("clients"):
             return "neither the server's counts nor those of sites are in it"
         return ""
 
@@ -426,11 +429,12 @@ def _problem_of_tables(event: Event) -> str:
 
 
 def _is_by_client(table: Any) -> bool:
+    """Whether a value is a table of numbers by client; None for a client without one."""
     if not isinstance(table, dict):
         return False
-    return all(key.isdecimal() and len(key) < 10 for key in table) and all(
-        map(is_number, table.values())
-    )
+    if not all(client.isdecimal() and len(client) < 10 for client in table):
+        return False
+    return all(value is None or is_number(value) for value in table.values())
 
 
 EPOCHS = (
