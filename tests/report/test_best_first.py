@@ -9,7 +9,7 @@ import pytest
 import fedstill
 import toys
 from fedstill.report.summary import best_first, said_of_order
-from fedstill.report.table_files import result_lines
+from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
 from fedstill.running.groups import Group, groups
 
@@ -35,7 +35,7 @@ def test_lines_are_best_first_by_what_clients_have_of_it(three: list[Group]) -> 
     assert worth == sorted(worth, reverse=True)
     assert {g.label for g in ordered} == {"fedavg", "lg_fedavg", "ditto"}
     assert 'ranked by "for the clients"' in said_of_order(by)
-    assert [line[0] for line in result_lines(three)[1]] == [g.label for g in ordered]
+    assert [line[0] for line in results_table(three).lines] == [g.label for g in ordered]
     assert [row[0] for row in comparison_table(three).rows] == [g.label for g in ordered]
 
 

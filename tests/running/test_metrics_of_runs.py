@@ -24,7 +24,7 @@ from fedstill.data.sources import from_clients, from_tensors
 from fedstill.metrics.classification import METRICS, RECORDED, RunMetrics
 from fedstill.report.page import write_page
 from fedstill.report.summary import best_first, said_of_order
-from fedstill.report.table_files import result_lines
+from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
 from fedstill.running import cautions
 from fedstill.running.compare import Outcome
@@ -299,7 +299,7 @@ def test_lines_are_ranked_by_the_metric(two: Path) -> None:
     assert by.key == "balanced_accuracy"
     assert [group.label for group in ordered] == ["fedlc", "fedavg"]
     assert by.title in said_of_order(by)
-    assert [line[0] for line in result_lines(compared)[1]] == ["fedlc", "fedavg"]
+    assert [line[0] for line in results_table(compared).lines] == ["fedlc", "fedavg"]
     table = comparison_table(compared)
     assert [row[0] for row in table.rows] == ["fedlc", "fedavg"]
     assert any(head.startswith("ROC AUC") for head in table.head)

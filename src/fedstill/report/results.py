@@ -18,7 +18,7 @@ from fedstill.report.blocks import (
 )
 from fedstill.report.sections import Report
 from fedstill.report.summary import Column, Row, best_first, columns, rows, said_of_order
-from fedstill.report.table_files import difference_lines, differences
+from fedstill.report.table_files import differences, differences_table
 from fedstill.running.groups import Group, differing_schedule, schedule_cells
 
 ABOUT = (
@@ -85,8 +85,8 @@ def _differences(report: Report) -> Block | None:
         "the mean and p of the paired t test. An interval that holds 0 does not tell two methods "
         "apart."
     )
-    head, lines = difference_lines(list(differences(report.groups, baseline)))
-    table = Table(head, lines, "numbers wide")
+    apart = differences_table(differences(report.groups, baseline))
+    table = Table(apart.head, apart.lines, "numbers wide")
     return Folded(f"Differences to {baseline.label}", [Paragraph(about), table])
 
 

@@ -9,18 +9,184 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import OF_TABLES, as_named, make_folder, refuse_other_kind, write_whole
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report.summary import NONE, Column, best_first, columns, rows
-from fedstill.running.groups import Group, differing_schedule, group, schedule_cells
+from fedstill.running.groups import Group, Spread, alike, differing_schedule, schedule_cells
 from fedstill.running.journal import VERSIONS, read_journal
 from fedstill.running.runs import JOURNAL, Run, find
 from fedstill.running.trackers import AboutRun, TensorBoard, Tracker
 from fedstill.running.tracking import RoundNumbers
+
+# Tables as text.
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table whose cells are text."""
+
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+
+def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> list[Path]:
+    """Write results and differences, three files each; the paths.
+
+    against: the label of the group that all others are compared with; empty: the first. Raises
+    ConfigError if there is none of that label, and before anything is written over a file of these
+    names that is no such table.
+    """
+    results = results_table(compared)
+    results_in_full = results_in_all_digits(compared)
+    paired = differences(compared, group_named(against, compared))
+    apart = differences_table(paired)
+    apart_in_full = differences_in_all_digits(paired)
+    texts = {
+        "results.csv": csv_text(results_in_full.head, results_in_full.lines),
+        "results.md": markdown(results.head, results.lines),
+        "results.tex": latex(results.head, results.lines),
+        "differences.csv": csv_text(apart_in_full.head, apart_in_full.lines),
+        "differences.md": markdown(apart.head, apart.lines),
+        "differences.tex": latex(apart.head, apart.lines),
+    }
+    make_folder(folder)
+    for name in texts:
+        refuse_other_kind(folder / name, OF_TABLES[Path(name).suffix])
+    for name, text in texts.items():
+        write_whole(folder / name, text.encode())
+    return [folder / name for name in texts]
+
+
+# The results: a line for each group.
+
+
+def results_table(compared: Sequence[Group]) -> TextTable:
+    """Mean ± sample standard deviation over seeds; in the order of ``best_first``."""
+    ordered, _ = best_first(compared)
+    schedule = differing_schedule(compared)
+    summaries = rows(ordered)
+    measured = columns(summaries)
+    lines = []
+    for group_of_line, row in zip(ordered, summaries, strict=True):
+        label = f"{row.label} ({row.note})" if row.note else row.label
+        numbers = [row.text(column) for column in measured]
+        lines.append([label, *schedule_cells(group_of_line, schedule), row.seeds, *numbers])
+    titles = [f"{column.title} [{column.unit}]" for column in measured]
+    return TextTable(["", *schedule.values(), "seeds", *titles], lines)
+
+
+def results_in_all_digits(compared: Sequence[Group]) -> TextTable:
+    """The results with three columns for each number: the mean, the standard deviation, and how
+    many seeds have it.
+
+    A single seed has no standard deviation: its cell is empty.
+    """
+    ordered, _ = best_first(compared)
+    schedule = differing_schedule(compared)
+    summaries = rows(ordered)
+    measured = columns(summaries)
+    lines = []
+    for group_of_line, row in zip(ordered, summaries, strict=True):
+        cells = [row.label, row.note, *schedule_cells(group_of_line, schedule)]
+        for column in measured:
+            cells += _digits_of_spread(row.values[column.key], column.scale)
+        lines.append(cells)
+    head = ["label", "note", *schedule.values()]
+    for column in measured:
+        head += [f"{column.title} [{column.unit}] {part}" for part in ("mean", "sd", "seeds")]
+    return TextTable(head, lines)
+
+
+def _digits_of_spread(spread: Spread | None, scale: float) -> list[str]:
+    """Mean, standard deviation and number of seeds."""
+    if spread is None:
+        return ["", "", ""]
+    std = repr(scale * spread.std) if spread.runs > 1 else ""
+    return [repr(scale * spread.mean), std, str(spread.runs)]
+
+
+# The differences between groups, paired by seed.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupDifference:
+    """How far a group is from another one in a number, over the seeds that both have."""
+
+    group: Group
+    base: Group
+    column: Column
+    paired: Difference
+
+
+def group_named(label: str, compared: Sequence[Group]) -> Group:
+    """The group of a label, the first where it is empty; raises ConfigError if there is none."""
+    if not label:
+        return compared[0]
+    by_label = {group.label: group for group in reversed(compared)}
+    if label not in by_label:
+        labels = ", ".join(group.label for group in compared)
+        raise ConfigError(f"there is no {label!r} to compare with; choose one of {labels}")
+    return by_label[label]
+
+
+def differences(compared: Sequence[Group], base: Group) -> list[GroupDifference]:
+    """Each other group's difference to the base in each number; none without a common seed."""
+    measured = columns(rows(compared))
+    apart = []
+    for group_apart in compared:
+        if group_apart is base:
+            continue
+        for column in measured:
+            ours = _by_seed(group_apart, column.key)
+            paired = paired_difference(ours, _by_seed(base, column.key))
+            if paired:
+                apart.append(
+                    GroupDifference(group=group_apart, base=base, column=column, paired=paired)
+                )
+    return apart
+
+
+def _by_seed(group: Group, key: str) -> dict[int, float]:
+    summaries = {run.seed: run.numbers.summary for run in group.started}
+    return {seed: summary[key] for seed, summary in summaries.items() if key in summary}
+
+
+def differences_table(apart: Sequence[GroupDifference]) -> TextTable:
+    """The mean of each difference, its 95 % interval, and the p value of the paired t test."""
+    lines = []
+    for one in apart:
+        scale = one.column.scale
+        mean = f"{scale * one.paired.mean:+.2f}"
+        interval = p = NONE
+        if one.paired.pairs > 1:
+            interval = f"{scale * one.paired.low:+.2f} to {scale * one.paired.high:+.2f}"
+            p = f"{one.paired.p:.3f}"
+        names = [f"{one.group.label} − {one.base.label}", f"{one.column.title} [{one.column.unit}]"]
+        lines.append([*names, mean, interval, p, str(one.paired.pairs)])
+    return TextTable(["", "number", "difference", "95 % interval", "p", "seeds"], lines)
+
+
+def differences_in_all_digits(apart: Sequence[GroupDifference]) -> TextTable:
+    """The differences with the ends of their 95 % intervals in columns of their own."""
+    lines = []
+    for one in apart:
+        scale = one.column.scale
+        ends = ["", "", ""]
+        if one.paired.pairs > 1:
+            ends = [repr(scale * one.paired.low), repr(scale * one.paired.high), repr(one.paired.p)]
+        names = [one.group.label, one.base.label, one.column.title, one.column.unit]
+        lines.append([*names, repr(scale * one.paired.mean), *ends, str(one.paired.pairs)])
+    head = ["compared", "with", "number", "unit", "difference", "low", "high", "p", "seeds"]
+    return TextTable(head, lines)
+
+
+# Formats of text tables.
+
 
 IN_LATEX = {
     "\\": r"\textbackslash{}",
@@ -32,142 +198,6 @@ IN_LATEX = {
 
 NUMBER = r"[-+]?[\d.]+"
 """A number in a cell, whose sign LaTeX prints as such in mathematics alone."""
-
-DIFFERENCE = ("difference", "low", "high", "p", "seeds")
-"""What is said of a difference: mean, ends of its 95 % interval, p of the paired t test, how many
-seeds both have.
-"""
-
-
-def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> list[Path]:
-    """Write results and differences, three files each; the paths.
-
-    against: the label of the group that all others are compared with; empty: the first. Raises
-    ConfigError if there is none of that label, and before anything is written over a file of these
-    names that is no such table.
-    """
-    base = group_named(against, compared)
-    head, lines = result_lines(compared)
-    apart = list(differences(compared, base))
-    texts = {
-        "results.csv": csv_text(*_wide(compared)),
-        "results.md": markdown(head, lines),
-        "results.tex": latex(head, lines),
-        "differences.csv": csv_text(["compared", "with", "number", "unit", *DIFFERENCE], apart),
-        "differences.md": markdown(*difference_lines(apart)),
-        "differences.tex": latex(*difference_lines(apart)),
-    }
-    make_folder(folder)
-    for name in texts:
-        refuse_other_kind(folder / name, OF_TABLES[Path(name).suffix])
-    for name, text in texts.items():
-        write_whole(folder / name, text.encode())
-    return [folder / name for name in texts]
-
-
-def group_named(label: str, compared: Sequence[Group]) -> Group:
-    """The group of a label, the first where it is empty; raises ConfigError if there is none."""
-    if label and label not in {g.label for g in compared}:
-        raise ConfigError(
-            f"there is no {label!r} to compare with; choose one of "
-            f"{', '.join(g.label for g in compared)}"
-        )
-    return next(g for g in compared if g.label == (label or compared[0].label))
-
-
-def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of the table: mean ± sample standard deviation over seeds; in the order of
-    ``best_first``.
-    """
-    ordered = best_first(compared)[0]
-    schedule = differing_schedule(compared)
-    lines = rows(ordered)
-    shown = columns(lines)
-    head = ["", *schedule.values(), "seeds", *(f"{m.title} [{m.unit}]" for m in shown)]
-    out = []
-    for one, row in zip(ordered, lines, strict=True):
-        label = _named(row.label, row.note)
-        cells = [row.text(m) for m in shown]
-        out.append([label, *schedule_cells(one, schedule), row.seeds, *cells])
-    return head, out
-
-
-def differences(compared: Sequence[Group], base: Group) -> Iterator[list[str]]:
-    """Of each other group and each number: label, the base's, the number, its unit, and
-    ``DIFFERENCE``, all digits.
-    """
-    shown = columns(rows(compared))
-    for other_group in (g for g in compared if g is not base):
-        for column in shown:
-            if apart := difference(other_group, base, column):
-                yield [
-                    other_group.label,
-                    base.label,
-                    column.title,
-                    column.unit,
-                    *_digits(apart, column.scale),
-                ]
-
-
-def difference(group: Group, base: Group, column: Column) -> Difference | None:
-    """How far a group is from another in one number, paired by seed; None without a common seed."""
-    return paired_difference(_by_seed(group, column.key), _by_seed(base, column.key))
-
-
-def _by_seed(group: Group, key: str) -> dict[int, float]:
-    summaries = {run.seed: run.numbers.summary for run in group.started}
-    return {seed: summary[key] for seed, summary in summaries.items() if key in summary}
-
-
-def _digits(apart: Difference, scale: float) -> list[str]:
-    ends = (
-        ["", "", ""]
-        if apart.pairs < 2
-        else [repr(scale * apart.low), repr(scale * apart.high), repr(apart.p)]
-    )
-    return [repr(scale * apart.mean), *ends, str(apart.pairs)]
-
-
-def difference_lines(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of a table that people read, from those of ``differences``."""
-    head = ["", "number", "difference", "95 % interval", "p", "seeds"]
-    out = []
-    for one, base, number, unit, mean, low, high, p, seeds in lines:
-        interval = f"{float(low):+.2f} to {float(high):+.2f}" if low else NONE
-        shown = f"{float(mean):+.2f}", interval, f"{float(p):.3f}" if p else NONE
-        out.append([f"{one} − {base}", f"{number} [{unit}]", *shown, seeds])
-    return head, out
-
-
-def _wide(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """The results with a column for each number: means, standard deviations and how many seeds have
-    it, all digits.
-
-    A single seed has no standard deviation: its cell is empty.
-    """
-    ordered = best_first(compared)[0]
-    schedule = differing_schedule(compared)
-    lines = rows(ordered)
-    shown = columns(lines)
-    head = [
-        "label",
-        "note",
-        *schedule.values(),
-        *(f"{m.title} [{m.unit}] {what}" for m in shown for what in ("mean", "sd", "seeds")),
-    ]
-    out = []
-    for one, row in zip(ordered, lines, strict=True):
-        cells = [row.label, row.note, *schedule_cells(one, schedule)]
-        for m in shown:
-            value = row.values[m.key]
-            sd = repr(m.scale * value.std) if value and value.runs > 1 else ""
-            cells += [repr(m.scale * value.mean), sd, str(value.runs)] if value else [""] * 3
-        out.append(cells)
-    return head, out
-
-
-def _named(label: str, note: str) -> str:
-    return f"{label} ({note})" if note else label
 
 
 def csv_text(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -190,13 +220,10 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     |---|---:|
     | a\\|b | 1.0 ± 0.2 |
     """
-    marks = ["---", *("---:" for _ in head[1:])]
-    table = [head, *lines]
-    shown = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in table]
-    return (
-        "\n".join([f"| {shown[0]} |", f"|{'|'.join(marks)}|", *(f"| {row} |" for row in shown[1:])])
-        + "\n"
-    )
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *lines)]
+    titles, *body = [f"| {row} |" for row in rows]
+    alignment = "|".join(["---", *["---:"] * (len(head) - 1)])
+    return "\n".join([titles, f"|{alignment}|", *body, ""])
 
 
 def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -211,12 +238,12 @@ def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     \\bottomrule
     \\end{tabular}
     """
-    shown = [" & ".join(_in_latex(cell) for cell in row) + r" \\" for row in (head, *lines)]
-    body = [r"\toprule", shown[0], r"\midrule", *shown[1:], r"\bottomrule"]
-    return (
-        "\n".join([rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", *body, r"\end{tabular}"])
-        + "\n"
-    )
+    rows = [" & ".join(map(_in_latex, row)) for row in (head, *lines)]
+    titles, *body = [rf"{row} \\" for row in rows]
+    alignment = "l" + "r" * (len(head) - 1)
+    begin = rf"\begin{{tabular}}{{{alignment}}}"
+    table = [begin, r"\toprule", titles, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*table, ""])
 
 
 def _in_latex(cell: str) -> str:
@@ -226,6 +253,9 @@ def _in_latex(cell: str) -> str:
         return re.sub(r"[-+][\d.]+", r"$\g<0>$", cell)
     text = "".join(IN_LATEX.get(c, c) for c in cell)
     return text.replace("±", r"$\pm$").replace("−", "$-$").replace("–", "--")
+
+
+# Runs for TensorBoard.
 
 
 def export_tensorboard(directories: Sequence[Path], out: Path) -> list[Path]:
@@ -246,39 +276,39 @@ def export(
     Raises ConfigError for a folder that is not empty, or cannot be written.
     """
     runs = find(directories)
-    labels = _labels(runs)
-    folders = [out / name for name in labels]
+    folders = [out / name for name in _folder_names(runs)]
     try:
         if out.exists() and any(out.iterdir()):
             raise ConfigError(
                 f"{out} is not empty; name a new directory, so that no event is there twice"
             )
         for run, folder in zip(runs, folders, strict=True):
-            _tell(run, folder.name, tracker(folder))
+            _send(run, folder.name, tracker(folder))
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror}") from as_named(error, out)
     return folders
 
 
-def _tell(run: Run, name: str, tracker: Tracker) -> None:
-    said = {key: ", ".join(run.versions(key)) for key in VERSIONS}
-    versions = {key: versions for key, versions in said.items() if versions}
+def _send(run: Run, name: str, tracker: Tracker) -> None:
+    versions = {key: ", ".join(run.versions(key)) for key in VERSIONS if run.versions(key)}
     tracker.ready()
     tracker.begin(AboutRun(run.folder, name, name, run.seed, run.settings, versions), {}, -1)
-    gathered = RoundNumbers(run.settings)
+    numbers = RoundNumbers(run.settings)
     for event in read_journal(run.folder / JOURNAL):
-        if done := gathered.take(event):
-            tracker.log(*done)
+        of_round = numbers.take(event)
+        if of_round:
+            tracker.log(*of_round)
     tracker.end("finished" if run.finished else "stopped", {})
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
-    labels = {id(r): g.label for g in group(runs) for r in (*g.runs, *g.repeats)}
+def _folder_names(runs: Sequence[Run]) -> list[str]:
+    """A name for each run's folder: its group's label and its seed."""
+    labels = {id(run): members.label for members in alike(runs) for run in members.runs}
     names: list[str] = []
     for run in runs:
-        label = "".join(
-            c if c.isalnum() or c in "-_.=, " else "-" for c in labels[id(run)]
-        ).replace(", ", "_")
+        label = re.sub(r"[^\w\-.=, ]", "-", labels[id(run)]).replace(", ", "_")
         name = f"{label}-seed{run.seed}"
-        names.append(name if name not in names else f"{name}-{len(names)}")
+        if name in names:
+            name = f"{name}-{len(names)}"
+        names.append(name)
     return names
