@@ -204,9 +204,9 @@ class Round(Evaluated):
     own_test_worst: Share | None = None
     in_local_accuracy: Share | None = None
     out_local_accuracy: Share | None = None
-    selection_score: Number | None = None
+    selection_score: float | None = None
     best_round: RoundNumber | None = None
-    best_round_score: Number | None = None
+    best_round_score: float | None = None
     best_round_accuracy: Share | None = None
     stopped_because: str = ""
     others: dict[str, OtherModel] = {}
