@@ -81,7 +81,7 @@ def written_plan(plan: Plan) -> dict[str, Any]:
     defaults = as_table(Plan())
     optional = {key: values.pop(key) for key in OPTIONAL_PLAN_KEYS}
     values |= _not_default(optional, defaults)
-    return {key: values[key] for key in as_table(plan) if key in values}
+    return {key: values[key] for key in as_table(plan) if key in values}  # in the order of fields
 
 
 def _not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,7 @@ def default_model(experiment: Experiment, data: DataTable, flower: FlowerTable) 
         return DEFAULT_MODELS[unseen_kind(data, flower)]
 
     form = dict(data.form)
+    # The column of owners or of tasks is not a part of the examples.
     owner = experiment.table("partition").get("column") or experiment.table("stream").get("column")
     if isinstance(owner, str):
         form["owner"] = owner

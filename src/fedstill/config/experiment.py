@@ -34,7 +34,8 @@ from fedstill.core.files import named_path, parse_toml
 from fedstill.core.method import Method
 from fedstill.core.user_code import of_kind
 
-Table = Mapping[str, Any]
+Values = Mapping[str, Any]
+"""The values of a table, by key."""
 
 Class = TypeVar("Class", bound=type)
 
@@ -46,7 +47,7 @@ def _with_package_tables(experiment: Class) -> Class:
     ``@dataclass``, which makes arguments of the fields.
     """
     for part in manifest.config_tables():
-        experiment.__annotations__[part.name] = "Table"
+        experiment.__annotations__[part.name] = "Values"
         setattr(experiment, part.name, field(default_factory=dict))
     return experiment
 
@@ -67,24 +68,24 @@ class Experiment(TopKeys):
     reported together with everything else that is wrong when the run starts.
     """
 
-    data: str | Table = field(default_factory=dict)
-    model: str | Table | Callable[..., nn.Module] = field(default_factory=dict)
-    method: str | Table | Method | type[Method] = field(default_factory=dict)
-    partition: str | Table | Callable[..., Any] = field(default_factory=dict)
-    topology: str | Table = field(default_factory=dict)
-    plan: Table = field(default_factory=dict)
-    clients: Table = field(default_factory=dict)
-    flower: Table = field(default_factory=dict)
-    stream: str | Table = field(default_factory=dict)
-    stop: Table = field(default_factory=dict)
+    data: str | Values = field(default_factory=dict)
+    model: str | Values | Callable[..., nn.Module] = field(default_factory=dict)
+    method: str | Values | Method | type[Method] = field(default_factory=dict)
+    partition: str | Values | Callable[..., Any] = field(default_factory=dict)
+    topology: str | Values = field(default_factory=dict)
+    plan: Values = field(default_factory=dict)
+    clients: Values = field(default_factory=dict)
+    flower: Values = field(default_factory=dict)
+    stream: str | Values = field(default_factory=dict)
+    stop: Values = field(default_factory=dict)
     origins: Origins = field(default_factory=dict, compare=False)
     base: Path | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
     if TYPE_CHECKING:
         # _with_package_tables adds these fields. Editors and type checkers read them here.
-        privacy: Table = field(default_factory=dict)
-        query: Table = field(default_factory=dict)
+        privacy: Values = field(default_factory=dict)
+        query: Values = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in KEYS:
@@ -110,10 +111,10 @@ class Experiment(TopKeys):
     def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
         """The experiment with other values for some dotted keys, e.g. ``{"method.beta": 0.5}``.
 
-        ``origin``: the name of what sets them, such as an option of a command. Names are set before
-        fields: where a value names another thing, such as ``{"method": "fedntd"}``, fields of the
-        config's file that belong to the thing of before are left out; values that override the file
-        stay. Raises ConfigError if the origin is an option, and another option has set the key.
+        A value that names another thing, such as ``{"method": "fedntd"}``, removes the fields of the
+        former thing, and is set before all fields; see ``with_other_name``. ``origin``: the name of
+        their source, such as an option of a command. Raises ConfigError if it is an option, and
+        another option has set the key.
         """
         source = Origin(origin)
         refuse_set_twice(values, self.origins, source)
@@ -190,7 +191,7 @@ def refuse_no_experiment(value: object) -> None:
 
 
 def _as_table(name: str, value: Any) -> Any:
-    """A table in the place of a name alone; every other value as it is."""
+    """The table that a name alone stands for. Every other value is returned as it is."""
     if isinstance(value, str) and name in NAME_KEYS:
         return {NAME_KEYS[name]: value}
     return value

@@ -28,7 +28,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Origin:
-    """What set a value of a config. Values of a file are the config's own; all others override
+    """The source of a value. The values of the config's file have a file; all other values override
     them.
     """
 
@@ -41,7 +41,7 @@ class Origin:
 
     @property
     def is_file(self) -> bool:
-        """Whether the value stands in a file."""
+        """Whether the value stands in the config's file."""
         return self.file_text is not None
 
     @property
@@ -347,13 +347,14 @@ def with_other_name(
     {'kind': 'iid'}
     """
     key = NAME_KEYS[table]
-    name_in_table = values.get(key)
-    if key not in values:
-        name_in_table = NAMED["partition"].default if table == "partition" else name
+    name_in_table = values.get(key, name)
+    if table == "partition":
+        name_in_table = values.get(key, NAMED["partition"].default)
     if name_in_table == name:
         return {**values, key: name}
 
-    fields = overriding_fields(table, origins)
+    kept_fields = overriding_fields(table, origins)
     if name != NO_STREAM:
-        fields |= set(COMMON_FIELDS.get(table, ()))
-    return {**{field: value for field, value in values.items() if field in fields}, key: name}
+        kept_fields |= set(COMMON_FIELDS.get(table, ()))
+    fields = {field: value for field, value in values.items() if field in kept_fields}
+    return {**fields, key: name}

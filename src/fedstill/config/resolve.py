@@ -263,7 +263,7 @@ class Parts:
     def plans(self) -> dict[str, Plan]:
         """The plan of each stage: the values of ``[plan]`` over the defaults of the method."""
         rounds = self.stream.table.longest(self.top.rounds)
-        return self.plan_table.over(default_plans(self.method.built, self.topology), rounds)
+        return self.plan_table.resolved(default_plans(self.method.built, self.topology), rounds)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -38,7 +38,7 @@ from fedstill.core.rounds import Schedule
 from fedstill.core.screen import Rules
 from fedstill.measures.choice import measured_rounds
 
-Table = TypeVar("Table", bound=PackageTable)
+OfPackage = TypeVar("OfPackage", bound=PackageTable)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Settings(TopKeys):
     origins: Origins
     """Where the values came from, by dotted key."""
 
-    def table(self, kind: type[Table]) -> Table:
+    def table(self, kind: type[OfPackage]) -> OfPackage:
         """The table of an outer package, by its class."""
         return next(table for table in self.tables.values() if isinstance(table, kind))
 
@@ -186,6 +186,7 @@ def as_toml(tree: Mapping[str, Any]) -> str:
 
 
 def _without_none(value: Any) -> Any:
+    """A value in which all tables lack their keys that are None."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (tuple, list)):
@@ -216,7 +217,9 @@ def refuse_contradictions(settings: Settings, device: str) -> None:
 
 
 def _check_processes(settings: Settings, device: str) -> None:
-    """What clients in other processes, or on other machines, do not have."""
+    """Raise ConfigError for values that clients in other processes, or on other machines, cannot
+    have.
+    """
     if device == "auto" and settings.is_deployed:
         raise contradiction(
             "device",
@@ -232,7 +235,7 @@ def _check_processes(settings: Settings, device: str) -> None:
 
 
 def _check_start(settings: Settings) -> None:
-    """What needs ``start_from``, and what excludes it."""
+    """Raise WrongConfig for keys that need ``start_from``, and for values that exclude it."""
     if settings.start_from_partial and not settings.start_from:
         raise contradiction(
             "start_from_partial", "= true needs start_from, the model of which parts are taken"
@@ -264,7 +267,9 @@ def _check_start(settings: Settings) -> None:
 
 
 def _check_rounds(settings: Settings) -> None:
-    """The number of rounds of a topology with one exchange for each task."""
+    """Raise WrongConfig for a wrong number of rounds in a topology with one exchange for each
+    task.
+    """
     rounds = settings.rounds
     tasks = settings.stream.tasks
     if settings.named.topology.name != PEERS:
@@ -284,7 +289,7 @@ def _check_rounds(settings: Settings) -> None:
 
 
 def _check_stream(settings: Settings) -> None:
-    """What excludes the kind of ``[stream]``."""
+    """Raise WrongConfig for values that exclude the kind of ``[stream]``."""
     kind = settings.named.stream
     if kind.name == NO_STREAM:
         return
@@ -315,7 +320,9 @@ def _check_stream(settings: Settings) -> None:
 
 
 def _check_selection(settings: Settings) -> None:
-    """What has no effect in ``[stop]``, and tasks, whose rounds cannot be compared."""
+    """Raise WrongConfig for keys of ``[stop]`` without effect, and for a comparison of rounds of
+    several tasks.
+    """
     stop = settings.stop
     if stop.min_delta > 0 and stop.patience == 0:
         raise contradiction(

@@ -113,10 +113,11 @@ def read_method(experiment: Experiment) -> ReadMethod:
 
 
 class Declaration(NamedTuple):
-    """The type of a class attribute of methods, and how messages describe it."""
+    """A class attribute that methods can declare."""
 
-    type: type
+    value_type: type
     description: str
+    """The type and an example, for messages."""
 
 
 A_SET = Declaration(Set, "a frozenset of names, such as frozenset({'train'})")
@@ -131,7 +132,7 @@ DECLARATIONS: Mapping[str, Declaration] = {
         Mapping, "a dict of options of the topology, such as {'before': 'head'}"
     ),
 }
-"""The class attributes that a method can declare."""
+"""What methods can declare, by the name of the attribute."""
 
 DECLARED_BY_STAGE = ("plans", "personal", "labelled", "reusable")
 """The declarations that have names of stages."""
@@ -141,7 +142,7 @@ def _check_types(label: str, method: Method) -> None:
     """Raise ConfigError for a declaration of a wrong type. ``label``: the method, for messages."""
     for attribute, declaration in DECLARATIONS.items():
         value = getattr(method, attribute)
-        if is_users_own(method, attribute) and not isinstance(value, declaration.type):
+        if is_users_own(method, attribute) and not isinstance(value, declaration.value_type):
             raise ConfigError(
                 f"{label}: {attribute} = {shown(value)} must be {declaration.description}"
             )
@@ -225,7 +226,7 @@ class PlanTable:
     stages: Mapping[str, Mapping[str, Any]]
     """The values for single stages, by stage."""
 
-    def over(self, defaults: Mapping[str, Plan], rounds: int) -> dict[str, Plan]:
+    def resolved(self, defaults: Mapping[str, Plan], rounds: int) -> dict[str, Plan]:
         """The plan of each stage: its default, with the values for all stages and for this one.
 
         ``rounds``: the rounds that a learning rate's schedule has. Raises WrongConfig for stages
