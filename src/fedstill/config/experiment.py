@@ -111,10 +111,10 @@ class Experiment(TopKeys):
     def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
         """The experiment with other values for some dotted keys, e.g. ``{"method.beta": 0.5}``.
 
-        A value that names another thing, such as ``{"method": "fedntd"}``, removes the fields of the
-        former thing, and is set before all fields; see ``with_other_name``. ``origin``: the name of
-        their source, such as an option of a command. Raises ConfigError if it is an option, and
-        another option has set the key.
+        ``origin``: the name of their source, such as an option of a command. A value that names
+        another thing, such as ``{"method": "fedntd"}``, is set before all fields, and removes the
+        fields of the former thing as ``with_other_name`` says. Raises ConfigError if the origin is
+        an option, and another option has set the key.
         """
         source = Origin(origin)
         refuse_set_twice(values, self.origins, source)
