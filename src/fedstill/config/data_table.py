@@ -80,7 +80,7 @@ def _can_only_be_path(name: str, folder: str) -> bool:
     owner/name on the hub.
     """
     if name.startswith(("/", "~")):
-        return False
+        return False  # an absolute path stays as it is written
     if name.startswith(".") or name.count("/") > 1:
         return True
     return name.endswith(FILE_SUFFIXES) and not local_folder(name, folder or None)
