@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
@@ -529,6 +530,28 @@ def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> Non
     there = sorted(p.name for p in desk.place.glob("*.safetensors"))
     assert there == [f"client0-round{r}-stage0.safetensors" for r in (1, 4, 5)]
     assert desk.remembered(versions[0]).number("round") == 1
+
+
+def test_memories_that_the_servers_checkpoints_name_stay(tmp_path: Path) -> None:
+    from fedstill.flower.site_storage import Desk
+
+    named = "client0-round2-stage0.safetensors"
+    desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
+    for round in range(1, 7):
+        stage = Stage(round, 0, "train", (0, 1, 2))
+        asked = replace(request, stage=stage, named=(named,) if round > 2 else ())
+        assert Request.of(asked.header(), asked.payload) == asked
+        assert asked.digest() == replace(asked, named=()).digest()
+        desk.keep(asked, SiteReply(0, round, 0), Payload(round=round))
+    there = sorted(path.name for path in desk.place.glob("*.safetensors"))
+    assert there == [f"client0-round{number}-stage0.safetensors" for number in (2, 5, 6)]
+
+
+def test_named_memories_that_are_no_names_are_refused() -> None:
+    request = request_of(settings_of())
+    header = {**json.loads(request.header()), "named": [1]}
+    with pytest.raises(BadPayload, match="named"):
+        Request.of(json.dumps(header), request.payload)
 
 
 def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(

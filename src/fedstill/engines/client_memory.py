@@ -20,6 +20,7 @@ class Memory:
 
     def __init__(self, remembered: Mapping[int, Payload] | None = None) -> None:
         self.index: dict[int, Version] = {}
+        self.named: frozenset[str] = frozenset()
         self._committed = dict(remembered or {})
         self._pending: dict[int, Payload] = {}
 
@@ -62,4 +63,5 @@ class Memory:
         self._committed.update(states)
 
     def prune(self, names: Collection[str]) -> None:
-        """Delete files that no checkpoint names."""
+        """Take note of the files that checkpoints name; a memory in files deletes all others."""
+        self.named = frozenset(names)

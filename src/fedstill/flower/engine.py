@@ -83,6 +83,7 @@ class FlowerEngine:
                 client=client,
                 stage=stage,
                 memory=self.memory.index.get(client),
+                named=self._named_memories(client),
                 payload=payloads[client],
                 facts=self.facts,
             )
@@ -95,6 +96,10 @@ class FlowerEngine:
         if remember:
             self._held = {answer.client: answer.memory for answer in answers}
         return [self._checked(answer, stage) for answer in answers]
+
+    def _named_memories(self, client: int) -> tuple[str, ...]:
+        """The files of a client's memories that checkpoints name."""
+        return tuple(sorted(n for n in self.memory.named if n.startswith(f"client{client}-")))
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """From now on these clients' memories of the stage count; those of other clients do not."""

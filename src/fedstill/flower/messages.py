@@ -41,7 +41,8 @@ class Request:
 
     ``version``: fedstill's. ``config``: the run's resolved configuration as TOML, ``sha``: its
     SHA-256. ``run``: the run's identity. ``memory``: which of the client's memories the server
-    counts as current; None: it has none.
+    counts as current; None: it has none. ``named``: the files of memories that the server's
+    checkpoints name, which the site keeps; the answer does not depend on them.
     ``facts``: what all sites must agree on about data that only they see.
     """
 
@@ -52,6 +53,7 @@ class Request:
     client: int
     stage: Stage
     memory: Version | None = None
+    named: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     payload: Payload = NOTHING
 
@@ -63,6 +65,8 @@ class Request:
             k: getattr(self, k)
             for k in ("version", "config", "sha", "run", "client", "memory", "facts")
         }
+        if self.named:
+            values["named"] = list(self.named)
         text = json.dumps({**values, "stage": stage}, sort_keys=True)
         if len(text) > MAX_REQUEST:
             raise ConfigError(
@@ -77,8 +81,9 @@ class Request:
         return replace(self, payload=payload)
 
     def digest(self) -> str:
-        """SHA-256 of the whole request: the same question has the same answer."""
-        return digest(self.header().encode() + encode(self.payload))
+        """SHA-256 of all that the answer depends on: the same question has the same answer."""
+        question = replace(self, named=())
+        return digest(question.header().encode() + encode(self.payload))
 
     @staticmethod
     def of(header: str, payload: Payload) -> Request:
@@ -106,6 +111,7 @@ class Request:
             client=_count(h, "client"),
             stage=where,
             memory=_version(h.get("memory")),
+            named=_names(h.get("named", [])),
             facts=_typed(h, "facts", dict),
             payload=payload,
         )
@@ -225,6 +231,12 @@ def _count(values: Mapping[str, Any], name: str) -> int:
     if not is_count(value):
         raise BadPayload(f"{name} is out of range")
     return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise BadPayload("named is no list of file names")
+    return tuple(value)
 
 
 def _version(value: Any) -> Version | None:

@@ -135,8 +135,8 @@ class FlowerRuns:
         name, _ = version
         if not (desk.place / name).is_file():
             raise ConfigError(
-                f"the model of client {client} is no longer at its site, which keeps those of the "
-                "last stages only; another engine keeps them with the checkpoints"
+                f"the model of client {client} is no longer at its site: the run began with a "
+                "version whose sites kept those of the last stages only"
             )
         return desk.remembered(version)
 

@@ -97,17 +97,18 @@ class Desk:
         return answer
 
     def _delete_old(self, request: Request) -> None:
-        """Delete the files of old stages, but not the memory that the request names."""
+        """Delete the files of old stages, but not the memories that the request names."""
         replies = sorted(self.place.glob("*.reply"))
         latest = {path.stem for path in replies[-KEPT:]}
         # A server that went back has just asked for an older stage.
         latest.add(_named(request.stage))
 
-        current = ""
+        named = set(request.named)
         if request.memory is not None:
             current, _ = request.memory
+            named.add(current)
         for path in (*replies, *self.place.glob("*.safetensors")):
-            if _stage_of(path) not in latest and path.name != current:
+            if _stage_of(path) not in latest and path.name not in named:
                 remove(path)
 
 

@@ -64,6 +64,7 @@ class StoredMemory(Memory):
         self.index.update(versions)
 
     def prune(self, names: Collection[str]) -> None:
+        super().prune(names)
         for path in self.folder.glob("*.safetensors"):
             if path.name not in names:
                 remove(path)
