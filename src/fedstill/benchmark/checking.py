@@ -69,7 +69,7 @@ def suite_of(entry: Entered, method_file: Path | None = None) -> Suite:
         method = str(method_file or "fedavg")
     elif method not in names("method"):
         raise ConfigError(f"{ENTRY}: {method!r} is no method of the package, and has no file")
-    return suite.with_row(entry.row, method, entry.tries)
+    return suite.with_row(entry.row, method, entry.tries, entry.topology)
 
 
 def checked_entry(entry: Entered) -> Iterator[str]:
@@ -163,24 +163,40 @@ def _check_run(entry: Entered, run: Variant) -> None:
 
 def _check_settings(entry: Entered, run: Variant, config: str) -> None:
     """A run's config has the suite's settings; keys that came after it was made are not in it."""
-    found = flat(with_old_behaviour(tomllib.loads(config)))
-    expected = flat(tomllib.loads(portable(run.settings.toml)))
     if entry.file:
-        # Only its file says which fields and stages the method has, and it is not executed here:
-        # the chosen fields are checked, and every stage has the plan of FedAvg's one stage.
-        chosen = {key: entry.fields[key] for key in entry.fields if key.startswith("method.")}
-        chosen["method.name"] = entry.file
-        expected |= chosen
-        found["method.name"] = Path(found["method.name"].partition(":")[0]).name
-        found = {key: found[key] for key in found if key in chosen or not key.startswith("method.")}
+        check_settings_of_file(config, run, entry.file, entry.fields)
+        return
+    expected = flat(tomllib.loads(portable(run.settings.toml)))
+    _compare_settings(flat(with_old_behaviour(tomllib.loads(config))), expected)
+
+
+def check_settings_of_file(config: str, run: Variant, file: str, fields: Mapping[str, Any]) -> None:
+    """The config of a method with a file has the suite's settings; the file is not executed.
+
+    ``run``: the same run with FedAvg in the method's place. Only the file says which fields and
+    stages the method has, so the chosen ``fields`` are checked, and every stage has the plan of
+    FedAvg's one stage. Raises CorruptFile.
+    """
+    found = flat(with_old_behaviour(tomllib.loads(config)))
+    chosen = {key: fields[key] for key in fields if key.startswith("method.")}
+    chosen["method.name"] = file
+    found["method.name"] = Path(found["method.name"].partition(":")[0]).name
+    found = {key: found[key] for key in found if key in chosen or not key.startswith("method.")}
+
+    expected = {**flat(tomllib.loads(portable(run.settings.toml))), **chosen}
+    plan = {key: value for key, value in expected.items() if key.startswith("plan.train.")}
+    for key in found:
+        if key.startswith("plan."):
+            expected[key] = plan.get(re.sub(r"^plan\.[^.]+", "plan.train", key))
+    _compare_settings(found, expected)
+
+
+def _compare_settings(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for key, value in found.items():
-        suite_key = key
-        if entry.file:
-            suite_key = re.sub(r"^plan\.[^.]+", "plan.train", key)
         # all engines have the same bits
-        if key != "engine" and expected.get(suite_key) != value:
+        if key != "engine" and expected.get(key) != value:
             raise CorruptFile(
-                f"config.toml has {key} = {value!r}, and the suite {expected.get(suite_key)!r}"
+                f"config.toml has {key} = {value!r}, and the suite {expected.get(key)!r}"
             )
 
 

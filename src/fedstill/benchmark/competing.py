@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fedstill.benchmark.entries import Entered, write_entry
-from fedstill.benchmark.scoring import Do, Ended, ended, not_stopped
+from fedstill.benchmark.checking import check_settings_of_file
+from fedstill.benchmark.entries import Entered, portable, write_entry
+from fedstill.benchmark.scoring import Do, Ended, ended, not_stopped, score_of
 from fedstill.benchmark.suites import (
     CHOOSING_SEEDS,
     TEST_SEEDS,
@@ -24,17 +25,21 @@ from fedstill.benchmark.suites import (
     read_choice,
     refuse_one_folder,
     slug,
+    suite_names,
     write_choices,
 )
 from fedstill.config.named_tables import resolved_name
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError, DataError, FedstillError
+from fedstill.core.capabilities import Need
+from fedstill.core.errors import ConfigError, CorruptFile, DataError, FedstillError
 from fedstill.core.files import read_toml
+from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
 from fedstill.running.explain import local_steps
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from fedstill.running.variants import Variant
 
 # Fields chosen for the rows of a suite, on training images that clients lack and on seeds that are
 # not reported.
@@ -135,25 +140,56 @@ def newcomer(suite: Suite, file: Path, name: str = "") -> tuple[Suite, str]:
     """
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; name the file of a method")
-    method = resolved_name("method", str(file.resolve()), None)
-    target = registry.lookup("method", method).target
-    rates = next(
-        (each for row, each in suite.tries.items() if suite.method(row)["name"] == "fedavg"), ({},)
-    )
-    tries: Sequence[Try] = getattr(target, "tries", rates[:RATES])
-    if isinstance(tries, (str, dict)) or not all(isinstance(one, dict) for one in tries):
-        raise ConfigError(
-            f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})"
-        )
-    row = name or getattr(target, "__name__", file.stem)
-    entered = suite.with_row(row, method, tuple(tries))
+    name_in_config = resolved_name("method", str(file.resolve()), None)
+    entry = registry.lookup("method", name_in_config)
+    method = entry.build()
+    if not isinstance(method, Method):
+        raise ConfigError(f"{file}: {entry.name} is no fedstill.Method")
+    row = name or type(method).__name__
+    _check_data(suite, row, method)
+    tries = _tries_of(suite, file, method)
+    entered = suite.with_row(row, name_in_config, tries, topology_in(suite, method))
     refuse_one_folder(suite.name, "rows", entered.recipe.rows)
     return entered, row
 
 
+def _tries_of(suite: Suite, file: Path, method: Method) -> tuple[Try, ...]:
+    """What is tried of a method: what its class says, else the learning rates of FedAvg."""
+    rates = next(
+        (each for row, each in suite.tries.items() if suite.method(row)["name"] == "fedavg"), ({},)
+    )
+    tries = getattr(method, "tries", rates[:RATES])
+    if isinstance(tries, (str, dict)) or not all(isinstance(one, dict) for one in tries):
+        raise ConfigError(
+            f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})"
+        )
+    return tuple(tries)
+
+
+def topology_in(suite: Suite, method: Method) -> dict[str, Any]:
+    """The topology of a method in a suite, as far as the method says it: its kind if it is another
+    than the suite's, and the stages that it adds.
+    """
+    own: dict[str, Any] = dict(method.schedule)
+    if method.topology != suite.recipe.common["topology"]["kind"]:
+        own = {"kind": method.topology, **own}
+    return own
+
+
+def _check_data(suite: Suite, row: str, method: Method) -> None:
+    """Raise ConfigError for a method that needs data which the suite does not have."""
+    has_public_data = bool(suite.recipe.common["data"].get("public"))
+    if Need.PUBLIC_DATA not in method.requires() or has_public_data:
+        return
+    remedy = "set data.public in the suite's file"
+    if suite.name in suite_names():
+        remedy = "enter it with --track public"
+    raise ConfigError(f"{row} needs public data, and {suite.name} has none; {remedy}")
+
+
 def rehearse(suite: Suite, row: str, do: Do) -> None:
-    """Two rounds of a row, twice: raises FedstillError where it cannot be run, or does not give the
-    same run again.
+    """Two rounds of a row, twice: raises FedstillError where it cannot be run or scored, or does
+    not give the same run again.
     """
     tasks = "stream" in suite.recipe.columns[suite.column]
     size = {} if tasks or suite.recipe.common["rounds"] == 1 else {"rounds": 2}
@@ -162,16 +198,47 @@ def rehearse(suite: Suite, row: str, do: Do) -> None:
         runs = [suite.recipe.variants(cell, (REHEARSED,), size, place)[0] for place in places]
         for outcome in not_stopped(runs, do):
             if outcome.problem:
-                raise FedstillError(f"{row} cannot be run: {outcome.problem}")
+                raise FedstillError(
+                    f"{row} cannot be run with the settings of {suite.name}, which are the same "
+                    f"for all methods: {outcome.problem}"
+                )
         once, again = (
-            [without_times(e) for e in read_journal(run.folder / "journal.jsonl")] for run in runs
+            [without_times(event) for event in read_journal(run.folder / "journal.jsonl")]
+            for run in runs
         )
         if once != again:
             raise FedstillError(
                 f"{row} does not give the same run twice: draw random numbers by key "
-                "(fedstill.core.keys), and keep what is "
-                "remembered in State and memory"
+                "(fedstill.core.keys), and keep what is remembered in State and memory"
             )
+        _check_rehearsed(suite, row, runs[0])
+        try:
+            score_of(runs[0].folder, runs[0].settings.rounds)
+        except CorruptFile as error:
+            raise FedstillError(
+                f"{row} cannot be scored in {suite.name}: no model of the server is measured there "
+                "after a round; return one from the method's predictors, or several, and from "
+                "client_predictors which of them answers for each client"
+            ) from error
+
+
+def _check_rehearsed(suite: Suite, row: str, run: Variant) -> None:
+    """Raise FedstillError for a run whose settings the check of its entry would refuse."""
+    file, _, _ = str(suite.method(row)["name"]).partition(":")
+    if not file.endswith(".py"):
+        return
+    rows = {name: table for name, table in suite.recipe.rows.items() if name != row}
+    without = replace(suite, recipe=replace(suite.recipe, rows=rows), there=None)
+    in_its_place = without.with_row(row, "fedavg", [{}], suite.own_topology(row))
+    size = {"rounds": run.settings.rounds}
+    (stand_in,) = in_its_place.recipe.variants([(row, suite.column)], (REHEARSED,), size, Path())
+    config = portable((run.folder / "config.toml").read_text(encoding="utf-8"))
+    try:
+        check_settings_of_file(config, stand_in, Path(file).name, {})
+    except CorruptFile as error:
+        raise FedstillError(
+            f"{row} has other settings than all methods of {suite.name}: {error}"
+        ) from error
 
 
 MEAN_METHOD = {"space": 1.2, "time": 1.1, "both": 1.2, "chain": 1.5, "public": 1.0, "peers": 1.3}

@@ -57,7 +57,7 @@ class Entered:
     ``fields``: what was chosen over the suite's settings, by dotted key. ``tries``, ``choice``: of
     what, and by which scores; empty and None for a reference. ``made``: software, processor,
     threads. ``diverged``: by ``COLUMN/seedN``, why. ``digests``: SHA-256 by path of all files but
-    entry.toml.
+    entry.toml. ``topology``: of a method with a file, what its topology has beside the suite's.
     """
 
     folder: Path
@@ -72,6 +72,7 @@ class Entered:
     digests: Mapping[str, str]
     file: str = ""
     diverged: Mapping[str, str] = field(default_factory=dict)
+    topology: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, column: str, seed: int) -> Path:
         """The folder of one run."""
@@ -102,6 +103,7 @@ class Entered:
             **({"choice": choice} if choice else {}),
             "made": dict(self.made),
             **({"diverged": dict(self.diverged)} if self.diverged else {}),
+            **({"topology": dict(self.topology)} if self.topology else {}),
             "digests": dict(sorted(self.digests.items())),
         }
 
@@ -140,24 +142,21 @@ def write_entry(
         place = place_of(one.run)
         files |= {f"{place}/{name}": data for name, data in _kept(one.run.folder)}
         diverged |= {place: one.diverged} if one.diverged else {}
+    made = {**software(), "processor": processor(), "threads": 1}
     entry = Entered(
-        folder,
-        suite.name,
-        suite.version,
-        row,
-        suite.method(row)["name"] if own is None else own.name,
-        suite.settings_chosen(row),
-        suite.tries_of(row) if row in suite.tries else (),
-        suite.chosen.get(row),
-        {
-            **software(),
-            "processor": processor(),
-            "threads": 1,
-            CPU: round(sum(o.score.seconds_cpu for o in runs), 3),
-        },
-        {path: digest(data) for path, data in files.items()},
-        "" if own is None else own.name,
-        diverged,
+        folder=folder,
+        suite=suite.name,
+        version=suite.version,
+        row=row,
+        method=suite.method(row)["name"] if own is None else own.name,
+        fields=suite.settings_chosen(row),
+        tries=suite.tries_of(row) if row in suite.tries else (),
+        choice=suite.chosen.get(row),
+        made={**made, CPU: round(sum(o.score.seconds_cpu for o in runs), 3)},
+        digests={path: digest(data) for path, data in files.items()},
+        file="" if own is None else own.name,
+        diverged=diverged,
+        topology={} if own is None else suite.own_topology(row),
     )
     for path, data in files.items():
         make_folder((folder / path).parent)
@@ -241,6 +240,7 @@ def read_entry(folder: Path) -> Entered:
             choice=choice,
             file=Path(own).name,
             diverged={str(k): str(v) for k, v in tree.get("diverged", {}).items()},
+            topology=_of({"topology": {}, **tree}, "topology", dict),
             **words,
             **tables,
         )

@@ -180,7 +180,10 @@ def _by_round(events: Sequence[Event]) -> list[list[float]]:
     """The accuracy of each class after each round, or of the initial model without a round."""
     evaluated = [event for event in events if event["event"] in ("start", "initial", "round")]
     rows = RunNumbers.of(evaluated).class_accuracy
-    numbers = [number for number in rows if number > 0] or [0]
+    has_rounds = evaluated[-1]["event"] == "round"
+    numbers = [number for number in rows if (number > 0) == has_rounds]
+    if not numbers:
+        raise KeyError("class_accuracy")
     return [[_number(value) for value in rows[number]] for number in numbers]
 
 

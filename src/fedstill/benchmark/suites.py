@@ -16,7 +16,9 @@ import tomli_w
 
 from fedstill.benchmark.recipes import RANKING, Recipe, recipe_of, recipe_text
 from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.fields import as_table
 from fedstill.core.files import make_folder, parse_toml, read_toml, write_whole
+from fedstill.methods.fedavg import FedAvg
 from fedstill.running.variants import Variant
 
 # What may be tried of a row: a few tables of its method's own fields and of two further keys.
@@ -359,22 +361,91 @@ class Suite:
             self, recipe=replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}})
         )
 
-    def with_row(self, name: str, method: str, tries: Sequence[Try]) -> Suite:
-        """The suite with one row more, of a newcomer's method; raises ConfigError for a name that
-        is taken.
+    def with_row(
+        self,
+        name: str,
+        method: str,
+        tries: Sequence[Try],
+        topology: Mapping[str, Any] | None = None,
+    ) -> Suite:
+        """The suite with one row more, of a newcomer's method.
+
+        ``topology``: its kind and the stages that the method adds to it (``row_topology``); by
+        default the suite's. Raises ConfigError for a name that is taken, and for a topology of
+        which the suite has no row.
         """
         if name in self.recipe.rows:
             raise ConfigError(
                 f"{self.name} has a row {name!r} already; choose another name with --name"
             )
-        recipe = replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}})
+        row: dict[str, Any] = {"method": method}
+        if topology:
+            row["topology"] = self.row_topology(name, topology)
+        if not any("plan" in column for column in self.recipe.columns.values()):
+            # What the suite leaves open is FedAvg's, whatever plans the method has.
+            plan = {**as_table(FedAvg.plans["train"]), **self.recipe.common["plan"]}
+            row["plan"] = {key: value for key, value in plan.items() if value is not None}
+        recipe = replace(self.recipe, rows={**self.recipe.rows, name: row})
         own = {**self.tries, name: checked_tries(self.name, name, tries)}
         return replace(
             self,
             recipe=recipe,
             tries=own,
-            there=self.there and self.there.with_row(name, method, tries),
+            there=self.there and self.there.with_row(name, method, tries, topology),
         )
+
+    def own_topology(self, row: str) -> dict[str, Any]:
+        """What a row's topology has beside the suite's: its kind, if it is another, and stages."""
+        common = self.recipe.common["topology"]
+        own = self.recipe.rows[row].get("topology", {})
+        return {k: v for k, v in own.items() if k not in OF_CLIENTS and v != common.get(k)}
+
+    def row_topology(self, row: str, topology: Mapping[str, Any]) -> dict[str, Any]:
+        """The topology of a newcomer's row: as many clients as the suite's rows have, and the
+        stages that the method adds.
+
+        topology: ``kind``, and further options, of which each names a stage. Raises ConfigError for
+        a kind of which no row is, and for options that are no names of stages.
+        """
+        common = self.recipe.common["topology"]
+        kind = topology.get("kind", common["kind"])
+        rows = [self.recipe.rows[other].get("topology", common) for other in self.competing]
+        known = {table["kind"]: table for table in reversed([common, *rows])}
+        if kind not in known:
+            raise ConfigError(
+                f"{row} has the topology {kind}, and the rows of {self.name} have "
+                f"{' or '.join(sorted(known))}; {_other_track(kind)}"
+            )
+        stages = {key: value for key, value in topology.items() if key != "kind"}
+        for key, value in stages.items():
+            if key in OF_CLIENTS or not isinstance(value, str):
+                raise ConfigError(
+                    f"{row} sets topology.{key} = {value!r}, which is the same for all rows of "
+                    f"{self.name}; leave it out of the method's schedule"
+                )
+        if kind == common["kind"]:
+            return {**common, **stages}
+        clients = {key: known[kind][key] for key in OF_CLIENTS if key in known[kind]}
+        return {"kind": kind, **clients, **stages}
+
+
+OF_CLIENTS = ("clients", "sampled", "cohorts", "order")
+"""The options of topologies that say which clients act: in a suite they are the same for all."""
+
+TRACK_OF_TOPOLOGY = {
+    "parallel": "space",
+    "sequential": "chain",
+    "public_logits": "public",
+    "peer_to_peer": "peers",
+}
+"""The first track whose rows have a topology."""
+
+
+def _other_track(topology: str) -> str:
+    """Where a method of a topology is entered, in words."""
+    if topology in TRACK_OF_TOPOLOGY:
+        return f"enter it with --track {TRACK_OF_TOPOLOGY[topology]}"
+    return "no track has it"
 
 
 def suite_names(tier: str = "", track: str = "") -> list[str]:

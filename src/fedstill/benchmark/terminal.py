@@ -92,7 +92,7 @@ def rows_below(
             same = suites.get(suite.name, suite)
             new = entry.row not in same.recipe.rows
             suites[suite.name] = (
-                same.with_row(entry.row, entry.method, entry.tries) if new else same
+                same.with_row(entry.row, entry.method, entry.tries, entry.topology) if new else same
             )
             rows.setdefault(suite.name, []).append(row)
     return rows, suites, left_out
