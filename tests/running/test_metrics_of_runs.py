@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import fedstill
 import toys
 from fedstill.config.resolve import settle
 from fedstill.config.validation import WrongConfig
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.results import RoundResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients, from_tensors
@@ -31,6 +32,7 @@ from fedstill.running.compare import Outcome
 from fedstill.running.evaluation import OwnTests
 from fedstill.running.groups import groups
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runs import find
 from fedstill.running.tuning import Tuning, parse_space
 from fedstill.running.variants import Variant
 
@@ -283,7 +285,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     methods: dict[str, object] = {"plain": "fedavg", "margin": {"name": "fedlc", "margin": 4.0}}
     for name, method in methods.items():
         experiment = of_rare(
-            method, metrics=("auc", "log_loss", "recall"), rank_by="balanced_accuracy"
+            method, metrics=("auc", "log_loss", "confusion"), rank_by="balanced_accuracy"
         )
         fedstill.run(experiment, folder / name, data=rare())
     return folder
@@ -303,8 +305,36 @@ def test_lines_are_ranked_by_the_metric(two: Path) -> None:
     table = comparison_table(compared)
     assert [row[0] for row in table.rows] == ["fedlc", "fedavg"]
     assert any(head.startswith("ROC AUC") for head in table.head)
+
+
+def test_the_page_has_the_metrics_and_the_confusion_matrix(two: Path) -> None:
     page = write_page([two], two / "report.html").read_text()
-    assert "balanced accuracy" in page
+    for section in ("metrics", "confusion"):
+        assert f'id="{section}"' in page
+    assert "ROC AUC by round" in page
+    assert "ROC AUC on own tests" not in page
+
+
+def test_the_confusion_matrix_is_in_the_frame(two: Path) -> None:
+    frame = fedstill.load_runs([two], metrics=["confusion"])
+    last = frame[(frame["round"] == 3) & (frame["metric"] == "confusion/1")]
+    events_of_plain = events(two / "plain", "round")[-1]["confusion"]
+    counts = last[last["run"].astype(str).str.endswith("plain")].set_index("class")["value"]
+    assert [counts["healthy"], counts["ill"]] == [row[1] for row in events_of_plain]
+
+
+@pytest.mark.parametrize("bad", [[[1, 2]], [[1, 2], [3]], [[1, -2], [3, 4]], "none"])
+def test_a_matrix_that_is_not_of_the_classes_is_an_error_with_its_line(
+    two: Path, tmp_path: Path, bad: object
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(two / "plain", copy)
+    lines = (copy / "journal.jsonl").read_text().splitlines()
+    (number,) = [n for n, line in enumerate(lines) if line.startswith('{"event":"round","round":2')]
+    lines[number] = json.dumps({**json.loads(lines[number]), "confusion": bad})
+    (copy / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(CorruptFile, match=f"line {number + 1}: .*confusion"):
+        find([copy])
 
 
 def test_lower_losses_are_ranked_first(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:

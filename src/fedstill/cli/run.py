@@ -22,6 +22,7 @@ from fedstill.core.errors import Interrupted
 from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
+    from fedstill.report.terminal import PlainTable
     from fedstill.running.result import Result
 
 OF_SERVER = (
@@ -31,6 +32,9 @@ OF_SERVER = (
     ("forgetting", "forgetting"),
 )
 """What is said of the server's model."""
+
+MOST_CLASSES = 12
+"""With more classes than these, the confusion matrix is not printed."""
 
 
 def run_command(
@@ -196,6 +200,15 @@ def _of_selection(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _confusion_table(classes: Sequence[str], matrix: Sequence[Sequence[int]]) -> PlainTable:
+    """The confusion matrix of the last round: rows are classes, columns are predictions."""
+    from fedstill.report import terminal
+
+    head = ["class", *(f"predicted {name}" for name in classes)]
+    rows = [[name, *map(str, row)] for name, row in zip(classes, matrix, strict=True)]
+    return terminal.table(head, rows)
+
+
 def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
     """A number of each round in which clients asked, in order."""
     from fedstill.report import terminal
@@ -240,6 +253,8 @@ def _show(result: Result, again: bool) -> int:
     ]
     screen = terminal.console()
     screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    if "confusion" in s and len(result.classes) <= MOST_CLASSES:
+        screen.print(_confusion_table(result.classes, s["confusion"]))
     if (s["forgetting"] or 0) < 0:
         terminal.tell(screen, BELOW_ZERO)
     for warning in ("frequent_class", "refusals"):

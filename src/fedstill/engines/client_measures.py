@@ -19,10 +19,7 @@ from fedstill.engines.at_client import AtClient
 from fedstill.engines.reply_cache import class_identity
 from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.methods.fit import FIT
-from fedstill.metrics.classification import wrong_histograms
-
-_HISTOGRAMS = ("held_out_histograms", "site_scores")
-"""The fields with histograms of scores, on what a client holds out and on its test set."""
+from fedstill.metrics.classification import HISTOGRAMS, wrong_histograms
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
 """Fields of a client's event that no measure gives."""
@@ -181,7 +178,7 @@ def _malformed_probe(metrics: Mapping[str, Any], classes: int) -> str:
 
 def _malformed_histograms(metrics: Mapping[str, Any], classes: int) -> str:
     """Whether the histograms that the server joins are none."""
-    for name in _HISTOGRAMS:
+    for name in HISTOGRAMS:
         problem = wrong_histograms(metrics[name], classes) if name in metrics else ""
         if problem:
             return f"its report {name!r} is malformed: {problem}"

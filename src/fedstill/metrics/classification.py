@@ -262,6 +262,11 @@ def _divided(total: float, count: float) -> float:
 # ---- predictions as counts and histograms, which a real site sends in place of scores ------------
 
 
+HISTOGRAMS = ("held_out_histograms", "site_scores")
+"""The fields of a client's report with histograms of scores, on what it holds out and on its test
+set.
+"""
+
 SCORE_BINS = 2000
 """Bins of the log-odds of a class's probability, of equal width from -20 to 20."""
 

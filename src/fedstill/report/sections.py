@@ -58,6 +58,16 @@ SECTIONS = (
         "fedstill.report.rounds:learning_and_forgetting",
     ),
     Part(
+        "metrics",
+        "Metrics beside accuracy by round.",
+        "fedstill.report.metrics:metrics_by_round",
+    ),
+    Part(
+        "confusion",
+        "Which class is taken for which.",
+        "fedstill.report.metrics:confusion",
+    ),
+    Part(
         "tasks",
         "Accuracy and forgetting over tasks.",
         "fedstill.report.tasks:over_tasks",

@@ -26,6 +26,7 @@ from fedstill.core.reports import (
     is_number,
     wrong_table,
 )
+from fedstill.metrics.classification import HISTOGRAMS, wrong_histograms
 
 Event = dict[str, Any]
 """One line of a journal."""
@@ -142,6 +143,18 @@ class Evaluated(EventFields):
     accuracy: Share | None
     class_accuracy: Shares
     personal_class_accuracy: Shares | None = None
+    balanced_accuracy: Share | None = None
+    f1: Share | None = None
+    f1_weighted: Share | None = None
+    precision: Share | None = None
+    recall: Share | None = None
+    specificity: Share | None = None
+    auc: Share | None = None
+    average_precision: Share | None = None
+    log_loss: Number | None = None
+    brier: Number | None = None
+    ece: Share | None = None
+    confusion: list[list[Count]] | None = None
 
 
 class Initial(Evaluated):
@@ -384,6 +397,9 @@ class JournalChecker:
                 if accuracies is not None and len(accuracies) != self.classes:
                     place = f"others.{name}.{key}" if name else key
                     return f"{place} does not have {self.classes} classes"
+        matrix = event.get("confusion")
+        if matrix is not None and [len(row) for row in matrix] != [self.classes] * self.classes:
+            return f"confusion is not a matrix of {self.classes} classes"
         for answer in event.get("answers", ()):
             if any(number >= self.classes for number in answer["query"]):
                 return f"answers names a class that is not one of {self.classes}"
@@ -489,6 +505,8 @@ def is_readable_report(name: str, value: Any, classes: int) -> bool:
         return False
     if name in ("private", "public") and not is_number(value):
         return value == {} or not wrong_table(name, value, classes)
+    if name in HISTOGRAMS:
+        return not wrong_histograms(value, classes)
     rows: list[Any] = []
     if name == "correct_by_epoch":
         rows = value

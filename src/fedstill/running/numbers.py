@@ -7,7 +7,8 @@ without a stage about the whole round.
 
 A field of an event is a metric of the same name, known or not: a number as it is, a table field by
 field (``divergence/mean_l2``), a list over classes, epochs or tasks as a number for each of them.
-Texts, and lists over anything else, are no numbers of a run.
+A confusion matrix is a metric for each predicted class (``confusion/2``), by the examples' own
+class. Texts, and lists over anything else, are no numbers of a run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from fedstill.core.records import Plan
 from fedstill.metrics import tasks
 from fedstill.metrics.accuracy import best_and_recent
-from fedstill.metrics.classification import METRICS, best_round
+from fedstill.metrics.classification import CONFUSION, METRICS, best_round
 from fedstill.metrics.values import Values
 from fedstill.running.journal import Event
 
@@ -153,6 +154,16 @@ class RunNumbers:
         is_of_clients = clients and not server.keys() - {0}
         return clients if is_of_clients else server
 
+    def confusion(self) -> list[list[float | None]]:
+        """The confusion matrix of the last round, (C, C): rows are labels, columns are predicted
+        classes; empty if it was not recorded.
+        """
+        columns = []
+        for predicted in range(self.classes):
+            rows = self._rows(f"{CONFUSION}/{predicted}", "class", self.classes)
+            columns.append(rows.get(max(rows, default=0), []))
+        return [list(row) for row in zip(*columns, strict=True)]
+
     def task_accuracy(self) -> dict[int, list[float | None]]:
         """The accuracy on each task by the round in which a task ended; at round 0, the untrained
         model's.
@@ -248,6 +259,7 @@ def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:
 
     rounds = [{**event, "round": 0} for event in by_kind.get("initial", ())]
     rounds += map(_with_epsilon, by_kind.get("round", ()))
+    rounds = list(map(_with_confusion, rounds))
     clients = by_kind.get("client", [])
     task_ends = [_task_end(event) for event in by_kind.get("task", ())]
     return [
@@ -409,6 +421,8 @@ class _Fields:
     def _axes(self, metric: str) -> Sequence[str]:
         if metric.startswith("by_epoch/"):
             return ("epoch",)
+        if metric.startswith(f"{CONFUSION}/"):
+            return ("class",)
         return LIST_AXES.get(metric.rpartition("/")[2], ())
 
 
@@ -441,6 +455,17 @@ def _with_epsilon(event: Event) -> Event:
     if not epsilons or None in epsilons:
         return event
     return {**event, "epsilon": float(max(epsilons))}
+
+
+def _with_confusion(event: Event) -> Event:
+    """A round whose confusion matrix is a table by predicted class: of each the examples by their
+    own class.
+    """
+    matrix = event.get(CONFUSION)
+    if not isinstance(matrix, list):
+        return event
+    columns = {str(number): list(column) for number, column in enumerate(zip(*matrix, strict=True))}
+    return {**event, CONFUSION: columns}
 
 
 def _mean_losses(clients: Sequence[Event]) -> Iterator[Numbers]:
