@@ -151,8 +151,8 @@ class Evaluated(EventFields):
     specificity: Share | None = None
     auc: Share | None = None
     average_precision: Share | None = None
-    log_loss: Number | None = None
-    brier: Number | None = None
+    log_loss: float | None = None
+    brier: float | None = None
     ece: Share | None = None
     confusion: list[list[Count]] | None = None
 
