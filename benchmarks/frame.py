@@ -56,11 +56,13 @@ def make_runs(folder: Path) -> None:
     originals = sorted(path.parent for path in packed.rglob("config.toml"))
     for number in range(RUNS):
         original = originals[number % len(originals)]
-        copy = folder / "runs" / original.parent.name / f"seed{number}"
+        cell = folder / "runs" / original.parent.name
+        seed = len(list(cell.glob("seed*")))
+        copy = cell / f"seed{seed}"
         shutil.copytree(original, copy)
         config = copy / "config.toml"
         text = config.read_text(encoding="utf-8")
-        config.write_text(re.sub(r"^seed = \d+$", f"seed = {number}", text, flags=re.M), "utf-8")
+        config.write_text(re.sub(r"^seed = \d+$", f"seed = {seed}", text, flags=re.M), "utf-8")
     shutil.rmtree(packed)
 
 
