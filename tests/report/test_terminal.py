@@ -76,6 +76,7 @@ def test_a_small_epsilon_has_its_digits_in_a_terminal(capsys: pytest.CaptureFixt
         counted="2",
         own_models=False,
         runs=(),
+        started=(),
         settings={},
         values=lambda key: [0.0] if key in values else [],
         mean_spread=values.get,

@@ -24,7 +24,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.report import terminal
 from fedstill.report.page import write_page
 from fedstill.report.progress import followed_runs
-from fedstill.report.summary import COLUMNS
+from fedstill.report.summary import COLUMNS, Column, own_columns
 from fedstill.report.table_files import write_tables
 from fedstill.report.terminal import PlainTable
 from fedstill.running.archive import restored
@@ -82,7 +82,8 @@ class Comparison:
         Accuracies and forgetting are shares in [0, 1]; what was not measured is missing. ``seeds``:
         over how many; ``runs`` has the runs themselves.
         """
-        return data_frame([_of_group(group) for group in self.groups])
+        columns = [*COLUMNS, *own_columns(self.groups)]
+        return data_frame([_of_group(group, columns) for group in self.groups])
 
     def runs(self) -> pandas.DataFrame:
         """One row for each run: its group, seed and directory, whether it is finished, rounds done,
@@ -152,13 +153,13 @@ def _lost(group: Group) -> list[float]:
     return means
 
 
-def _of_group(group: Group) -> dict[str, Any]:
+def _of_group(group: Group, columns: Sequence[Column]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "group": group.label,
         "seeds": len(group.started),
         "finished": group.finished,
     }
-    for column in COLUMNS:
+    for column in columns:
         if spread := group.mean_spread(column.key):
             row |= {
                 column.key: spread.mean,

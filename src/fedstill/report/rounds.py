@@ -33,6 +33,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.sections import Report
 from fedstill.report.series import class_means
+from fedstill.report.summary import own_metrics
 from fedstill.running.groups import Group
 
 # Lines of accuracy and forgetting
@@ -123,6 +124,26 @@ def _is_drawn(chart: RoundChart, groups: Sequence[Group]) -> bool:
 
 def _has_two_rounds(groups: Sequence[Group]) -> bool:
     return any(len(run.rounds) > 1 for group in groups for run in group.runs)
+
+
+# Lines of what the user's own measures gave
+
+
+ABOUT_OWN = "What your measures gave, by round: the mean over the looks of a round."
+
+
+def own_measures(report: Report) -> Section | None:
+    """What measures of the user's own gave by round; None if a run has none."""
+    charts = [
+        Chart([lines(report.groups, report.style, metric)], f"{metric}, by round.", metric)
+        for metric in own_metrics(report.groups)
+    ]
+    if not charts:
+        return None
+    key = line_key(report.groups, report.style)
+    return Section(
+        "own_measures", "Your measures", [Paragraph(ABOUT_OWN), key, Gallery(charts, "small")]
+    )
 
 
 # Maps of class accuracies: class × round, where forgetting shows

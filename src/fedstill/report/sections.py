@@ -123,6 +123,11 @@ SECTIONS = (
         "fedstill.report.weights:weight_changes",
     ),
     Part(
+        "own_measures",
+        "What measures of the user's own gave, by round.",
+        "fedstill.report.rounds:own_measures",
+    ),
+    Part(
         "units",
         "Which class each unit stands for.",
         "fedstill.report.class_regions:units",

@@ -345,12 +345,15 @@ NONE = "–"
 class Row:
     """A line of the table: a group, its number of seeds, and each number over them; None where
     nothing was measured.
+
+    ``columns``: those that any line may have.
     """
 
     label: str
     seeds: str
     note: str
     values: dict[str, Spread | None]
+    columns: Sequence[Column] = COLUMNS
 
     def text(self, column: Column) -> str:
         """The cell of a column."""
@@ -360,17 +363,57 @@ class Row:
 
 def rows(groups: Sequence[Group]) -> list[Row]:
     """The table: one line a group."""
+    possible = [*COLUMNS, *own_columns(groups)]
     return [
-        Row(g.label, g.counted, rounds_note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS})
-        for g in groups
+        Row(
+            label=group.label,
+            seeds=group.counted,
+            note=rounds_note(group),
+            values={column.key: group.mean_spread(column.key) for column in possible},
+            columns=possible,
+        )
+        for group in groups
     ]
+
+
+def own_metrics(groups: Sequence[Group]) -> list[str]:
+    """The metrics that measures of the user's own gave in some run."""
+    runs = [run for group in groups for run in group.started]
+    return list(dict.fromkeys(metric for run in runs for metric in run.own_metrics))
+
+
+def own_columns(groups: Sequence[Group]) -> list[Column]:
+    """A column for each number that measures of the user's own gave: the latest of each run."""
+    columns = []
+    for metric in own_metrics(groups):
+        spreads = [group.mean_spread(metric) for group in groups]
+        largest = max(abs(spread.mean) for spread in spreads if spread is not None)
+        columns.append(
+            Column(
+                key=metric,
+                title=metric,
+                unit="latest",
+                scale=1,
+                digits=_three_digits_of(largest),
+                says="the latest number of your measure",
+            )
+        )
+    return columns
+
+
+def _three_digits_of(value: float) -> int:
+    """The decimals with which a number shows three digits that count, 6 at most."""
+    if value == 0:
+        return 0
+    return min(6, max(0, 2 - math.floor(math.log10(value))))
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that at least one line has; what clients have of a run only where some have
     models of their own.
     """
-    there = [m for m in COLUMNS if any(r.values[m.key] is not None for r in rows)]
+    possible = rows[0].columns if rows else COLUMNS
+    there = [m for m in possible if any(r.values[m.key] is not None for r in rows)]
     own = any(r.values["personal_forgetting"] is not None for r in rows)
     first = [
         *(m for m in there if own and m.key.startswith("own_test_")),

@@ -18,7 +18,14 @@ from rich.text import Text
 
 from fedstill.metrics.classification import METRICS
 from fedstill.report.leaks import HEAD, leak_rows
-from fedstill.report.summary import COLUMNS, PERSONAL, Column, best_first, rounds_note
+from fedstill.report.summary import (
+    COLUMNS,
+    PERSONAL,
+    Column,
+    best_first,
+    own_columns,
+    rounds_note,
+)
 from fedstill.running.groups import Group, differing_schedule, schedule_cells
 from fedstill.running.preparation import Prepared
 from fedstill.running.split_file import StoredSplit
@@ -238,6 +245,7 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
             "forgetting",
         )
         shown += among(*METRICS)
+    shown += own_columns(compared)
     shown += among("epsilon")
     shown += [column for column in COLUMNS if column.key == "seconds"]
 

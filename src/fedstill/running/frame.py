@@ -227,6 +227,9 @@ def _code_type(names: Collection[str]) -> Any:
 IDS = ("query", "teachers")
 """Fields that name classes or clients: one cell of text, ``7, 9``, whatever their number."""
 
+NOT_CELLS = frozenset({"event", "of_measures"})
+"""Fields of an event that have no column."""
+
 OF_CLASSES = BY_CLASS | {"correct_by_epoch"}
 """Fields whose columns end with the names of the classes."""
 
@@ -243,9 +246,8 @@ def frame_of_events(events: Sequence[Event], classes: Sequence[str]) -> pandas.D
     """Events of one kind, in their order. classes: their names, for what is measured of each
     class.
     """
-    return data_frame(
-        [dict(_flat("", {k: v for k, v in e.items() if k != "event"}, classes)) for e in events]
-    )
+    shown = [{k: v for k, v in event.items() if k not in NOT_CELLS} for event in events]
+    return data_frame([dict(_flat("", event, classes)) for event in shown])
 
 
 def frame_of_clients(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:

@@ -198,7 +198,10 @@ class PrivacyOfRound(BaseModel):
 
 
 class Round(Evaluated):
-    """A round that is done."""
+    """A round that is done.
+
+    ``of_measures``: by measure of the user's own, the fields that it gave this event.
+    """
 
     event: Literal["round"]
     round: RoundNumber
@@ -224,6 +227,7 @@ class Round(Evaluated):
     stopped_because: str = ""
     others: dict[str, OtherModel] = {}
     client_predictors: dict[Digits, str] = {}
+    of_measures: dict[str, list[str]] = {}
     answers: list[Answer] = []
     privacy: PrivacyOfRound | None = None
     seconds: Seconds | None = None

@@ -111,6 +111,9 @@ WHERE = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
 TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
 """Fields of a round's event that no measure may give."""
 
+OF_MEASURES = "of_measures"
+"""The field of a round's event that lists what measures of the user's own gave it."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -177,7 +180,17 @@ class Measures(Observer):
             warn_of_silence(self.measures, reports)
         # Over Flower no client's report may end the run.
         is_tolerant = settings.engine == "flower"
-        return fields_of_measures(self.measures, reports, {*so_far, *TIMES}, is_tolerant)
+        taken = {*so_far, *TIMES, OF_MEASURES}
+        by_measure = fields_of_measures(self.measures, reports, taken, is_tolerant)
+        fields = {name: value for given in by_measure.values() for name, value in given.items()}
+        own = {name: list(by_measure[name]) for name in self.measures if self._is_own(name)}
+        if own and (fields or result.number in settings.measured_in):
+            fields[OF_MEASURES] = own
+        return fields
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a measure is the user's own, which no table knows."""
+        return type(self.measures[name]).__module__.partition(".")[0] != "fedstill"
 
     def on_event(self, event: Event) -> None:
         """Remember the model's accuracies, and the last links of a chain."""
@@ -265,17 +278,18 @@ def warn_of_silence(chosen: Mapping[str, Measure], reports: RoundReports) -> Non
 
 def fields_of_measures(
     chosen: Mapping[str, Measure], reports: RoundReports, taken: Collection[str], is_tolerant: bool
-) -> Fields:
-    """What the measures make of the clients' reports.
+) -> dict[str, Fields]:
+    """What each measure makes of the clients' reports.
 
     taken: names of the round's other fields; no two measures may give the same one either.
     is_tolerant: whether a measure that fails is a warning.
     """
-    made: Fields = {}
+    made: dict[str, Fields] = {name: {} for name in chosen}
     for name, measure in chosen.items():
+        others = set().union(*made.values())
         try:
             numbers = measure.of_round(reports)
-            made |= journal_fields(measure.of_round, numbers, {*WHERE, *taken, *made})
+            made[name] = journal_fields(measure.of_round, numbers, {*WHERE, *taken, *others})
         except Exception as error:
             text = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
             if not is_tolerant:

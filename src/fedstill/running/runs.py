@@ -120,6 +120,23 @@ class Run:
         return RunNumbers([*numbers, *further], numbers.rounds, numbers.classes)
 
     @property
+    def own_metrics(self) -> list[str]:
+        """The metrics that measures of the user's own gave, without the seconds that they took."""
+        measures: set[str] = set()
+        fields: set[str] = set()
+        for event in self.rounds:
+            for measure, names in event.get("of_measures", {}).items():
+                measures.add(measure)
+                fields.update(names)
+        prefixes = tuple(f"{measure}/" for measure in measures)
+        times = {f"{measure}/seconds" for measure in measures}
+        return [
+            metric
+            for metric in self.numbers.summary
+            if metric in fields or (metric.startswith(prefixes) and metric not in times)
+        ]
+
+    @property
     def own_models(self) -> bool:
         """Whether its clients have models of their own, which were measured."""
         return any("personal_clients" in event for event in self.rounds)

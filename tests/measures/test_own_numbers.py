@@ -1,0 +1,120 @@
+"""The numbers of a user's measure are in the frame, trackers, tables and the page of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import toys
+from fedstill.report.comparison import Comparison
+from fedstill.report.page import page
+from fedstill.report.table_files import write_tables
+from fedstill.report.terminal import comparison_table
+from fedstill.running.frame import load_runs
+from fedstill.running.journal import read_journal
+from fedstill.running.result import Result
+from fedstill.running.runner import run
+
+MEASURE = '''
+from fedstill.core.registry import register
+from fedstill.measures.base import Measure
+
+
+@register("measure", "mine")
+class Mine(Measure):
+    """A number that the server sees, and one that clients report."""
+
+    gives = ("weight",)
+
+    def look(self, seen, context):
+        return {"deep": {"er": 12345.678 * seen.stage.round}, "text": "none"}
+
+    def at_client(self, seen):
+        return {"weight": 0.25}
+
+    def of_round(self, seen):
+        sent = [event["weight"] for event in seen.clients if "weight" in event]
+        return {"mean_weight": sum(sent) / len(sent)} if sent else {}
+'''
+
+NAMES = {"mine.py/deep/er", "mean_weight"}
+
+
+class Sent:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, Mapping[str, float]] = {}
+
+    def ready(self) -> None:
+        """Always."""
+
+    def begin(self, run: object, memo: object, last: int) -> int:
+        return last
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        self.rounds[round] = dict(numbers)
+
+    def end(self, how: str, summary: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sent]:
+    """Two methods, one of which has the measure, and what its tracker got."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "mine.py").write_text(MEASURE)
+    sent = Sent()
+    measure = (str(folder / "mine.py"),)
+    run(toys.toy(measure=measure), folder / "fedavg", toys.blobs(), track=sent)
+    run(toys.toy("fedntd", measure=()), folder / "fedntd", toys.blobs())
+    return folder, sent
+
+
+def test_trackers_and_the_frame_have_them(runs: tuple[Path, Sent]) -> None:
+    folder, sent = runs
+    assert {number for number, numbers in sent.rounds.items() if numbers.keys() >= NAMES} == {2, 3}
+    frame = load_runs(folder, metrics=["mine.py/deep/er", "mean_weight"])
+    of_rounds = frame[frame["stage"].isna() & frame["round"].notna()]
+    for number, numbers in sent.rounds.items():
+        rows = of_rounds[of_rounds["round"] == number]
+        values = dict(zip(rows["metric"], rows["value"], strict=True))
+        assert values == {name: numbers[name] for name in NAMES & numbers.keys()}
+
+
+def test_tables_have_a_column_for_each(runs: tuple[Path, Sent], tmp_path: Path) -> None:
+    folder, _ = runs
+    comparison = Comparison.of(folder)
+    row = comparison.table().set_index("group").loc["fedavg"]
+    assert row["mean_weight"] == 0.25
+    assert row["mine.py/deep/er"] == pytest.approx(3 * 12345.678)
+    assert "mine.py/text" not in row.index
+    assert "mine.py/seconds" not in row.index
+
+    write_tables(comparison.groups, tmp_path)
+    head, *_ = (tmp_path / "results.csv").read_text().splitlines()
+    assert all(f"{name} [latest] mean" in head for name in NAMES)
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(comparison_table(comparison.groups))
+    assert "37037" in capture.get()
+    assert "0.250" in capture.get()
+
+
+def test_the_page_draws_each_by_round(runs: tuple[Path, Sent]) -> None:
+    folder, _ = runs
+    text = page(Comparison.of(folder).groups)
+    assert 'id="own_measures"' in text
+    without = page(Comparison.of(folder / "fedntd").groups)
+    assert 'id="own_measures"' not in without
+
+
+def test_what_is_listed_of_measures_is_in_no_table_of_rounds(runs: tuple[Path, Sent]) -> None:
+    folder, _ = runs
+    result = Result.of(folder / "fedavg")
+    assert not [name for name in result.rounds().columns if name.startswith("of_measures")]
+    events = read_journal(folder / "fedntd/journal.jsonl")
+    assert not [event for event in events if "of_measures" in event]
