@@ -27,13 +27,19 @@ from fedstill.report.figures import (
     layout,
     measured,
     named,
-    over,
     over_seconds,
     plain,
     rounded,
 )
 from fedstill.report.sections import Report
-from fedstill.report.series import Phases, over_seeds, phases, seconds, trained
+from fedstill.report.series import (
+    Phases,
+    mean_over_seeds,
+    mean_seconds_elapsed,
+    mean_seconds_trained,
+    phases,
+    seconds_by_measure,
+)
 from fedstill.report.summary import NONE, three_digits
 from fedstill.running.groups import Group, spread
 from fedstill.running.runs import Run
@@ -64,14 +70,14 @@ def cost(report: Report) -> Section | None:
         return None
     style = report.style
     charts = [
-        Chart([seconds_by_phase(groups, style)], ABOUT_PHASES, "Seconds by phase"),
-        Chart([megabytes(groups, style)], ABOUT_BYTES, "Megabytes sent"),
+        Chart([phase_bars(groups, style)], ABOUT_PHASES, "Seconds by phase"),
+        Chart([megabyte_bars(groups, style)], ABOUT_BYTES, "Megabytes sent"),
     ]
     if measured(groups, "accuracy"):
-        by_seconds = Chart([over_seconds(groups, style)], ABOUT_TIMES, "Accuracy by seconds")
-        charts.insert(0, by_seconds)
-    if any(seconds(group) for group in groups):
-        by_measure = seconds_by_measure(groups, style)
+        by_seconds = over_seconds(groups, style, mean_seconds_elapsed, "seconds")
+        charts.insert(0, Chart([by_seconds], ABOUT_TIMES, "Accuracy by seconds"))
+    if any(seconds_by_measure(group) for group in groups):
+        by_measure = measure_bars(groups, style)
         charts.append(Chart([by_measure], ABOUT_MEASURES, "Seconds by measure"))
     return Section(
         "cost",
@@ -96,7 +102,7 @@ class BarPart:
     is_named: bool = False
 
 
-def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
+def phase_bars(groups: Sequence[Group], style: Style) -> Figure:
     """Seconds of a run by phase: one bar for each group, mean over seeds."""
     by_group = [[phases(run) for run in group.started] for group in groups]
 
@@ -116,7 +122,7 @@ def _mean_phase(of_runs: Sequence[Phases], phase: str) -> float:
     return fmean(getattr(of_run, phase) for of_run in of_runs)
 
 
-def megabytes(groups: Sequence[Group], style: Style) -> Figure:
+def megabyte_bars(groups: Sequence[Group], style: Style) -> Figure:
     """Megabytes of a run, up and down: two bars for each group, mean over seeds."""
     up = [_mean_megabytes(group, "bytes_up") for group in groups]
     down = [_mean_megabytes(group, "bytes_down") for group in groups]
@@ -166,11 +172,11 @@ def _bar_layout(groups: int, title: str, mode: str) -> go.Layout:
     )
 
 
-def seconds_by_measure(groups: Sequence[Group], style: Style) -> Figure:
+def measure_bars(groups: Sequence[Group], style: Style) -> Figure:
     """Seconds of a run that each measure took: a bar for each measure and group, mean over
     seeds.
     """
-    by_group = [seconds(group) for group in groups]
+    by_group = [seconds_by_measure(group) for group in groups]
     names = list(dict.fromkeys(name for by_measure in by_group for name in by_measure))
     traces = []
     for group, by_measure in zip(groups, by_group, strict=True):
@@ -221,7 +227,7 @@ def targets(report: Report) -> Section | None:
     if not groups:
         return None
     chart = Chart(
-        [over(groups, report.style, trained, "seconds of training")],
+        [over_seconds(groups, report.style, mean_seconds_trained, "seconds of training")],
         ABOUT_TIMES,
         "Accuracy by seconds of training",
     )
@@ -238,8 +244,8 @@ def targets(report: Report) -> Section | None:
 
 def _has_times(group: Group) -> bool:
     """Whether there is an accuracy after a round, and training took time that was recorded."""
-    accuracy = over_seeds(group, "accuracy")
-    return len(accuracy.rounds) > 1 and any(trained(group).mean)
+    accuracy = mean_over_seeds(group, "accuracy")
+    return len(accuracy) > 1 and any(mean_seconds_trained(group).values())
 
 
 def _goals(groups: Sequence[Group]) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedstill.report.series import Series, elapsed, over_seeds
+from fedstill.report.series import ByRound, Series, mean_over_seeds, over_seeds
 from fedstill.running.groups import Group, Spread
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
@@ -197,7 +197,7 @@ def faint(colour: str, alpha: float) -> str:
 
 def measured(groups: Sequence[Group], key: str) -> bool:
     """Whether any group has a number of that key in any round."""
-    return any(over_seeds(group, key).rounds for group in groups)
+    return any(run.curve(key) for group in groups for run in group.started)
 
 
 @dataclass(frozen=True)
@@ -261,26 +261,32 @@ def curves(
     return Figure(traces, layout(xaxis=across, yaxis=up, showlegend=has_legend))
 
 
-def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
-    """Accuracy over the seconds passed, both the mean over seeds at the end of each round."""
-    return over(groups, style, elapsed, "seconds")
-
-
-def over(
-    groups: Sequence[Group], style: Style, clock: Callable[[Group], Series], title: str
+def over_seconds(
+    groups: Sequence[Group], style: Style, clock: Callable[[Group], ByRound], title: str
 ) -> Figure:
     """Accuracy over the seconds of a clock, both the mean over seeds at the end of each round."""
     traces = []
     for group in groups:
-        accuracy = over_seeds(group, "accuracy")
-        times = clock(group)
-        seconds = dict(zip(times.rounds, times.mean, strict=True))
-        if accuracy.rounds:
-            trace = _Pen(group, style, PERCENT).mean([accuracy])
-            trace.x = [rounded(seconds[number]) for number in accuracy.rounds]
-            trace.customdata = accuracy.rounds
-            trace.hovertemplate = "%{y:.2%}, round %{customdata}"
-            traces.append(trace)
+        accuracy = mean_over_seeds(group, "accuracy")
+        seconds = clock(group)
+        if accuracy:
+            traces.append(
+                go.Scatter(
+                    mode=_mode(len(accuracy)),
+                    name=named(group),
+                    legendgroup=group.label,
+                    x=[rounded(seconds[number]) for number in accuracy],
+                    y=[rounded(mean) for mean in accuracy.values()],
+                    customdata=list(accuracy),
+                    hovertemplate="%{y:.2%}, round %{customdata}",
+                    line={
+                        "color": style.colour(group),
+                        "width": 2,
+                        "dash": style.dash(group),
+                    },
+                    marker={"size": 5, "color": style.colour(group)},
+                )
+            )
     across = {"title": {"text": title}, "rangemode": "tozero", "hoverformat": ".1f"}
     up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
     has_legend = len(groups) <= MOST_IN_LEGEND
@@ -313,11 +319,13 @@ class _Pen:
     def mean(self, parts: Sequence[Series]) -> go.Scatter:
         """The mean over seeds; its hover text has the standard deviation, too."""
         dash = self.style.dash(self.group)
-        points = sum(len(part.rounds) for part in parts)
+        mode = _mode(sum(len(part.rounds) for part in parts))
+        if mode == "lines" and _has_lone_point(parts):
+            mode = "lines+markers"
         return self._line(
             parts,
             name=named(self.group),
-            mode=_mode(points, parts),
+            mode=mode,
             line={"color": self.style.colour(self.group), "width": 2, "dash": dash},
         )
 
@@ -376,11 +384,11 @@ def _outline(series: Series) -> list[float]:
     return [*above, *reversed(below)]
 
 
-def _mode(points: int, parts: Sequence[Series]) -> str:
+def _mode(points: int) -> str:
     """How a line is drawn: a single point needs a marker, and many markers hide the line."""
     if points == 1:
         return "markers"
-    if points > MOST_WITH_MARKERS and not _has_lone_point(parts):
+    if points > MOST_WITH_MARKERS:
         return "lines"
     return "lines+markers"
 

@@ -31,7 +31,7 @@ from fedstill.report.figures import (
     y_values,
 )
 from fedstill.report.sections import Report
-from fedstill.report.series import over_seeds
+from fedstill.report.series import mean_over_seeds
 from fedstill.running.groups import Group
 
 
@@ -206,12 +206,10 @@ def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> go.
 
 def _at_last(group: Group, key: str) -> float | None:
     """A measure in the last round in which local models were measured."""
-    rounds = over_seeds(group, "in_local_accuracy").rounds
+    rounds = mean_over_seeds(group, "in_local_accuracy")
     if not rounds:
         return None
-    series = over_seeds(group, key)
-    means = dict(zip(series.rounds, series.mean, strict=True))
-    return means.get(rounds[-1])
+    return mean_over_seeds(group, key).get(max(rounds))
 
 
 # Within local training: local models from the one that they received to the one that they send

@@ -148,7 +148,7 @@ def leak_rows(groups: Sequence[Group]) -> list[AttackRow]:
     for group in groups:
         for target, side in SIDES.items():
             for method, attack in ATTACKS.items():
-                if over_seeds(group, f"leakage/{side}/{attack}/auc").rounds:
+                if measured([group], f"leakage/{side}/{attack}/auc"):
                     numbers = [_number(group, side, attack, number) for number in NUMBERS]
                     intervals = [_interval(group, side, attack, number) for number in NUMBERS]
                     rows.append(AttackRow(group, target, method, numbers, intervals))

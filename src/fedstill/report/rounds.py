@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -269,8 +271,9 @@ def class_map(
     rows = [[_percent(value) for value in row] for row in zip(*columns.values(), strict=True)]
     names = class_names(classes)
     traces = []
-    notes = []
+    text = absent
     if rows:
+        text = ""
         traces.append(
             go.Heatmap(
                 x=list(columns),
@@ -284,25 +287,30 @@ def class_map(
                 hovertemplate=f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
             )
         )
-    else:
+    return Figure(traces, _map_layout(len(names), unit, max(columns, default=0), text))
+
+
+@lru_cache
+def _map_layout(classes: int, unit: str, last: int, absent: str) -> go.Layout:
+    """The layout of maps with so many classes and so many rounds or hops, which share it.
+
+    absent: the text of a map without any column.
+    """
+    # hops are drawn side by side; a round takes the room up to the next one that was measured
+    ticks: Mapping[str, Any] = {"type": "category"}
+    if unit == "round":
+        ticks = whole_numbers(1 + last)
+    notes = []
+    if absent:
         notes.append(absent_note(absent))
-    across = {"title": {"text": unit}, "showgrid": False, "zeroline": False}
-    axes = layout(
-        height=height_of(len(names)),
+    return layout(
+        height=height_of(classes),
         showlegend=False,
         hovermode="closest",
-        xaxis={**across, **_ticks(columns, unit)},
+        xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False, **ticks},
         yaxis=class_axis("class"),
         annotations=notes,
     )
-    return Figure(traces, axes)
-
-
-def _ticks(columns: Mapping[int, object], unit: str) -> dict[str, object]:
-    """Hops are drawn side by side; a round takes the room up to the next one that was measured."""
-    if unit == "hop":
-        return {"type": "category"}
-    return whole_numbers(1 + max(columns, default=0))
 
 
 def _percent(value: float | None) -> float | None:

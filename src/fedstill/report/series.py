@@ -1,4 +1,6 @@
-"""Series: a measure by round, its mean and spread over the runs of a group."""
+"""What figures are drawn from: a measure by round over the runs of a group, the times of runs, and
+what measures saw.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,15 @@ from fedstill.running.groups import Group, Spread
 from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Run
 
+ByRound = Mapping[int, float]
+"""A number by round; round 0 is before training."""
+
+# A measure by round
+
 
 @dataclass(frozen=True)
 class Series:
-    """A measure at each round: (rounds,) numbers and as many spreads over seeds."""
+    """A measure at some rounds or hops: their numbers, and as many spreads over seeds."""
 
     rounds: list[int]
     values: list[Spread]
@@ -29,28 +36,28 @@ class Series:
     @property
     def mean(self) -> list[float]:
         """The means."""
-        return [v.mean for v in self.values]
+        return [value.mean for value in self.values]
+
+    @property
+    def mean_by_round(self) -> dict[int, float]:
+        """The means by round or hop."""
+        return dict(zip(self.rounds, self.mean, strict=True))
 
     @property
     def stretches(self) -> list[Series]:
         """The same in parts, in each of which numbers follow one another."""
-        starts = [i for i, (one, other) in enumerate(pairwise(self.rounds), 1) if other > one + 1]
-        parts = pairwise([0, *starts, len(self.rounds)])
-        return [Series(self.rounds[start:end], self.values[start:end]) for start, end in parts]
+        starts = [
+            index
+            for index, (number, following) in enumerate(pairwise(self.rounds), 1)
+            if following > number + 1
+        ]
+        ends = pairwise([0, *starts, len(self.rounds)])
+        return [Series(self.rounds[start:end], self.values[start:end]) for start, end in ends]
 
     @property
     def has_band(self) -> bool:
         """Whether any round was reached by more than one run."""
-        return any(v.runs > 1 for v in self.values)
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Where a run's seconds went."""
-
-    training: float
-    measuring: float
-    other: float
+        return any(value.runs > 1 for value in self.values)
 
 
 def over_seeds(group: Group, key: str) -> Series:
@@ -58,23 +65,28 @@ def over_seeds(group: Group, key: str) -> Series:
     return of_runs([run.curve(key) for run in group.started])
 
 
-def of_runs(curves: Sequence[Mapping[int, float]]) -> Series:
+def of_runs(curves: Sequence[ByRound]) -> Series:
     """Mean and spread of some runs' curves, each a number by round or hop."""
     rounds = sorted({number for curve in curves for number in curve})
+    if not rounds:
+        return Series([], [])
     values = np.array([[curve.get(number, np.nan) for number in rounds] for curve in curves])
-    return Series(rounds, _spreads(values) if rounds else [])
+    return Series(rounds, _spreads(values))
 
 
-def trained(group: Group) -> Series:
-    """Seconds that clients trained, from the start to the end of each round, summed over them; 0
-    for round 0.
-    """
-    return of_runs([_passed(run, "seconds_clients") for run in group.started])
+def _spreads(values: Values) -> list[Spread]:
+    """Mean and sample standard deviation of each column, (runs, columns); NaN is left out."""
+    runs = np.sum(~np.isnan(values), axis=0)
+    means = np.nansum(values, axis=0) / runs
+    squares = np.nansum((values - means) ** 2, axis=0)
+    deviations = np.sqrt(squares / np.maximum(1, runs - 1))
+    columns = zip(means.tolist(), deviations.tolist(), runs.tolist(), strict=True)
+    return [Spread(mean, deviation, count) for mean, deviation, count in columns]
 
 
-def elapsed(group: Group) -> Series:
-    """Seconds from the start to the end of each round; 0 for round 0."""
-    return of_runs([_passed(run, "seconds") for run in group.started])
+def mean_over_seeds(group: Group, key: str) -> dict[int, float]:
+    """The means of a measure by round."""
+    return over_seeds(group, key).mean_by_round
 
 
 def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
@@ -86,59 +98,91 @@ def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
         counts = np.sum(~np.isnan(rows), axis=0)
         sums = np.nansum(rows, axis=0)
         means[number] = [
-            total / count if count else None
-            for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
+            _ratio(total, count) for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
         ]
     return means
+
+
+def _ratio(total: float, count: int) -> float | None:
+    if not count:
+        return None
+    return total / count
+
+
+# The times of runs
+
+
+def mean_seconds_trained(group: Group) -> dict[int, float]:
+    """Seconds that clients trained, from the start to the end of each round, summed over them; 0
+    for round 0.
+    """
+    sums = [_sums_by_round(run, "seconds_clients") for run in group.started]
+    return of_runs(sums).mean_by_round
+
+
+def mean_seconds_elapsed(group: Group) -> dict[int, float]:
+    """Seconds from the start to the end of each round; 0 for round 0."""
+    sums = [_sums_by_round(run, "seconds") for run in group.started]
+    return of_runs(sums).mean_by_round
+
+
+def _sums_by_round(run: Run, metric: str) -> dict[int, float]:
+    """The sum of a metric over all rounds up to each of them; 0 for round 0."""
+    curve = run.curve(metric)
+    rounds = run.numbers.rounds
+    sums = accumulate(curve.get(number, 0.0) for number in rounds)
+    return {0: 0.0, **dict(zip(rounds, sums, strict=True))}
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where a run's seconds went."""
+
+    training: float
+    measuring: float
+    other: float
 
 
 def phases(run: Run) -> Phases:
     """A run's seconds by phase; clients that worked side by side share the time on the clock in
     proportion.
     """
-    busy = run.numbers.sum_over_clients("seconds")
-    wall = _total(run, "seconds_training")
+    at_clients = run.numbers.sum_over_clients("seconds")
+    on_the_clock = _total(run, "seconds_training")
     scale = 0.0
-    if busy > 0:
-        scale = min(1.0, wall / busy)
+    if at_clients > 0:
+        scale = min(1.0, on_the_clock / at_clients)
     training = scale * run.numbers.sum_over_clients("seconds_training")
     measuring = scale * run.numbers.sum_over_clients("seconds_measuring")
     measuring += _total(run, "seconds_measuring")
-    other = _total(run, "seconds") - training - measuring
-    return Phases(training, measuring, max(0.0, other))
+    remaining = _total(run, "seconds") - training - measuring
+    return Phases(training, measuring, max(0.0, remaining))
 
 
 def _total(run: Run, metric: str) -> float:
+    """The sum of a metric over rounds."""
     return sum(run.curve(metric).values())
 
 
-def _passed(run: Run, metric: str) -> dict[int, float]:
-    """What has passed of a metric by the end of each round."""
-    rounds = run.numbers.rounds
-    curve = run.curve(metric)
-    passed = accumulate([0.0, *(curve.get(number, 0.0) for number in rounds)])
-    return dict(zip([0, *rounds], passed, strict=True))
+def seconds_by_measure(group: Group) -> dict[str, float]:
+    """Seconds of a run by measure, mean over seeds; some are taken by clients."""
+    totals: dict[str, float] = {}
+    for run in group.started:
+        for event in run.measures:
+            seconds = float(event.get("seconds") or 0.0)
+            totals[event["measure"]] = totals.get(event["measure"], 0.0) + seconds
+        names = [PurePath(str(name)).name for name in run.settings.get("measure", ())]
+        for name, seconds in seconds_at_clients(run.clients, names).items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    return {name: total / len(group.started) for name, total in totals.items()}
 
 
-def _spreads(values: Values) -> list[Spread]:
-    """Mean and sample standard deviation of each column, (runs, columns); NaN is left out."""
-    runs = np.sum(~np.isnan(values), axis=0)
-    means = np.nansum(values, axis=0) / runs
-    squares = np.nansum((values - means) ** 2, axis=0)
-    stds = np.sqrt(squares / np.maximum(1, runs - 1))
-    return [
-        Spread(float(mean), float(std), int(count))
-        for mean, std, count in zip(means, stds, runs, strict=True)
-    ]
-
-
-# What measures wrote into journals, read with care: the last look of a measure, and the numbers of
-# all looks.
+# What measures wrote into journals, read with care: the last look of a measure, and all looks
 
 
 @dataclass(frozen=True)
 class Look:
-    """The last look of a measure in a group's first seed that has one."""
+    """What a measure saw in a round of a group's run."""
 
     group: Group
     run: Run
@@ -151,15 +195,15 @@ class Look:
 
 
 def last_looks(groups: Sequence[Group], measure: str) -> list[Look]:
-    """The last look of each group that has the measure."""
-    out = []
+    """The last look in the first run of each group that has the measure."""
+    found = []
     for group in groups:
         for run in group.started:
-            events = [e for e in run.measures if e["measure"] == measure]
+            events = [event for event in run.measures if event["measure"] == measure]
             if events:
-                out.append(Look(group, run, events[-1]))
+                found.append(Look(group, run, events[-1]))
                 break
-    return out
+    return found
 
 
 def looks(group: Group, measure: str) -> Iterator[Look]:
@@ -178,29 +222,16 @@ def reading(look: Look) -> Iterator[Event]:
     try:
         yield look.event
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        path, said = look.run.folder / JOURNAL, f"{type(error).__name__}: {error}"
+        path = look.run.folder / JOURNAL
+        problem = f"{type(error).__name__}: {error}"
         raise CorruptFile(
-            f"{path}: round {look.event['round']} of {look.event['measure']} is damaged: {said}"
+            f"{path}: round {look.event['round']} of {look.event['measure']} is damaged: {problem}"
         ) from error
-
-
-def seconds(group: Group) -> dict[str, float]:
-    """Seconds a run by measure, mean over seeds; some are taken by clients."""
-    total: dict[str, float] = {}
-    for run in group.started:
-        for event in run.measures:
-            total[event["measure"]] = total.get(event["measure"], 0.0) + float(
-                event.get("seconds") or 0.0
-            )
-        names = [PurePath(str(name)).name for name in run.settings.get("measure", ())]
-        for name, took in seconds_at_clients(run.clients, names).items():
-            total[name] = total.get(name, 0.0) + took
-    return {k: v / len(group.started) for k, v in total.items()}
 
 
 def matrix(value: Any, rows: int, columns: int) -> list[list[float]]:
     """Numbers in so many rows and columns; raises ValueError for anything else."""
-    numbers = [[float(v) for v in row] for row in value]
+    numbers = [[float(number) for number in row] for row in value]
     if len(numbers) != rows or any(len(row) != columns for row in numbers):
         raise ValueError(f"it must have {rows} × {columns} numbers")
     return numbers
