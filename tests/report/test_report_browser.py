@@ -100,6 +100,58 @@ def test_a_real_browser_draws_all_figures(
     assert requests(browser) == [page.as_uri()]
 
 
+BELOW_AXIS_TITLES = """
+const texts = [...document.querySelectorAll("p, h2, figcaption, table, summary, footer")];
+return [...document.querySelectorAll(".chart .xtitle")].map((title) => {
+  const own = title.getBoundingClientRect(), chart = title.closest(".chart");
+  const below = texts.filter((text) => !chart.contains(text) && text.offsetParent)
+    .map((text) => text.getBoundingClientRect())
+    .filter((box) => box.top > own.top && box.left < own.right && own.left < box.right);
+  return Math.min(...below.map((box) => box.top - own.bottom));
+});
+"""
+"""The pixels between each title of a horizontal axis and the next text below it."""
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_no_text_touches_the_title_of_an_axis(
+    browser: Any, finished: Path, tmp_path: Path, width: int
+) -> None:
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    opened(browser, write_page([finished], tmp_path / "report.html"))
+    gaps = browser.execute_script(BELOW_AXIS_TITLES)
+    assert len(gaps) > 5
+    assert min(gaps) >= 12
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_the_list_of_sections_stays_at_the_top_and_leads_to_each(
+    browser: Any, finished: Path, tmp_path: Path, width: int
+) -> None:
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    opened(browser, write_page([finished], tmp_path / "report.html"))
+    link = browser.find_element("css selector", 'nav a[href="#cost"]')
+    link.send_keys("\n")  # as from a keyboard
+    end = time.monotonic() + 10
+    while link.get_attribute("aria-current") != "true":
+        assert time.monotonic() < end, "the section that is shown is not marked"
+        time.sleep(0.1)
+    selectors = ["nav", "#cost h2", "nav a[aria-current]"]
+    bar, heading, current = (
+        browser.execute_script(
+            "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()", selector
+        )
+        for selector in selectors
+    )
+    assert bar["top"] == pytest.approx(0, abs=1)
+    assert bar["bottom"] <= heading["top"] < 300
+    assert current["left"] >= 0
+    assert current["right"] <= width
+    assert bar["height"] < 100
+
+
 def test_a_selector_shows_another_seed(browser: Any, finished: Path, tmp_path: Path) -> None:
     select = pytest.importorskip("selenium.webdriver.support.select")
     opened(browser, write_page([finished], tmp_path / "report.html"))
