@@ -98,7 +98,8 @@ def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
         counts = np.sum(~np.isnan(rows), axis=0)
         sums = np.nansum(rows, axis=0)
         means[number] = [
-            _ratio(total, count) for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
+            _ratio(total, count)
+            for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
         ]
     return means
 
