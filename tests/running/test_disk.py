@@ -101,7 +101,7 @@ def test_a_loss_of_power_may_take_any_of_the_new_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # it begins where all names are durable
-    monkeypatch.setattr(Checkpoints, "prune", lambda self, state: [])
+    monkeypatch.setattr(Checkpoints, "prune", lambda self, state, rounds: [])
     old, new = tmp_path / "old", tmp_path / "new"
     for folder, rounds in ((old, 2), (new, 3)):
         for round in range(1, rounds + 1):
