@@ -28,14 +28,8 @@ from fedstill.flower.loopback import LoopbackGrid
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
-from fedstill.metrics.classification import (
-    METRICS,
-    Predictions,
-    RunMetrics,
-    as_histograms,
-    auc_error,
-    joined,
-)
+from fedstill.metrics.classification import METRICS, Predictions, RunMetrics
+from fedstill.metrics.score_histograms import as_histograms, auc_error, joined
 from fedstill.running.evaluation import SiteTests
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare

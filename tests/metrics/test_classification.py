@@ -14,17 +14,19 @@ from torch import Tensor
 from fedstill.metrics.classification import (
     CALIBRATION_BINS,
     CONFUSION,
-    LARGEST_LOG_ODDS,
     METRICS,
     RECORDED,
     Predictions,
     RunMetrics,
-    as_histograms,
-    auc_error,
     best_round,
     better,
-    from_histograms,
     unknown_metric,
+)
+from fedstill.metrics.score_histograms import (
+    LARGEST_LOG_ODDS,
+    as_histograms,
+    auc_error,
+    from_histograms,
     wrong_histograms,
 )
 

@@ -15,14 +15,8 @@ from fedstill.core.extensions import ClientHook
 from fedstill.core.records import RULED_OUT, SERVER, Examples, Stage, Tensors, View, World
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import Outputs, correct_by_class, outputs_by_example
-from fedstill.metrics.classification import (
-    ACCURACY,
-    METRICS,
-    NO_METRICS,
-    Predictions,
-    RunMetrics,
-    as_histograms,
-)
+from fedstill.metrics.classification import ACCURACY, METRICS, NO_METRICS, Predictions, RunMetrics
+from fedstill.metrics.score_histograms import as_histograms
 from fedstill.models.contract import predictor
 
 

@@ -19,7 +19,7 @@ from fedstill.engines.at_client import AtClient
 from fedstill.engines.reply_cache import class_identity
 from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.methods.fit import FIT
-from fedstill.metrics.classification import HISTOGRAMS, wrong_histograms
+from fedstill.metrics.score_histograms import HISTOGRAMS, wrong_histograms
 
 NOT_A_MEASURES = TAKEN | ENGINE.keys()
 """Fields of a client's event that no measure gives."""

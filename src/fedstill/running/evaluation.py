@@ -29,16 +29,9 @@ from fedstill.engines.passes import (
     outputs_by_example,
 )
 from fedstill.metrics import class_accuracy
-from fedstill.metrics.classification import (
-    CONFUSION,
-    NO_METRICS,
-    Predictions,
-    RunMetrics,
-    auc_error,
-    from_histograms,
-    joined,
-)
+from fedstill.metrics.classification import CONFUSION, NO_METRICS, Predictions, RunMetrics
 from fedstill.metrics.local_models import personal_answers
+from fedstill.metrics.score_histograms import auc_error, from_histograms, joined
 from fedstill.metrics.values import Values
 from fedstill.running.preparation import Prepared
 

@@ -26,7 +26,7 @@ from fedstill.core.reports import (
     is_number,
     wrong_table,
 )
-from fedstill.metrics.classification import HISTOGRAMS, wrong_histograms
+from fedstill.metrics.score_histograms import HISTOGRAMS, wrong_histograms
 
 Event = dict[str, Any]
 """One line of a journal."""

@@ -32,10 +32,9 @@ from fedstill.metrics.classification import (
     METRICS,
     Predictions,
     RunMetrics,
-    from_histograms,
-    joined,
     larger_is_better,
 )
+from fedstill.metrics.score_histograms import from_histograms, joined
 
 log = logging.getLogger("fedstill.run")
 

@@ -1,0 +1,198 @@
+"""Predictions as counts and histograms of scores, which a real site sends in place of the scores.
+
+The server computes every metric from them, for each site and for all sites together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.core.reports import is_count
+from fedstill.metrics.classification import CALIBRATION_BINS, Predictions, Scores
+from fedstill.metrics.values import Values
+
+HISTOGRAMS = ("held_out_histograms", "site_scores")
+"""The fields of a client's report with histograms of scores, on what it holds out and on its test
+set.
+"""
+
+SCORE_BINS = 2000
+"""Bins of the log-odds of a class's probability, of equal width from -20 to 20."""
+
+LARGEST_LOG_ODDS = 20.0
+"""Log-odds beyond this, probabilities within 2e-9 of 0 or 1, are in the first or last bin."""
+
+CONFIDENCE_BINS = 100 * CALIBRATION_BINS
+"""Bins of equal width of the confidence: whole parts of those of the calibration error."""
+
+
+def as_histograms(predictions: Predictions) -> dict[str, Any]:
+    """Predictions as counts that a journal can hold: the confusion matrix, for each class a
+    histogram of its probability, and one of the confidence. A histogram lists the bins that are not
+    empty, and the positive and negative examples in each.
+    """
+    report: dict[str, Any] = {"confusion": predictions.confusion.tolist()}
+    if predictions.confidence is None:
+        return report
+    report["by_class"] = [
+        _histogram(scores, _score_bins(scores.scores)) for scores in predictions.by_class
+    ]
+    confidence = predictions.confidence
+    report["confidence"] = _histogram(confidence, _confidence_bins(confidence.scores))
+    return report
+
+
+def from_histograms(report: Mapping[str, Any], positive: int) -> Predictions:
+    """The predictions in counts: each example has the score of the middle of its bin.
+
+    An AUC from them differs from the exact one by at most half the share of pairs of a positive and
+    a negative example that are in the same bin (``auc_error``). A log loss differs by at most 0.01
+    if no log-odds is beyond 20, a Brier score by 0.005 a class, a calibration error by 1/3000.
+    """
+    confusion = np.array(report["confusion"], np.int64)
+    if "by_class" not in report:
+        return Predictions(confusion=confusion, positive=positive)
+    middles = _probabilities_of_bins()
+    by_class = [_scores(histogram, middles) for histogram in report["by_class"]]
+    confidences = (np.arange(CONFIDENCE_BINS) + 0.5) / CONFIDENCE_BINS
+    return Predictions(
+        confusion=confusion,
+        positive=positive,
+        by_class=by_class,
+        confidence=_scores(report["confidence"], confidences),
+    )
+
+
+def joined(each: Sequence[Predictions]) -> Predictions:
+    """The predictions on several test sets as those on one; at least one."""
+    first = each[0]
+    confusion = sum((one.confusion for one in each), np.zeros_like(first.confusion))
+    confidences = [one.confidence for one in each if one.confidence is not None]
+    if len(confidences) < len(each):
+        return Predictions(confusion=confusion, positive=first.positive)
+    by_class = [
+        _joined_scores([one.by_class[label] for one in each]) for label in range(first.classes)
+    ]
+    return Predictions(
+        confusion=confusion,
+        positive=first.positive,
+        by_class=by_class,
+        confidence=_joined_scores(confidences),
+    )
+
+
+def _joined_scores(each: Sequence[Scores]) -> Scores:
+    return Scores(
+        np.concatenate([one.is_positive for one in each]),
+        np.concatenate([one.scores for one in each]),
+        np.concatenate([one.weights for one in each]),
+    )
+
+
+def auc_error(predictions: Predictions) -> float | None:
+    """How far the AUC from histograms may be from the exact one: half the share of pairs of a
+    positive and a negative example with equal scores; the mean over the classes of the AUC.
+    """
+    if not predictions.by_class:
+        return None
+    each = [predictions.by_class[label] for label in predictions.averaged]
+    bounds = [_tied_pairs(scores) / 2 for scores in each if scores.has_two_classes]
+    return sum(bounds) / len(bounds) if bounds else None
+
+
+def _tied_pairs(scores: Scores) -> float:
+    """The share of pairs of a positive and a negative example that have equal scores."""
+    values, places = np.unique(scores.scores, return_inverse=True)
+    positives = np.bincount(places, scores.weights * scores.is_positive, len(values))
+    negatives = np.bincount(places, scores.weights * ~scores.is_positive, len(values))
+    return float(positives @ negatives / (positives.sum() * negatives.sum()))
+
+
+def _score_bins(probabilities: Values) -> NDArray[np.int64]:
+    from scipy.special import logit
+
+    width = 2 * LARGEST_LOG_ODDS / SCORE_BINS
+    bins: Values = np.floor((logit(probabilities) + LARGEST_LOG_ODDS) / width)
+    return np.clip(bins, 0, SCORE_BINS - 1).astype(np.int64)
+
+
+def _probabilities_of_bins() -> Values:
+    from scipy.special import expit
+
+    width = 2 * LARGEST_LOG_ODDS / SCORE_BINS
+    middles: Values = expit((np.arange(SCORE_BINS) + 0.5) * width - LARGEST_LOG_ODDS)
+    return middles
+
+
+def _confidence_bins(confidences: Values) -> NDArray[np.int64]:
+    edges = np.arange(1, CONFIDENCE_BINS) / CONFIDENCE_BINS
+    bins: NDArray[np.int64] = np.digitize(confidences, edges, right=True)
+    return bins
+
+
+def _histogram(scores: Scores, bins: NDArray[np.int64]) -> dict[str, list[int]]:
+    filled, places = np.unique(bins, return_inverse=True)
+    positives = np.bincount(places[scores.is_positive], minlength=len(filled))
+    negatives = np.bincount(places[~scores.is_positive], minlength=len(filled))
+    return {
+        "bins": filled.tolist(),
+        "positives": positives.tolist(),
+        "negatives": negatives.tolist(),
+    }
+
+
+def _scores(histogram: Mapping[str, Sequence[int]], middles: Values) -> Scores:
+    bins = np.array(histogram["bins"], np.int64)
+    counts = np.array([*histogram["positives"], *histogram["negatives"]], np.float64)
+    is_positive = np.repeat([True, False], len(bins))
+    return Scores(is_positive, np.tile(middles[bins], 2), counts)
+
+
+def wrong_histograms(report: Any, classes: int) -> str:
+    """Why a report cannot have come from ``as_histograms``; empty if it can.
+
+    classes: 0 if they are not known.
+    """
+    if not isinstance(report, Mapping):
+        return "it is no table"
+    confusion = report.get("confusion")
+    if not isinstance(confusion, list) or not _is_square(confusion, classes or len(confusion)):
+        return "its confusion matrix is malformed"
+    if report.keys() == {"confusion"}:
+        return ""
+    by_class = report.get("by_class")
+    if report.keys() != {"confusion", "by_class", "confidence"} or not isinstance(by_class, list):
+        return "it has other fields"
+    examples = int(np.sum(confusion))
+    histograms = [(histogram, SCORE_BINS) for histogram in by_class]
+    histograms.append((report["confidence"], CONFIDENCE_BINS))
+    are_wellformed = all(_is_histogram(table, bins, examples) for table, bins in histograms)
+    if len(by_class) != len(confusion) or not are_wellformed:
+        return "a histogram is malformed"
+    return ""
+
+
+def _is_square(matrix: list[Any], rows: int) -> bool:
+    return len(matrix) == rows and all(_are_counts(row) and len(row) == rows for row in matrix)
+
+
+def _is_histogram(histogram: Any, bins: int, examples: int) -> bool:
+    if not isinstance(histogram, Mapping):
+        return False
+    if histogram.keys() != {"bins", "positives", "negatives"}:
+        return False
+    if not all(map(_are_counts, histogram.values())):
+        return False
+    filled = histogram["bins"]
+    counts = [*histogram["positives"], *histogram["negatives"]]
+    if len(counts) != 2 * len(filled) or len(histogram["positives"]) != len(filled):
+        return False
+    return all(number < bins for number in filled) and sum(counts) == examples
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(is_count(value) for value in values)
