@@ -155,6 +155,40 @@ def test_sums_of_sites_give_the_bits_of_a_simulation_on_all_rows(place: Path) ->
     assert first["bytes_up"] == sum(e["bytes_up"] for e in [*sent, *trained[:CLIENTS]])
 
 
+def test_a_server_without_data_has_the_metrics_of_all_sites_together(place: Path) -> None:
+    every = [patients(client).assign(hospital=client) for client in range(CLIENTS)]
+    (place / "all").mkdir()
+    for split, rows in (("train", slice(30)), ("test", slice(30, None))):
+        pd.concat([own[rows] for own in every]).to_csv(place / "all" / f"{split}.csv", index=False)
+    metrics = ("auc", "recall", "log_loss", "confusion")
+    here = {"name": str(place / "all"), "standardise": "summed", **TABLE}
+    by_owner = {"kind": "column", "column": "hospital"}
+    whole = run(experiment(here, partition=by_owner, metrics=metrics), place / "simulated")
+
+    asked = experiment({"name": "none", "standardise": "summed", **TABLE}, {}, metrics=metrics)
+    sites = hospitals(place)
+    there = run(asked, place / "run", grid=grid(sites))
+    for event, exact in zip(there.history, whole.history, strict=True):
+        assert event["accuracy"] is None
+        assert event["confusion"] == exact["confusion"]
+        assert event["recall"] == exact["recall"]
+        assert event["log_loss"] == pytest.approx(exact["log_loss"], abs=0.01)
+        assert event["auc"] == pytest.approx(exact["auc"], abs=0.02)
+        counts = [np.array(matrix) for matrix in event["own_test_confusions"].values()]
+        assert np.sum(counts, axis=0).tolist() == event["confusion"]
+    assert there.summary["best_auc"] == max(event["auc"] for event in there.history)
+
+    def stop(event: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, place / "stopped", grid=grid(sites), on_round=stop)
+    again = resume(place / "stopped", grid=grid(sites))
+    names = ("auc", "own_test_auc", "own_test_log_loss_by_client")
+    for event, expected in zip(again.history, there.history, strict=True):
+        assert {name: event[name] for name in names} == {name: expected[name] for name in names}
+
+
 def test_a_run_that_goes_on_keeps_its_sums(place: Path) -> None:
     data, sites = {"name": "none", "standardise": "summed", **TABLE}, hospitals(place)
     run(experiment(data, {}), place / "whole", grid=grid(sites))
