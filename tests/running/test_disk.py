@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
@@ -305,3 +306,22 @@ def test_a_journal_that_fills_the_disk_costs_nothing_that_was_written(tmp_path: 
             run(CHAIN, tmp_path / str(limit), data=toys.blobs())
         resume(tmp_path / str(limit), data=toys.blobs())
         assert_same_bits(bits(tmp_path / str(limit)), whole)
+
+
+def test_a_slow_disk_before_round_1_takes_no_time_from_round_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round 0 is the census, and its checkpoint takes longer than round 1."""
+    save = Checkpoints.save
+
+    def slowly(self: Checkpoints, state: State, *arguments: Any, **further: Any) -> Any:
+        if state.round == 1 and state.stage == 0:
+            time.sleep(1)
+        return save(self, state, *arguments, **further)
+
+    monkeypatch.setattr(Checkpoints, "save", slowly)
+    plan = {"epochs": 1, "class_weights": "balanced_overall"}
+    result = run(toys.toy(plan=plan, rounds=1), tmp_path / "run", toys.blobs())
+    (event,) = result.history
+    assert event["seconds_training"] > 0
+    assert event["seconds_saving"] < 1

@@ -187,9 +187,11 @@ class RunRecorder:
         self.append_client_events(result, kept)
         measured = self._append_stage_events(result)
         self.save(result.after)
-        self._seconds_measuring += measured
-        self._seconds_saving += time.perf_counter() - began - measured
         stage = result.stage
+        # The times of a round do not contain those of the stages before round 1.
+        if stage.round > 0:
+            self._seconds_measuring += measured
+            self._seconds_saving += time.perf_counter() - began - measured
         self.progress.stage(stage.round, self.rounds, stage.index, self.stages)
         if self.progress.stop():
             raise Interrupted(str(self.journal.path.parent))
