@@ -10,6 +10,7 @@ import pytest
 
 from fedstill.config.experiment import load
 from fedstill.config.resolve import settle
+from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 
 
@@ -114,6 +115,17 @@ def test_the_key_of_another_table_is_named(text: str, said: str, tmp_path: Path)
 )
 def test_so_it_is_for_a_value_on_the_command_line(override: str, said: str, tmp_path: Path) -> None:
     assert said in problem("", tmp_path, override)
+
+
+@pytest.mark.parametrize("override", ["model.hiden=[3]", "plan=3", "plan.train=3", "stop=3"])
+def test_there_is_advice_where_no_other_key_is_likely(override: str) -> None:
+    with pytest.raises(WrongConfig) as caught:
+        settle(load(None, (override,)))
+    (found,) = caught.value.problems
+    assert found.key == override.partition("=")[0]
+    assert found.hint
+    assert found.hint == found.hint.strip()
+    assert "device" not in found.hint, "keys outside all tables are not those of this one"
 
 
 METHOD = """

@@ -203,7 +203,7 @@ def _not_a_table(name: str, value: Any) -> Problem:
         code=NOT_A_TABLE, key=name, reason=f"= {shown(value)} must be a table, [{name}]"
     )
     if name not in NAME_KEYS:
-        return problem
+        return replace(problem, hint=f"write its keys below [{name}]")
     text = "NAME"
     if isinstance(value, (int, float)):
         text = str(value)

@@ -260,8 +260,14 @@ def leaf_keys(values: Mapping[str, Any]) -> list[str]:
     >>> leaf_keys({"method": "fedntd", "plan": {"lr": 0.1}, "seed": 1})
     ['method.name', 'plan.lr', 'seed']
     """
-    leaves = flat(values)
-    return [f"{key}.{NAME_KEYS[key]}" if key in NAME_KEYS else key for key in leaves]
+    return [_with_name_key(key) for key in flat(values)]
+
+
+def _with_name_key(key: str) -> str:
+    """The dotted key that a key alone stands for: ``method.name`` for ``method``."""
+    if key in NAME_KEYS:
+        return f"{key}.{NAME_KEYS[key]}"
+    return key
 
 
 # Values that are set more than once.

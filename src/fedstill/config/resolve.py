@@ -307,12 +307,17 @@ and its value is wrong.
 
 def _with_advice(problem: Problem, experiment: Experiment) -> Problem:
     """A problem with the place of its key, and with what to do about an unknown key."""
+    problem = replace(problem, place=place_of(problem.key, experiment.origins))
     path = KeyPath.of(problem.key, experiment.tree)
-    # Unknown keys in the fields of a network are deeper. Their schema has given the advice.
-    is_in_table = path.key in path.values(experiment.tree)
-    if problem.code in (UNKNOWN_KEY, NOT_A_TABLE) and is_in_table:
-        problem = replace(problem, hint=UnknownKey(path, experiment, _accepts).advice)
-    return replace(problem, place=place_of(problem.key, experiment.origins))
+    if path.key not in path.values(experiment.tree):
+        return problem  # a key in the fields of a network, about which its schema has given advice
+    unknown = UnknownKey(path, experiment, _accepts)
+    if problem.code == UNKNOWN_KEY:
+        return replace(problem, hint=unknown.advice or problem.hint)
+    if problem.code == NOT_A_TABLE:
+        # A value in the place of a table may be meant for a key of the same name.
+        return replace(problem, hint=unknown.suggestion or problem.hint)
+    return problem
 
 
 def _accepts(experiment: Experiment, key: str) -> bool:

@@ -115,28 +115,34 @@ class UnknownKey:
 
     @property
     def advice(self) -> str:
-        """The end of the message about this key: a suggestion, or the keys to choose from."""
+        """What to do about this key: a suggestion, or the keys to choose from. Empty if the table
+        names no thing, so that its keys are unknown here.
+        """
+        return self.suggestion or self._choices()
+
+    @property
+    def suggestion(self) -> str:
+        """The key that was meant, or a change of the value's place; empty if none is likely."""
         return (
             # [privacy], but the package is not installed
             _advice_on_package(self.path.table or self.path.key)
             # method.beta, where the user's class has beta = 0.5 without a type
             or self._advice_on_type()
             # method.kind for method.name
-            or self._suggestion([self._name_key()])
+            or self._question([self._name_key()])
             # method.lr for plan.lr, learning_rate for plan.lr
-            or self._suggestion(self._keys_elsewhere(self.path.key))
+            or self._question(self._keys_elsewhere(self.path.key))
             # method.beta, which fedntd has, and not the named fedavg
             or self._advice_on_owners()
             # method.bta for method.beta
-            or self._suggestion(self._similar_in_table())
+            or self._question(self._similar_in_table())
             # data.batchsize for plan.batch
-            or self._suggestion(self._similar_elsewhere())
-            or self._choices()
+            or self._question(self._similar_elsewhere())
         )
 
     # Suggestions.
 
-    def _suggestion(self, candidates: Iterable[str]) -> str:
+    def _question(self, candidates: Iterable[str]) -> str:
         """The accepted ones among the candidates, as a question; empty if there is none."""
         accepted: list[str] = []
         for candidate in filter(None, candidates):
@@ -249,7 +255,9 @@ class UnknownKey:
         return f"{self._fields_in_words}; {advice}"
 
     def _choices(self) -> str:
-        """The advice to choose one of the keys that the table has."""
+        """The advice to choose one of the keys that the table has; empty if they are unknown."""
+        if self.path.table in NAMED and not self._named_thing:
+            return ""
         if not self._keys_in_table:
             return f"{self._fields_in_words}: leave it out"
         if self._named_thing:

@@ -333,7 +333,7 @@ class _Report:
         """The problem of a key, by the first of its errors."""
         problem = Problem(code=errors[0]["type"], key=f"{self.table}.{key}".removeprefix("."))
         if problem.code == UNKNOWN_KEY:
-            return replace(problem, hint=suggestion(key, keys_of(self.schema)))
+            return replace(problem, hint=self._other_key(key))
         if problem.code == MISSING_KEY:
             return replace(problem, hint=f"write {key} = ...")
 
@@ -354,6 +354,13 @@ class _Report:
             reason=f"= {value}: {message[0].lower()}{message[1:]}",
             hint=self._other_type(key),
         )
+
+    def _other_key(self, key: str) -> str:
+        """Advice to write another key of the table, or none."""
+        keys = keys_of(self.schema)
+        if not keys:
+            return "leave it out"
+        return suggestion(key, keys)
 
     def _simplest(self, key: str, errors: Sequence[ErrorDetails]) -> ErrorDetails:
         """The error to show. Where a key takes a table or a list, that is the one about the list,
