@@ -13,7 +13,7 @@ import toys
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile, DataError
 from fedstill.report.accuracy_matrix import (
-    definition_heads,
+    definition_head,
     definition_rows,
     how_they_differ,
     read_matrix,
@@ -57,7 +57,7 @@ def test_a_first_row_0_is_the_untrained_model(tmp_path: Path) -> None:
     assert matrix.initial is not None
     assert matrix.initial.tolist() == [10, 10, 10]
     assert matrix.percent.shape == (3, 3)
-    rows = {row[0]: row[1] for row in definition_rows([matrix])}
+    rows = {row.name: row.numbers[0] for row in definition_rows([matrix])}
     assert rows["forward_transfer"] == "22.50"
     given = read_matrix(written(tmp_path, "70,30,20\n80,60,35\n75,65,90\n"), initial=(10, 10, 10))
     assert definition_rows([given]) == definition_rows([matrix])
@@ -125,11 +125,11 @@ def test_several_files_side_by_side(tmp_path: Path) -> None:
         read_matrix(written(tmp_path, A)),
         read_matrix(written(tmp_path, "70\n80,40\n60,50,90\n", "b.csv")),
     ]
-    assert [head.rsplit("/", 1)[-1] for head in definition_heads(read)[1:3]] == [
+    assert [head.rsplit("/", 1)[-1] for head in definition_head(read)[3:]] == [
         "a.csv by task",
         "b.csv by task",
     ]
-    rows = {row[0]: row[1:3] for row in definition_rows(read)}
+    rows = {row.name: row.numbers for row in definition_rows(read)}
     assert rows["published.stsa"] == ["5.00", "10.00"]
     assert rows["worst_forgetting"] == ["5.00 (task 1)", "20.00 (task 1)"]
 
@@ -154,7 +154,7 @@ def test_a_run_with_tasks_is_a_matrix_too(
     assert matrix.own == (0, 0, 1, 1, 0)
     assert matrix.columns[0] == "class 0"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    numbers = {row[0]: row[1:3] for row in definition_rows([matrix])}
+    numbers = {row.name: row.numbers for row in definition_rows([matrix])}
     for name in ("final_accuracy", "average_forgetting", "learned", "kept"):
         assert numbers[name][0] == f"{100 * summary[name]:.2f}"
     assert call(["forgetting", str(tmp_path / "run"), str(written(tmp_path, A))]) == 0

@@ -292,11 +292,8 @@ def forgetting_command(
         if rows := accuracy_matrix.matrix_rows(matrix):
             screen.print(terminal.table([matrix.name, *matrix.columns], rows))
         screen.print()
-    heads, numbers = accuracy_matrix.definition_heads(read), len(accuracy_matrix.in_units(read))
-    rows = [
-        [row[0], *row[-2:], *row[1 : 1 + numbers]] for row in accuracy_matrix.definition_rows(read)
-    ]
-    screen.print(terminal.table([heads[0], *heads[-2:], *heads[1 : 1 + numbers]], rows, words=3))
+    rows = [row.cells for row in accuracy_matrix.definition_rows(read)]
+    screen.print(terminal.table(accuracy_matrix.definition_head(read), rows, words=3))
     for matrix in read:
         of = f" for {matrix.name}" if len(read) > 1 else ""
         terminal.tell(screen, f"\nBeside average_forgetting, Chaudhry's{of}:")

@@ -8,37 +8,28 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.metrics import tasks as over
+from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.published import TABLE, Definition
 from fedstill.metrics.tasks import by_task
 from fedstill.metrics.values import Values, values
 from fedstill.running.runs import Run, find
 
-# An accuracy matrix in a CSV file, by whomever: a row for each task's end, a column for each task
-# or class.
-
-
 Unit = Literal["percent", "share"]
-
-BLANKS = frozenset({"", "-", "–", "—", "nan", "none", "null", "na", "n/a"})
-"""What stands for a cell without accuracy, in any case of letters."""
-
-UNTRAINED = frozenset({"0", "untrained", "initial"})
-"""What the first cell of the untrained model's row may be."""
 
 
 @dataclass(frozen=True)
 class AccuracyMatrix:
-    """Accuracies in percent, (T, K), NaN for blanks; where columns are classes, ``own`` is the task
-    of each, from 0.
+    """Accuracies in percent, (T, K), NaN for blanks; a row for each task's end.
 
-    ``initial``: the untrained model's (K,). ``notes``: how the file was read, a sentence
-    each. ``joined``: the same by task, where it is known better than as the mean over classes.
+    ``own``: where columns are classes, the task of each, from 0; None where columns are tasks.
+    ``initial``: the untrained model's (K,). ``notes``: how the file was read, a sentence each.
+    ``joined``: the same by task, where it is known better than as the mean over classes.
     """
 
     name: str
@@ -52,34 +43,78 @@ class AccuracyMatrix:
     @property
     def tasks(self) -> AccuracyMatrix:
         """The same by task; itself where columns are tasks."""
-        if self.own is None or self.joined is not None:
-            return self.joined or self
-        joined = by_task(self.percent, self.own)
-        initial = None if self.initial is None else by_task([self.initial], self.own)[0]
-        names = tuple(f"task {t + 1}" for t in range(joined.shape[1]))
-        return AccuracyMatrix(self.name, joined, names, None, initial, self.notes)
+        if self.joined is not None:
+            return self.joined
+        if self.own is None:
+            return self
+        percent = by_task(self.percent, self.own)
+        initial = None
+        if self.initial is not None:
+            initial = by_task([self.initial], self.own)[0]
+        columns = _task_names(percent.shape[1])
+        return AccuracyMatrix(
+            name=self.name, percent=percent, columns=columns, initial=initial, notes=self.notes
+        )
+
+    @property
+    def column_tasks(self) -> NDArray[np.int64]:
+        """The task of each column, from 0: (K,)."""
+        if self.own is None:
+            return np.arange(len(self.columns), dtype=np.int64)
+        return np.array(self.own, dtype=np.int64)
 
 
-@dataclass(frozen=True)
+def _task_names(count: int) -> tuple[str, ...]:
+    return tuple(f"task {task + 1}" for task in range(count))
+
+
+# An accuracy matrix in a CSV file, by whomever: a row for each task's end, a column for each task
+# or class.
+
+
+BLANKS = frozenset({"", "-", "–", "—", "nan", "none", "null", "na", "n/a"})
+"""What stands for a cell without accuracy, in any case of letters."""
+
+UNTRAINED = frozenset({"0", "untrained", "initial"})
+"""What the first cell of the untrained model's row may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Cells:
-    """The body of a file: its cells, the line of each row, the first column's place, and the
-    columns' names.
+    """The body of a file.
+
+    ``rows``: its cells. ``lines``: the line of each row in the file. ``names``: those of the
+    columns, and ``labels`` those of the rows; empty where the file has none.
     """
 
     path: Path
     rows: list[list[str]]
     lines: list[int]
-    first: int = 0
     names: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """How many cells the longest row has."""
+        return max(map(len, self.rows), default=0)
+
+    def numbers(self) -> Values:
+        """All numbers, (rows, width), NaN for blanks; raises DataError for anything else."""
+        width = self.width
+        return np.array(
+            [[self.number(row, column) for column in range(width)] for row in range(len(self.rows))]
+        )
 
     def number(self, row: int, column: int) -> float:
         """The number in a cell, NaN for a blank; raises DataError with the cell's place for
         anything else.
         """
-        text = self.rows[row][column].strip() if column < len(self.rows[row]) else ""
+        cells = self.rows[row]
+        text = ""
+        if column < len(cells):
+            text = cells[column].strip()
         if text.lower() in BLANKS:
-            return float("nan")
+            return math.nan
         if not _is_number(text):
             raise DataError(
                 f"{self.place(row, column)}: {text!r} is no number; leave a cell empty that has "
@@ -89,7 +124,10 @@ class _Cells:
 
     def place(self, row: int, column: int) -> str:
         """Where a cell is, counted as an editor does."""
-        return f"{self.path}, line {self.lines[row]}, column {column + self.first + 1}"
+        number = column + 1
+        if self.labels:
+            number += 1
+        return f"{self.path}, line {self.lines[row]}, column {number}"
 
 
 def read_matrix(
@@ -103,58 +141,86 @@ def read_matrix(
     task of each, counted from 0 or from 1. Raises DataError with the cell's place for what is no
     accuracy, ConfigError for lists that do not fit.
     """
-    body = _named(_read_cells(path))
-    wide = max(map(len, body.rows), default=0)
-    numbers = np.array([[body.number(i, j) for j in range(wide)] for i in range(len(body.rows))])
-    if not numbers.size or np.isnan(numbers).all():
-        raise DataError(f"{path}: no number in it; a row is a task's end, a column a task")
-    for row in np.flatnonzero(np.isnan(numbers).all(axis=1))[:1]:
-        raise DataError(
-            f"{path}, line {body.lines[row]}: no number in this row; a row is a task's end"
-        )
-    largest = np.nanmax(numbers)
-    taken: Unit = unit or ("percent" if largest > 1 else "share")
-    _check_range(numbers, body, taken)
-    scale = 1.0 if taken == "percent" else 100.0
-    before = _initial(body, numbers, initial, path)
-    rows = numbers[1:] if before is not None and not initial else numbers
-    notes = (
-        [] if unit else [f"numbers are read as {'percentages' if taken == 'percent' else 'shares'}"]
-    )
-    matrix = AccuracyMatrix(str(path), scale * rows, _columns(body, wide, own))
-    matrix = replace(matrix, initial=None if before is None else scale * before)
-    return _told(_with_own(matrix, own), notes)
+    cells = _without_labels(_without_names(_read_cells(path)))
+    numbers = cells.numbers()
+    _check_filled(numbers, cells)
+    chosen_unit = unit or _likely_unit(numbers)
+    _check_range(numbers, cells, chosen_unit)
+    percent = numbers
+    if chosen_unit == "share":
+        percent = 100 * numbers
+
+    untrained = None
+    if initial:
+        untrained = _given_initial(cells, initial, chosen_unit)
+    elif _has_untrained_row(cells):
+        untrained = percent[0]
+        percent = percent[1:]
+
+    columns = _column_names(cells, is_by_class=bool(own))
+    matrix = AccuracyMatrix(str(path), percent, columns, initial=untrained)
+    if own:
+        matrix = _with_tasks_of_classes(matrix, own)
+    _check_rows(matrix)
+    notes = _notes(matrix)
+    if unit is None:
+        plural = {"percent": "percentages", "share": "shares"}[chosen_unit]
+        notes.insert(0, f"numbers are read as {plural}")
+    return replace(matrix, notes=tuple(notes))
 
 
 def _read_cells(path: Path) -> _Cells:
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text file"
-        raise DataError(f"{path}: cannot be read: {why}") from error
-    mark = next((m for m in "\t;" if m in text), ",")
-    reader = csv.reader(io.StringIO(text), delimiter=mark)
-    rows = [(row, reader.line_num) for row in reader if row]
-    return _Cells(path, [row for row, _ in rows], [line for _, line in rows])
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read: it is no text file") from error
+    reader = csv.reader(io.StringIO(text), delimiter=_delimiter(text))
+    rows = []
+    lines = []
+    for row in reader:
+        if row:
+            rows.append(row)
+            lines.append(reader.line_num)
+    return _Cells(path=path, rows=rows, lines=lines)
 
 
-def _named(cells: _Cells) -> _Cells:
-    """Without a first line of names and a first column of names or of numbers that count the
-    tasks.
+def _delimiter(text: str) -> str:
+    for mark in "\t;":
+        if mark in text:
+            return mark
+    return ","
+
+
+def _without_names(cells: _Cells) -> _Cells:
+    """The cells below a first line of names, if there is one."""
+    if len(cells.rows) < 2 or any(_is_number(cell.strip()) for cell in cells.rows[0]):
+        return cells
+    names = tuple(cell.strip() for cell in cells.rows[0])
+    return replace(cells, rows=cells.rows[1:], lines=cells.lines[1:], names=names)
+
+
+def _without_labels(cells: _Cells) -> _Cells:
+    """The cells beside a first column of names, or of numbers that count the tasks, if there is
+    one.
     """
-    rows, lines, names = cells.rows, cells.lines, tuple[str, ...]()
-    if rows and not any(_is_number(c.strip()) for c in rows[0]) and len(rows) > 1:
-        names, rows, lines = tuple(c.strip() for c in rows[0]), rows[1:], lines[1:]
-    side = [row[0].strip() if row else "" for row in rows]
-    texts = all(s.lower() not in BLANKS and not _is_number(s) for s in side[1:] or side[:1])
-    counted = (
-        any(side == [str(k + start) for k in range(len(side))] for start in (0, 1))
-        and len(side) > 1
-    )
-    wide = max(map(len, rows), default=0)
-    if wide > 1 and ((texts and len(side) > 1) or counted):
-        return _Cells(cells.path, [row[1:] for row in rows], lines, 1, names[1:], tuple(side))
-    return _Cells(cells.path, rows, lines, 0, names)
+    labels = [row[0].strip() for row in cells.rows]
+    if cells.width < 2 or len(labels) < 2 or not (_are_names(labels) or _count_tasks(labels)):
+        return cells
+    rows = [row[1:] for row in cells.rows]
+    return replace(cells, rows=rows, names=cells.names[1:], labels=tuple(labels))
+
+
+def _are_names(labels: Sequence[str]) -> bool:
+    """Whether all but the first, which may be that of an untrained model, are texts."""
+    return all(label.lower() not in BLANKS and not _is_number(label) for label in labels[1:])
+
+
+def _count_tasks(labels: Sequence[str]) -> bool:
+    """Whether they are the numbers from 0 or from 1 on."""
+    counts = [[str(start + row) for row in range(len(labels))] for start in (0, 1)]
+    return list(labels) in counts
 
 
 def _is_number(text: str) -> bool:
@@ -164,88 +230,115 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _check_range(numbers: Values, body: _Cells, unit: Unit) -> None:
-    top = 100 if unit == "percent" else 1
-    for row, column in np.argwhere((numbers < 0) | (numbers > top))[:1]:
+def _check_filled(numbers: Values, cells: _Cells) -> None:
+    """Raises DataError where no cell, or none of a row, has a number."""
+    blanks = np.isnan(numbers)
+    if blanks.all():
+        raise DataError(f"{cells.path}: no number in it; a row is a task's end, a column a task")
+    empty_rows = np.flatnonzero(blanks.all(axis=1))
+    if len(empty_rows):
+        line = cells.lines[empty_rows[0]]
+        raise DataError(f"{cells.path}, line {line}: no number in this row; a row is a task's end")
+
+
+def _likely_unit(numbers: Values) -> Unit:
+    if np.nanmax(numbers) > 1:
+        return "percent"
+    return "share"
+
+
+def _check_range(numbers: Values, cells: _Cells, unit: Unit) -> None:
+    """Raises DataError with the place of the first number that is no accuracy."""
+    largest = {"percent": 100, "share": 1}[unit]
+    outside = np.argwhere((numbers < 0) | (numbers > largest))
+    if len(outside):
+        row, column = outside[0]
         raise DataError(
-            f"{body.place(row, column)}: {numbers[row, column]:g} is outside [0, {top}], as {unit}"
+            f"{cells.place(row, column)}: {numbers[row, column]:g} is outside [0, {largest}], as "
+            f"{unit}"
         )
 
 
-def _initial(body: _Cells, numbers: Values, given: Sequence[float], path: Path) -> Values | None:
-    if given and len(given) != numbers.shape[1]:
+def _has_untrained_row(cells: _Cells) -> bool:
+    return bool(cells.labels) and cells.labels[0].lower() in UNTRAINED
+
+
+def _given_initial(cells: _Cells, initial: Sequence[float], unit: Unit) -> Values:
+    """The untrained model's accuracies from the command line, in percent."""
+    if len(initial) != cells.width:
         raise ConfigError(
-            f"--initial has {len(given)} numbers, and {path} has {numbers.shape[1]} columns"
+            f"--initial has {len(initial)} numbers, and {cells.path} has {cells.width} columns"
         )
-    if body.labels and body.labels[0].lower() in UNTRAINED:
-        if given:
-            raise ConfigError(
-                f"{path} has the untrained model in its first row; leave --initial out"
-            )
-        if len(numbers) == 1:
-            raise DataError(f"{path}: only the untrained model is in it; a row is a task's end")
-        return np.array(numbers[0])
-    return np.array(given, dtype=np.float64) if given else None
+    if _has_untrained_row(cells):
+        raise ConfigError(
+            f"{cells.path} has the untrained model in its first row; leave --initial out"
+        )
+    scale = {"percent": 1.0, "share": 100.0}[unit]
+    return scale * np.array(initial, dtype=np.float64)
 
 
-def _columns(body: _Cells, wide: int, own: Sequence[int]) -> tuple[str, ...]:
-    what = "class" if own else "task"
-    start = 0 if own else 1
-    return tuple(
-        body.names[j] if j < len(body.names) and body.names[j] else f"{what} {j + start}"
-        for j in range(wide)
-    )
+def _column_names(cells: _Cells, *, is_by_class: bool) -> tuple[str, ...]:
+    """The names of the columns in the file; of one without a name, its number."""
+    numbered = [f"task {column + 1}" for column in range(cells.width)]
+    if is_by_class:
+        numbered = [f"class {column}" for column in range(cells.width)]
+    names = cells.names[: cells.width]
+    unnamed = [""] * (cells.width - len(names))
+    return tuple(name or number for name, number in zip([*names, *unnamed], numbered, strict=True))
 
 
-def _with_own(matrix: AccuracyMatrix, own: Sequence[int]) -> AccuracyMatrix:
-    rows, columns = matrix.percent.shape
-    if own:
-        start = min(own)
-        if (
-            len(own) != columns
-            or start not in (0, 1)
-            or set(own) != set(range(start, max(own) + 1))
-        ):
-            raise ConfigError(
-                f"--class-tasks {','.join(map(str, own))}: give the task of each of the {columns} "
-                "columns of "
-                f"{matrix.name}, counted from 0 or from 1, none left out"
-            )
-        matrix = replace(matrix, own=tuple(t - start for t in own))
-    tasks = columns if matrix.own is None else max(matrix.own) + 1
+def _with_tasks_of_classes(matrix: AccuracyMatrix, own: Sequence[int]) -> AccuracyMatrix:
+    first = min(own)
+    are_complete = set(own) == set(range(first, max(own) + 1))
+    if len(own) != len(matrix.columns) or first not in (0, 1) or not are_complete:
+        raise ConfigError(
+            f"--class-tasks {','.join(map(str, own))}: give the task of each of the "
+            f"{len(matrix.columns)} columns of {matrix.name}, counted from 0 or from 1, none left "
+            "out"
+        )
+    return replace(matrix, own=tuple(task - first for task in own))
+
+
+def _check_rows(matrix: AccuracyMatrix) -> None:
+    """Raises DataError for more rows than tasks."""
+    rows = len(matrix.percent)
+    tasks = int(matrix.column_tasks.max()) + 1
     if rows > tasks:
         raise DataError(
             f"{matrix.name}: {rows} rows for {tasks} tasks; a row is a task's end, a column a "
-            "task. Say --class-tasks "
-            "if columns are classes; begin an untrained model's row with 0, and the others with 1, "
-            "2, ..."
+            "task. Say --class-tasks if columns are classes; begin an untrained model's row with "
+            "0, and the others with 1, 2, ..."
         )
-    return matrix
 
 
-def _told(matrix: AccuracyMatrix, notes: list[str]) -> AccuracyMatrix:
-    rows, tasks = len(matrix.percent), matrix.tasks.percent.shape[1]
+def _notes(matrix: AccuracyMatrix) -> list[str]:
+    """What is remarkable about the cells, as sentences."""
+    notes = []
+    rows = len(matrix.percent)
+    tasks = int(matrix.column_tasks.max()) + 1
     if rows < tasks:
         notes.append(
             f"{rows} rows for {tasks} tasks: those after task {rows} have not come, and are left "
-            "out. "
-            "If columns are classes, say --class-tasks"
+            "out. If columns are classes, say --class-tasks"
         )
-    own = np.arange(matrix.percent.shape[1]) if matrix.own is None else np.array(matrix.own)
-    later = matrix.percent[own[None] > np.arange(rows)[:, None]]
+    has_come = matrix.column_tasks[None] <= np.arange(rows)[:, None]
+    later = matrix.percent[~has_come]
     if later.size and not later.any():
         notes.append(
             "zeros of tasks to come count as accuracies; leave those cells empty if they were not "
             "measured"
         )
-    gaps = np.argwhere(np.isnan(matrix.percent) & (own[None] <= np.arange(rows)[:, None]))
-    for row, column in gaps[:1]:
-        more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
+    gaps = np.argwhere(np.isnan(matrix.percent) & has_come)
+    if len(gaps):
+        row, column = gaps[0]
+        more = ""
+        if len(gaps) > 1:
+            more = f", and {len(gaps) - 1} more"
         notes.append(
             f"no accuracy after task {row + 1} in {matrix.columns[column]}{more}: left out of "
             "every mean"
         )
-    return replace(matrix, notes=tuple(notes))
+    return notes
 
 
 # The accuracy matrices of runs with tasks: of a run, or of all runs in a folder.
@@ -261,39 +354,54 @@ def run_matrices(directory: Path) -> list[AccuracyMatrix]:
     if not runs:
         raise ConfigError(
             f"{directory}: no run in it has ended a task; give a run with [stream], or a CSV file "
-            "with a row for each "
-            "task's end"
+            "with a row for each task's end"
         )
-    return [_matrix(run, str(run.named)) for run in runs]
+    return [_matrix(run) for run in runs]
 
 
-def _matrix(run: Run, name: str) -> AccuracyMatrix:
-    ends = [end for end in run.task_ends if end["task"]]
-    before = run.task_ends[0] if not run.task_ends[0]["task"] else None
-    by_task = 100 * values([e["row"] for e in ends], 2, "rows of task ends")
-    initial = (
-        None if before is None else 100 * values(before["row"], 1, "the untrained model's row")
-    )
-    columns = tuple(f"task {t + 1}" for t in range(by_task.shape[1]))
-    tasks = AccuracyMatrix(name, by_task, columns, initial=initial)
-    told: Sequence[Sequence[int]] = run.start["stream"]["classes"]
-    if len(ends[0].get("totals", ())) != 1 or len({tuple(own) for own in told}) < len(told):
+def _matrix(run: Run) -> AccuracyMatrix:
+    """The matrix by class, joined with that by task; or that by task alone."""
+    tasks = _task_matrix(run)
+    classes: Sequence[Sequence[int]] = run.start["stream"]["classes"]
+    ends = _ends(run)
+    has_one_test_set = len(ends[0].get("totals", ())) == 1
+    distinct = {tuple(of_task) for of_task in classes}
+    if not has_one_test_set or len(distinct) < len(classes):
         return tasks
-    own = {c: t for t, classes in enumerate(told) for c in classes}
+    task_of_class = {c: task for task, of_task in enumerate(classes) for c in of_task}
+    initial = None
+    if not run.task_ends[0]["task"]:
+        initial = _class_accuracy(run.task_ends[0])
     return AccuracyMatrix(
-        name,
-        np.array([_of_classes(e) for e in ends]),
-        tuple(run.classes),
-        tuple(own[c] for c in range(len(run.classes))),
-        None if before is None else _of_classes(before),
+        name=tasks.name,
+        percent=np.array([_class_accuracy(end) for end in ends]),
+        columns=tuple(run.classes),
+        own=tuple(task_of_class[c] for c in range(len(run.classes))),
+        initial=initial,
         joined=tasks,
     )
 
 
-def _of_classes(end: dict[str, list[list[float]]]) -> Values:
+def _task_matrix(run: Run) -> AccuracyMatrix:
+    percent = 100 * values([end["row"] for end in _ends(run)], 2, "rows of task ends")
+    initial = None
+    if not run.task_ends[0]["task"]:
+        initial = 100 * values(run.task_ends[0]["row"], 1, "the untrained model's row")
+    columns = _task_names(percent.shape[1])
+    return AccuracyMatrix(str(run.named), percent, columns, initial=initial)
+
+
+def _ends(run: Run) -> list[dict[str, Any]]:
+    """The events of the ends of tasks; the untrained model's is none."""
+    return [end for end in run.task_ends if end["task"]]
+
+
+def _class_accuracy(end: dict[str, Any]) -> Values:
     """The accuracy of each class at a task's end (C,), in percent; NaN without test examples."""
-    right, totals = (np.array(end[k][0], dtype=np.float64) for k in ("correct", "totals"))
-    return 100 * np.divide(right, totals, out=np.full_like(right, np.nan), where=totals > 0)
+    correct = np.array(end["correct"][0], dtype=np.float64)
+    totals = np.array(end["totals"][0], dtype=np.float64)
+    unknown = np.full_like(correct, np.nan)
+    return 100 * np.divide(correct, totals, out=unknown, where=totals > 0)
 
 
 # The table of what people call forgetting over time, for one matrix or several, and in which way
@@ -302,57 +410,133 @@ def _of_classes(end: dict[str, list[list[float]]]) -> Values:
 
 DIGITS = 2
 CHAUDHRY = next(d for d in TABLE if d.name == "average_forgetting")
+FORWARD_PLACE = 5
+"""The row of forward transfer, which needs the untrained model and so is no ``Definition``."""
 SHOWN_ROWS = 30
 """Of a matrix with more rows or columns, none is printed."""
+UNKNOWN = "–"
 
 
-def definition_rows(matrices: Sequence[AccuracyMatrix]) -> list[list[str]]:
-    """A row for each definition: its name, its number for each matrix and unit, its formula in
-    words, its source.
+@dataclass(frozen=True)
+class MatrixColumn:
+    """A column of the table: a matrix by task, or by class."""
+
+    matrix: AccuracyMatrix
+    is_by_class: bool
+
+    @property
+    def shown(self) -> AccuracyMatrix:
+        """The matrix whose numbers stand in the column."""
+        if self.is_by_class:
+            return self.matrix
+        return self.matrix.tasks
+
+    @property
+    def unit(self) -> str:
+        """What the numbers are means over."""
+        if self.is_by_class:
+            return "by class"
+        return "by task"
+
+    def number(self, definition: Definition) -> str:
+        """The cell of a definition."""
+        if self.is_by_class and not definition.by_class:
+            return UNKNOWN
+        matrix = self.shown
+        value = definition.of(matrix.percent, matrix.own)
+        if definition.name == "kept":
+            return _plain(100 * value)
+        if definition.name == "worst_forgetting":
+            return f"{_plain(value)}{_worst_column(matrix)}"
+        return _plain(value)
+
+    @property
+    def forward_transfer(self) -> str:
+        """The cell of forward transfer."""
+        matrix = self.shown
+        if matrix.initial is None:
+            return UNKNOWN
+        value = task_metrics.forward_transfer(matrix.percent, matrix.initial, matrix.own)
+        return _plain(value)
+
+
+def matrix_columns(matrices: Sequence[AccuracyMatrix]) -> list[MatrixColumn]:
+    """Each matrix by task, and by class where its columns are classes."""
+    columns = []
+    for matrix in matrices:
+        columns.append(MatrixColumn(matrix, is_by_class=False))
+        if matrix.own is not None:
+            columns.append(MatrixColumn(matrix, is_by_class=True))
+    return columns
+
+
+@dataclass(frozen=True)
+class DefinitionRow:
+    """A line of the table: a number's name, its formula in words, its source, and its value in each
+    of the ``matrix_columns``.
     """
-    rows = [
-        [d.name, *(_number(d, m, by_class) for m, by_class in in_units(matrices)), d.says, d.source]
-        for d in TABLE
-    ]
-    forward = [_forward(m, by_class) for m, by_class in in_units(matrices)]
-    says = "row before a task's own - untrained model; tasks after the first"
-    rows.insert(5, ["forward_transfer", *forward, says, "Lopez-Paz & Ranzato 2017, FWT"])
+
+    name: str
+    formula: str
+    source: str
+    numbers: Sequence[str]
+
+    @property
+    def cells(self) -> list[str]:
+        """The line below ``definition_head``."""
+        return [self.name, self.formula, self.source, *self.numbers]
+
+
+def definition_head(matrices: Sequence[AccuracyMatrix]) -> list[str]:
+    """The head of the table of definitions."""
+    columns = matrix_columns(matrices)
+    heads = [column.unit for column in columns]
+    if len(matrices) > 1:
+        heads = [f"{column.matrix.name} {column.unit}" for column in columns]
+    return ["number [%]", "formula in words", "source", *heads]
+
+
+def definition_rows(matrices: Sequence[AccuracyMatrix]) -> list[DefinitionRow]:
+    """A line for each definition."""
+    columns = matrix_columns(matrices)
+    rows = []
+    for definition in TABLE:
+        numbers = [column.number(definition) for column in columns]
+        rows.append(DefinitionRow(definition.name, definition.says, definition.source, numbers))
+    forward = DefinitionRow(
+        "forward_transfer",
+        "row before a task's own - untrained model; tasks after the first",
+        "Lopez-Paz & Ranzato 2017, FWT",
+        [column.forward_transfer for column in columns],
+    )
+    rows.insert(FORWARD_PLACE, forward)
     return rows
-
-
-def definition_heads(matrices: Sequence[AccuracyMatrix]) -> list[str]:
-    """The heads of those columns."""
-    several = len(matrices) > 1
-    units = ["by class" if by_class else "by task" for _, by_class in in_units(matrices)]
-    named = [f"{m.name} {unit}" for (m, _), unit in zip(in_units(matrices), units, strict=True)]
-    return ["number [%]", *(named if several else units), "formula in words", "source"]
-
-
-def in_units(matrices: Sequence[AccuracyMatrix]) -> list[tuple[AccuracyMatrix, bool]]:
-    """Each matrix by task, and by class where its columns are classes; the second says which."""
-    return [
-        (m, by_class)
-        for m in matrices
-        for by_class in ([False, True] if m.own is not None else [False])
-    ]
 
 
 def how_they_differ(matrix: AccuracyMatrix) -> Iterator[str]:
     """How each other definition of forgetting differs from Chaudhry's on this matrix, by task: a
     line each.
     """
-    usual = CHAUDHRY.of(matrix.tasks.percent, None)
+    percent = matrix.tasks.percent
+    usual = CHAUDHRY.of(percent, None)
+    if math.isnan(usual):
+        return
     for definition in TABLE:
-        value = definition.of(matrix.tasks.percent, None) if definition.differs else math.nan
-        if math.isnan(value) or math.isnan(usual):
-            continue
-        away = round(value - usual, DIGITS)
-        how = (
-            f"{abs(away):.{DIGITS}f} {'above' if away > 0 else 'below'} it"
-            if away
-            else "the same here"
-        )
-        yield f"{definition.name}: {_plain(value)}, {how}; {definition.differs}"
+        if definition.differs:
+            value = definition.of(percent, None)
+            if not math.isnan(value):
+                distance = _distance(value - usual)
+                yield f"{definition.name}: {_plain(value)}, {distance}; {definition.differs}"
+
+
+def _distance(difference: float) -> str:
+    """How far a number is from the usual one."""
+    shown = round(difference, DIGITS)
+    if shown > 0:
+        return f"{shown:.{DIGITS}f} above it"
+    if shown < 0:
+        return f"{-shown:.{DIGITS}f} below it"
+    return "the same here"
 
 
 def matrix_rows(matrix: AccuracyMatrix) -> list[list[str]]:
@@ -361,37 +545,26 @@ def matrix_rows(matrix: AccuracyMatrix) -> list[list[str]]:
     """
     if max(matrix.percent.shape) > SHOWN_ROWS:
         return []
-    untrained = [] if matrix.initial is None else [["untrained", *map(_plain, matrix.initial)]]
-    return untrained + [
-        [f"after task {t + 1}", *map(_plain, row)] for t, row in enumerate(matrix.percent)
-    ]
+    rows = []
+    if matrix.initial is not None:
+        rows.append(["untrained", *map(_plain, matrix.initial)])
+    for task, row in enumerate(matrix.percent, 1):
+        rows.append([f"after task {task}", *map(_plain, row)])
+    return rows
 
 
-def _number(definition: Definition, matrix: AccuracyMatrix, by_class: bool) -> str:
-    if by_class and not definition.by_class:
-        return "–"
-    shown = matrix if by_class else matrix.tasks
-    value = definition.of(shown.percent, shown.own)
-    if definition.name == "worst_forgetting":
-        column = over.worst_forgetting(shown.percent, shown.own)[1]
-        return _plain(value) if column is None else f"{_plain(value)} ({_at(shown, column)})"
-    return _plain(100 * value if definition.name == "kept" else value)
-
-
-def _at(matrix: AccuracyMatrix, column: int) -> str:
-    """The name of a column among those whose task has come."""
-    own = np.arange(len(matrix.columns)) if matrix.own is None else np.array(matrix.own)
-    return matrix.columns[int(np.flatnonzero(own < len(matrix.percent))[column])]
-
-
-def _forward(matrix: AccuracyMatrix, by_class: bool) -> str:
-    shown = matrix if by_class else matrix.tasks
-    return (
-        "–"
-        if shown.initial is None
-        else _plain(over.forward_transfer(shown.percent, shown.initial, shown.own))
-    )
+def _worst_column(matrix: AccuracyMatrix) -> str:
+    """The name of the column with the worst forgetting, in brackets; empty without any."""
+    worst = task_metrics.worst_forgetting(matrix.percent, matrix.own)[1]
+    if worst is None:
+        return ""
+    # it is counted among the columns whose task has come
+    has_come = np.flatnonzero(matrix.column_tasks < len(matrix.percent))
+    return f" ({matrix.columns[int(has_come[worst])]})"
 
 
 def _plain(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value + 0.0:.{DIGITS}f}"
+    if math.isnan(value):
+        return UNKNOWN
+    # no minus before a zero
+    return f"{value + 0.0:.{DIGITS}f}"
