@@ -26,7 +26,6 @@ from fedstill.report.page import write_page
 from fedstill.report.progress import followed_runs
 from fedstill.report.summary import COLUMNS, Column, own_columns
 from fedstill.report.table_files import write_tables
-from fedstill.report.terminal import PlainTable
 from fedstill.running.archive import restored
 from fedstill.running.compare import Outcome, carry_out_runs, jobs_that_fit
 from fedstill.running.directory import claimed
@@ -89,20 +88,18 @@ class Comparison:
         """One row for each run: its group, seed and directory, whether it is finished, rounds done,
         and its numbers.
         """
-        return data_frame(
-            [
-                {
+        rows = []
+        for group in self.groups:
+            for run in group.runs:
+                about = {
                     "group": group.label,
                     "seed": run.seed,
                     "directory": str(run.folder),
                     "finished": run.finished,
                     "rounds": len(run.rounds),
-                    **run.numbers.summary,
                 }
-                for group in self.groups
-                for run in group.runs
-            ]
-        )
+                rows.append({**about, **run.numbers.summary})
+        return data_frame(rows)
 
     def __repr__(self) -> str:
         if not self.groups:
@@ -117,60 +114,56 @@ class Comparison:
         """The comparison in a notebook: its table, and what each class has lost."""
         if not self.groups:
             return notebook("no runs", {})
-        runs = sum(len(g.runs) for g in self.groups)
-        tables = [_as_html(terminal.comparison_table(self.groups)), self._by_class()]
-        return notebook(f"{runs} runs", {}, *(t for t in tables if t))
+        runs = sum(len(group.runs) for group in self.groups)
+        table = terminal.comparison_table(self.groups)
+        tables = [notebook_table(list(table.head), [list(row) for row in table.rows])]
+        tables += self._forgetting_by_class()
+        return notebook(f"{runs} runs", {}, *tables)
 
-    def _by_class(self) -> str:
-        """Forgetting by class, a row for each group, the mean over its seeds; empty if it was not
-        measured.
-        """
-        classes = next((g.classes for g in self.groups if g.classes), [])
-        lost = {g.label: _lost(g) for g in self.groups if g.classes == classes}
-        lost = {
-            label: each for label, each in lost.items() if len(each) and not np.isnan(each).all()
-        }
+    def _forgetting_by_class(self) -> list[str]:
+        """A table of forgetting by class, a row for each group; none if it was not measured."""
+        classes = next((group.classes for group in self.groups if group.classes), [])
+        lost = {}
+        for group in self.groups:
+            losses = _mean_loss_by_class(group)
+            if group.classes == classes and losses and not np.isnan(losses).all():
+                lost[group.label] = losses
         if not lost:
-            return ""
-        chosen = most_forgotten(
-            [max(each[c] for each in lost.values()) for c in range(len(classes))]
-        )
+            return []
+
+        largest = [max(losses) for losses in zip(*lost.values(), strict=True)]
+        chosen = most_forgotten(largest)
         rows: list[list[str | Shade]] = [
-            [label, *(shaded(each[c]) for c in chosen)] for label, each in lost.items()
+            [label, *(shaded(losses[c]) for c in chosen)] for label, losses in lost.items()
         ]
-        some = note_on_classes(chosen, classes)
-        note = (
-            f"{some + '; ' if some else ''}accuracy in the best earlier round less that in the "
-            "last, mean over seeds"
-        )
-        return notebook_table(["forgotten, by class", *(classes[c] for c in chosen)], rows, note)
+        notes = [
+            note_on_classes(chosen, classes),
+            "accuracy in the best earlier round less that in the last, mean over seeds",
+        ]
+        head = ["forgotten, by class", *(classes[c] for c in chosen)]
+        return [notebook_table(head, rows, "; ".join(filter(None, notes)))]
 
 
-def _lost(group: Group) -> list[float]:
-    """What each class lost, the mean over the group's seeds."""
-    each = [lost_by_class(run.rounds) for run in group.started]
-    means: list[float] = np.mean(each, axis=0).tolist() if each else []
+def _mean_loss_by_class(group: Group) -> list[float]:
+    """What each class lost, the mean over the group's seeds; empty without a round."""
+    losses = [lost_by_class(run.rounds) for run in group.started]
+    means: list[float] = np.mean(losses, axis=0).tolist() if losses else []
     return means
 
 
 def _of_group(group: Group, columns: Sequence[Column]) -> dict[str, Any]:
+    """Mean and standard deviation of each number of a group."""
     row: dict[str, Any] = {
         "group": group.label,
         "seeds": len(group.started),
         "finished": group.finished,
     }
     for column in columns:
-        if spread := group.mean_spread(column.key):
-            row |= {
-                column.key: spread.mean,
-                f"{column.key}_std": spread.std if spread.runs > 1 else None,
-            }
+        spread = group.mean_spread(column.key)
+        if spread:
+            row[column.key] = spread.mean
+            row[f"{column.key}_std"] = spread.std if spread.runs > 1 else None
     return row
-
-
-def _as_html(table: PlainTable) -> str:
-    """A terminal's table as one of a notebook."""
-    return notebook_table(list(table.head), [list(row) for row in table.rows])
 
 
 # Several methods, settings and seeds side by side: from Python, and what the command ``compare``
