@@ -111,7 +111,10 @@ def test_fedcurvs_pull_has_the_gradient_of_its_quadratics() -> None:
         "fisher_params": {"w": sum(u["w"] * v["w"] for u, v in zip(us, ws, strict=True))},
     }
     step = SimpleNamespace(
-        params={"w": w}, y=torch.zeros(1, dtype=torch.int64), logits=lambda: torch.zeros(1, 2)
+        params={"w": w},
+        y=torch.zeros(1, dtype=torch.int64),
+        logits=lambda: torch.zeros(1, 2),
+        weighted=lambda losses: losses,
     )
     terms = Curved(FedCurv(weight=0.3), Stage(1, 0, "train", (0,))).terms(
         step, TrainingStart({}, constants={"others": others})

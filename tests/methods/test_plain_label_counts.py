@@ -188,6 +188,9 @@ class Batch:
     def logits(self) -> Tensor:
         return self.z
 
+    def weighted(self, losses: Tensor) -> Tensor:
+        return losses
+
 
 def test_fedlc_leaves_classes_without_examples_alone_and_a_single_class_has_nothing_to_lose() -> (
     None

@@ -243,6 +243,7 @@ def test_a_consensus_mean_costs_nothing_and_a_shift_of_features_is_one_of_the_bi
     step = SimpleNamespace(
         features=lambda: features(shifted, x) + shifted["body.shift"],
         logits=lambda: contract.predictor(spec, shifted)(x),
+        weighted=lambda losses: losses,
         **{"params": shifted, "mask": torch.ones(len(y)), "y": y},
     )
     start = TrainingStart(shifted, constants={"consensus": features(shifted, x).mean(0)})

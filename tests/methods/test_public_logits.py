@@ -120,7 +120,12 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
     z = 1e4 * torch.tensor([[1.0, -1.0, 0.0], [-1.0, -1.0, 1.0], [0.0, 0.0, 0.0]])
     z.requires_grad_()
     target = method.sent_logits(z.detach().flip(0))
-    step = SimpleNamespace(logits=lambda: z, y=torch.tensor([1, 0, 2]), index=torch.arange(3))
+    step = SimpleNamespace(
+        logits=lambda: z,
+        y=torch.tensor([1, 0, 2]),
+        index=torch.arange(3),
+        weighted=lambda losses: losses,
+    )
     local = TrainThenPredict(method).terms(step, {"temperature": 0.01})["ce"]
     distil = Distil(method).terms(step, {"target": target})["distil"]
     (slope,) = torch.autograd.grad((local + distil).sum(), z)

@@ -19,6 +19,7 @@ from fedstill.core.extensions import RoundHook, StageActor, StageProvider
 from fedstill.core.method import Method
 from fedstill.core.records import (
     KEEP,
+    LABELS,
     Keep,
     Payload,
     Reply,
@@ -35,9 +36,6 @@ from fedstill.core.work import ClientWork
 
 CENSUS = "census"
 """The name of the stage."""
-
-LABELS = "labels"
-"""The group of a client's label counts (C,), and the state of all clients' (clients, C)."""
 
 
 class Census(ClientWork):

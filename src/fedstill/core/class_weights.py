@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
-from fedstill.core.census import LABELS
 from fedstill.core.errors import BadPayload
 from fedstill.core.extensions import ClientHook, RoundHook
-from fedstill.core.records import Payload, Plan, Stage, State, View, World
+from fedstill.core.records import LABELS, Payload, Plan, Stage, State, View, World
 
 BALANCED = "balanced"
 """Weights from the labels that a client trains on."""

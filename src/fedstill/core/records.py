@@ -509,6 +509,12 @@ class Reply:
     idle: bool = False
 
 
+LABELS = "labels"
+"""The group of a client's label counts (C,), and of all clients' in the server's state
+(clients, C).
+"""
+
+
 @dataclass(frozen=True)
 class State:
     """The server's whole state between two stages: the round, the stage to do next, global

@@ -231,7 +231,8 @@ class Round(Evaluated):
     answers: list[Answer] = []
     privacy: PrivacyOfRound | None = None
     seconds: Seconds | None = None
-    seconds_training: Seconds | None = None
+    # Negative where an earlier version subtracted the times of a census before round 1.
+    seconds_training: float | None = None
     seconds_measuring: Seconds | None = None
     seconds_saving: Seconds | None = None
     seconds_clients: Seconds | None = None
