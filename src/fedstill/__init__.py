@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedstill.core.method import Method as Method
     from fedstill.core.records import Payload as Payload
     from fedstill.core.records import Plan as Plan
+    from fedstill.core.records import State as State
     from fedstill.core.records import TrainingStart as TrainingStart
     from fedstill.core.registry import register as register
     from fedstill.core.work import ClientWork as ClientWork
@@ -64,6 +65,7 @@ _HOMES = {
     "Plan": "fedstill.core.records",
     "Progress": "fedstill.running.progress",
     "Result": "fedstill.running.result",
+    "State": "fedstill.core.records",
     "Tracker": "fedstill.running.trackers",
     "TrainedModel": "fedstill.export.trained_model",
     "compare": "fedstill.report.comparison",

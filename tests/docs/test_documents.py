@@ -123,6 +123,30 @@ def test_a_prototype_method_is_added_as_the_page_says(
     del sys.modules["prototypes"]
 
 
+def test_a_clustered_method_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    smaller = ("rounds = 10", "rounds = 2")
+    follow("add_a_clustered_method.md", tmp_path, capsys, fewer=400, smaller=smaller)
+    last = read_journal(tmp_path / "first" / "journal.jsonl")[-1]
+    assert set(last["client_predictors"].values()) <= {"cluster 0", "cluster 1"}
+    assert last["personal_clients"] == 10
+    assert passing(tmp_path / "test_ifca.py") == 2
+
+
+def test_a_server_stage_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    smaller = ("rounds = 5", "rounds = 1")
+    follow("add_a_server_stage.md", tmp_path, capsys, fewer=400, smaller=smaller)
+    events = read_journal(tmp_path / "first" / "journal.jsonl")
+    stages = [e["name"] for e in events if e["event"] == "client"]
+    assert stages == ["train"] * 5 + ["distil"]
+    assert passing(tmp_path / "test_distilled.py") == 1
+
+
 def test_a_model_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

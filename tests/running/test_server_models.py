@@ -1,0 +1,228 @@
+"""Runs whose server has several models: which answers for a client, and what that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import toys
+from fedstill.attribution.falls import the_moment
+from fedstill.config.resolve import settle
+from fedstill.core.aggregation import weighted_mean
+from fedstill.core.capabilities import Need
+from fedstill.core.errors import ConfigError, IncompatibleMethod, MethodFailed
+from fedstill.core.method import Method
+from fedstill.core.records import (
+    SERVER,
+    Payload,
+    Reply,
+    Stage,
+    State,
+    World,
+    many,
+)
+from fedstill.core.registry import method
+from fedstill.core.results import RoundResult
+from fedstill.export.loading import load_model
+from fedstill.report.page import page
+from fedstill.running.evaluation import OwnTests
+from fedstill.running.explain import arithmetic
+from fedstill.running.groups import groups
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.result import Result
+from fedstill.running.runner import resume, run
+from run_bits import assert_same_bits, bits, stopped
+
+
+@method("toy_two_models")
+@dataclass(frozen=True)
+class TwoModels(Method):
+    """Clients of even number train one model, those of odd number another."""
+
+    needs: ClassVar[Need] = Need.SAME_SHAPES
+    forgotten: int = -1
+    """The client that ``client_predictors`` leaves out; -1: none."""
+    unknown: str = ""
+    """The name that client 0 gets instead of its model's."""
+
+    def initial_state(self, world: World) -> State:
+        models = dict.fromkeys(range(2), world.initial(SERVER))
+        return State(params={}, extra=Payload(many("cluster", models)))
+
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(params=state.extra.many("cluster")[client % 2])
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        models = state.extra.many("cluster")
+        for number in models:
+            own = [reply for reply in replies if reply.client % 2 == number]
+            if own:
+                models[number] = weighted_mean(own)
+        return state.next(groups=many("cluster", models))
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        models = state.extra.many("cluster")
+        return {f"cluster {number}": world.predictor(p) for number, p in models.items()}
+
+    def client_predictors(self, state: State, world: World) -> dict[int, str]:
+        names = {client: f"cluster {client % 2}" for client in range(world.clients)}
+        names.pop(self.forgotten, None)
+        if self.unknown:
+            names[0] = self.unknown
+        return names
+
+
+@method("toy_silent_models")
+@dataclass(frozen=True)
+class SilentModels(TwoModels):
+    """The same, and it does not say which model answers for a client."""
+
+    client_predictors = Method.client_predictors
+
+
+def two_models(**changes: Any) -> Any:
+    what = {"method": "toy_two_models", "rounds": 3, "measure": ()}
+    return toys.toy(**{**what, "topology": {"clients": 5, "sampled": 3}, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(two_models(), tmp_path_factory.mktemp("two") / "run", data=toys.blobs()).directory
+
+
+def test_the_accuracy_is_the_mean_over_clients_of_their_models(finished: Path) -> None:
+    counts = Result.of(finished).label_counts()
+    shares = counts / counts.sum(1, keepdims=True)
+    for event in read_journal(finished / "journal.jsonl"):
+        if event["event"] != "round":
+            continue
+        names = [event["client_predictors"][str(client)] for client in range(5)]
+        assert names == [f"cluster {client % 2}" for client in range(5)]
+        models = event["others"]
+        mean = np.mean([models[name]["accuracy"] for name in names])
+        assert event["accuracy"] == pytest.approx(mean)
+        rows = np.array([models[name]["class_accuracy"] for name in names])
+        assert event["class_accuracy"] == pytest.approx(rows.mean(0))
+        assert event["personal_accuracy"] == pytest.approx((rows * shares).sum(1).mean())
+        assert event["personal_clients"] == 5
+    summary = Result.of(finished).summary
+    assert summary["answer"] == "server models"
+    assert summary["accuracy"] == event["accuracy"]
+
+
+def test_a_class_is_forgotten_by_the_client_whose_model_was_better_before(finished: Path) -> None:
+    rounds = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"]
+    counts = Result.of(finished).label_counts()
+    lost = []
+    for client in range(5):
+        rows = np.array(
+            [e["others"][f"cluster {client % 2}"]["class_accuracy"] for e in rounds], float
+        )
+        own = counts[client] > 0
+        lost.append((rows[:-1].max(0) - rows[-1])[own].mean())
+    assert rounds[-1]["personal_forgetting"] == pytest.approx(np.mean(lost))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_it_resumes_to_the_same_bits(finished: Path, tmp_path: Path, stages: int) -> None:
+    folder = stopped(two_models(), tmp_path / "run", stages)
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), bits(finished))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "hook", "named"),
+    [
+        ("toy_silent_models", {}, "predictors", "0, 1, 2, 3, 4"),
+        ("toy_two_models", {"forgotten": 3}, "client_predictors", r"\(3\)"),
+        ("toy_two_models", {"unknown": "cluster 7"}, "client_predictors", "cluster 7"),
+    ],
+)
+def test_a_client_without_a_model_ends_the_run_before_round_1(
+    tmp_path: Path, name: str, fields: dict[str, Any], hook: str, named: str
+) -> None:
+    experiment = two_models(method={"name": name, **fields})
+    with pytest.raises(MethodFailed, match=rf"before round 1: \w+\.{hook} .*{named}"):
+        run(experiment, tmp_path / "run", data=toys.blobs())
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert not [e for e in events if e["event"] in ("client", "round")]
+
+
+def test_explain_states_how_many_models_there_are() -> None:
+    ready = prepare(settle(two_models()), toys.blobs())
+    assert "2 server models" in arithmetic(ready).answer
+
+
+def test_models_are_loaded_by_name_and_by_client(finished: Path) -> None:
+    by_client, by_name = load_model(finished, client=3), load_model(finished, client="cluster 1")
+    assert by_client.about["model"] == by_name.about["model"] == "cluster 1"
+    params = zip(by_client.state_dict().values(), by_name.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in params)
+    with pytest.raises(ConfigError, match="client = 'cluster 0'"):
+        load_model(finished)
+
+
+def test_why_and_what_needs_one_model_are_refused(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="why"):
+        the_moment(finished, None, None)
+    with pytest.raises(IncompatibleMethod, match="contributions"):
+        run(two_models(measure=["contributions"]), tmp_path / "a", data=toys.blobs())
+
+
+def test_the_page_shows_what_the_models_are_worth_to_clients(finished: Path) -> None:
+    assert "Accuracy for the clients by round" in page(groups([finished]))
+
+
+def test_of_tasks_each_client_has_the_accuracy_of_its_model(tmp_path: Path) -> None:
+    experiment = two_models(stream={"kind": "classes", "tasks": 2}, rounds=4)
+    folder = run(experiment, tmp_path / "run", data=toys.blobs()).directory
+    events = read_journal(folder / "journal.jsonl")
+    (end,) = [e for e in events if e["event"] == "task" and e["task"] == 2]
+    last = events[-2] if events[-2]["event"] == "round" else events[-3]
+    assert last["event"] == "round"
+    assert sum(end["correct"][0]) / sum(end["totals"][0]) == pytest.approx(last["accuracy_seen"])
+    rows = [end["clients"][str(client)] for client in range(5)]
+    assert len({tuple(row) for row in rows}) > 1
+
+
+def test_own_test_sets_are_tested_by_the_clients_model() -> None:
+    sites = prepare(settle(two_models()), toys.blobs()).sites
+    test = sites.common_test
+    assert test is not None
+    own = replace(sites, own_tests={0: test, 1: test})
+
+    def always(label: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.nn.functional.one_hot(torch.full((len(x),), label), 5).double()
+
+    result = RoundResult(
+        number=1,
+        client_events=(),
+        accuracies={},
+        predictors={"cluster 0": always(0), "cluster 1": always(1)},
+        client_predictors={0: "cluster 1", 1: "cluster 0"},
+    )
+    fields = OwnTests(own, frozenset()).round_fields(result, {})
+    share = {label: float((test.labels == label).double().mean()) for label in (0, 1)}
+    assert fields["own_test_by_client"] == {"0": share[1], "1": share[0]}
+
+
+def test_the_round_is_selected_by_each_clients_model_on_its_held_out_examples(
+    tmp_path: Path,
+) -> None:
+    plan = {"epochs": 1, "validation": 0.25}
+    experiment = two_models(select_on="held_out", plan=plan)
+    folder = run(experiment, tmp_path / "run", data=toys.blobs()).directory
+    rounds = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "round"]
+    assert all(0 <= event["selection_score"] <= 1 for event in rounds)
+    with pytest.raises(ConfigError, match="select_on"):
+        run(two_models(select_on="public"), tmp_path / "b", data=toys.blobs())
