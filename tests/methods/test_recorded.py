@@ -101,6 +101,13 @@ def both(
     return len(replays)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedntd", "fedrs"])
+def test_steps_with_class_weights_are_replayed(
+    name: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert both(replays, monkeypatch, name, **changed("as it is", name, class_weights="balanced"))
+
+
 @pytest.mark.parametrize("setting", SETTINGS if DEVICE != "cpu" else ["augmented"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SOME])
 def test_every_method_ends_at_the_bits_of_its_steps(
