@@ -45,49 +45,49 @@ class StreamTable(Table):
     task leaves behind. The kind that it names cuts the data.
     """
 
-    tasks: Count = Field(default=5, description="How many tasks there are, one after another.")
+    tasks: Count = Field(default=5, description="The number of tasks, one after another.")
     rounds: tuple[Count, ...] = Field(
         default=(),
-        description="The rounds of each task; empty: equal shares of the run's.",
+        description="The rounds of each task; empty: equal shares of the run's rounds.",
     )
     compose: Literal["tasks_first", "clients_first"] = Field(
         default="tasks_first",
-        description="Whether the partition splits each task's data, or all data once, each "
-        "client's part then being cut by task.",
+        description="Whether the partition splits the data of each task, or all data once, so "
+        "that each client's part is cut by task.",
     )
     past: Literal["gone", "kept"] = Field(
         default="gone",
-        description="Whether clients lose the data of earlier tasks, or train on all that they "
-        "have had: the upper bound.",
+        description="Whether clients lose the data of earlier tasks, or keep them (an upper "
+        "bound).",
     )
     head: Head = Field(
         default="all",
-        description="Outputs that take part in training: all, those of the classes seen so far, "
-        "or those of the task's own classes.",
+        description="The outputs that are trained: all, those of the classes seen so far, or "
+        "those of the task's classes.",
     )
     lr: Literal["restart", "go_on"] = Field(
         default="restart",
-        description="Whether the learning rate's schedule begins anew with each task, or goes on "
-        "over the run.",
+        description="Whether the schedule of the learning rate restarts with each task, or goes "
+        "on over the run.",
     )
     lag: CountOrZero = Field(
         default=0,
-        description="By how many rounds at most a client comes late to each task, drawn by key; "
-        "0: none does.",
+        description="The largest number of rounds by which a client comes late to a task, drawn "
+        "for each client; 0: none does.",
     )
     join: PositiveShare = Field(
         default=1.0,
-        description="The share of clients that is there from the start; the others enter evenly "
-        "over the tasks, drawn by key.",
+        description="The share of clients that take part from the start; the others enter evenly "
+        "over the tasks, in a drawn order.",
     )
     stay: Share = Field(
         default=0.0,
-        description="The share of clients that stays with its task at a change, drawn by key for "
-        "each change.",
+        description="The share of clients that stay with their task at a change, drawn for each "
+        "change.",
     )
     seed: Seed | None = Field(
         default=None,
-        description="What tasks, lags, entries and stays are drawn from; unset: the run's seed.",
+        description="The seed of tasks, lags, entries and stays; unset: the run's seed.",
     )
 
     def starts(self, rounds: int) -> tuple[int, ...]:
@@ -144,41 +144,46 @@ class TopKeys:
     """
 
     seed: Seed = 0
-    """Every random draw of the run comes from it."""
+    """The seed from which every random draw of the run comes."""
     rounds: Count = 20
-    """How many rounds the run has."""
+    """The number of rounds."""
     engine: Engine = "pooled"
-    """How the clients of a stage are trained: side by side, one after another, stacked, or over
+    """How the clients of a stage are trained: in threads, one after another, stacked, or over
     Flower.
     """
     threads: tuple[Count, Count] | Count | Literal["auto"] = "auto"
-    """Torch threads for each client in a stage of several, and for a client that acts alone, a
-    stack, and the server; auto: one.
+    """Torch threads of each client in a stage of several, and of a client alone, a stack and the
+    server; auto: one.
     """
     device: Literal["cpu", "cuda", "auto"] = "cpu"
-    """Where networks are trained; auto takes a CUDA card where there is one."""
+    """Where networks are trained; auto: on a CUDA card if there is one."""
     precision: Precision = "fp32"
     """The number format of training; weights, the optimiser and all evaluation stay float32."""
     reuse: bool = True
-    """Take models that clients trained alone from the cache where they would be the same."""
+    """Whether models that clients train alone are taken from the cache if they would be the same.
+    """
     start_from: str = ""
-    """A run's directory or a model file, with whose weights the run starts."""
+    """The directory of a run, or a model file, whose weights the run starts from."""
     start_from_partial: bool = False
-    """Whether weights of another network serve too: what fits is taken, the rest is drawn."""
+    """Whether a model of another network is accepted: entries that fit are taken, and the others
+    are initialised.
+    """
     train_only: tuple[str, ...] = ()
-    """Entries of the network that are trained and sent; all others stay as start_from has
-    them; empty: all are.
+    """The entries of the network that are trained and sent; all others stay as in start_from;
+    empty: all are trained.
     """
     measure: tuple[str, ...] = ("local",)
-    """Measures beside those of the global model."""
+    """The measures that are taken besides those of the global model."""
     measure_every: Count = 10
-    """Measures look every so many rounds, in the last one, and in the last of each task."""
+    """The number of rounds between two measurements; the last round, and the last one of each task,
+    are measured too.
+    """
     keep_checkpoints_every: Count | None = None
-    """The state after every so many rounds is kept to the end, for `fedstill why`; unset: the last
-    three stages.
+    """The number of rounds between two checkpoints that are kept to the end, for `fedstill why`;
+    unset: the last three stages are kept.
     """
     keep_updates: bool = False
-    """Whether every reply that was accepted is kept, under updates/ in the run's directory."""
+    """Whether every accepted reply is kept, under updates/ in the directory of the run."""
     metrics: tuple[str, ...] = ()
     """Metrics of models on test sets beside accuracy, such as auc or f1."""
     rank_by: str = ACCURACY
@@ -205,125 +210,127 @@ class DataTable(Table):
     )
     folder: str = Field(
         default="",
-        description="The folder that holds folders of data sets; empty: the one that "
-        "FEDSTILL_DATA names.",
+        description="The folder that holds the folders of data sets; empty: the one in the "
+        "environment variable FEDSTILL_DATA.",
     )
     image_column: str = Field(
         default="",
-        description="The column that holds the images; empty: it is looked for.",
+        description="The column of images; empty: the only one that holds images.",
     )
     label_column: str = Field(
         default="",
-        description="The column that holds the labels; empty: it is looked for.",
+        description="The column of labels; empty: label, or the one whose classes the file "
+        "declares.",
     )
     size: Side | None = Field(
         default=None,
-        description="Images are resized to so many pixels a side; unset: they stay as they are, "
-        "and must be alike.",
+        description="The pixels per side to which images are resized; unset: they keep their "
+        "size, which must be the same for all.",
     )
     mode: Mode | None = Field(
         default=None,
-        description="Whether images are converted to grey or to rgb; unset: they stay as they "
-        "are, and must be alike.",
+        description="The mode to which images are converted, grey or rgb; unset: they keep their "
+        "mode, which must be the same for all.",
     )
     broken: Broken | None = Field(
         default=None,
-        description="What is done about images that cannot be decoded: refuse the data (unset), "
-        "or skip them.",
+        description="What to do about images that cannot be decoded: refuse the data (unset), or "
+        "skip them.",
     )
-    augment: tuple[Change, ...] = Field(default=(), description="How training images are varied.")
+    augment: tuple[Change, ...] = Field(
+        default=(), description="The augmentations of training images."
+    )
     train_size: CountOrZero = Field(
         default=0,
-        description="How many training examples are used, with the classes' shares kept; 0: all.",
+        description="The number of training examples that are used, stratified by class; 0: all.",
     )
     test_size: CountOrZero = Field(
         default=0,
-        description="How many test examples are used, with the classes' shares kept; 0: all.",
+        description="The number of test examples that are used, stratified by class; 0: all.",
     )
     public: CountOrZero = Field(
         default=0,
-        description="How many images are public: of the training set, which clients then lack, or "
-        "of another source (0: all).",
+        description="The number of public images: of the training set, which clients then lack, "
+        "or of another source (0: all).",
     )
     public_from: str = Field(
         default="train",
-        description="Where public images come from: train, noise, another data set, or a folder "
-        "of images.",
+        description="The source of public images: train, noise, another data set, or a folder of "
+        "images.",
     )
     public_labels: bool = Field(
         default=True,
-        description="Whether the labels of public images are used: by measures, and in stages "
-        "that say so (FedMD, FedGKD-VOTE).",
+        description="Whether the labels of public images are used, by measures and by stages that "
+        "need them (FedMD, FedGKD-VOTE).",
     )
     public_resize: bool = Field(
         default=False,
-        description="Whether public images are brought to the size and channels of the run's "
-        "images.",
+        description="Whether public images are converted to the size and the channels of the "
+        "run's images.",
     )
     mean: Annotated[tuple[float, ...], Len(1, 100_000)] | None = Field(
         default=None,
-        description="What is subtracted: from pixels in [0, 1], a number a channel or one for "
-        "all; else one a column or channel.",
+        description="The numbers that are subtracted from inputs: of images (pixels in [0, 1]) "
+        "one per channel or one for all, else one per column or channel.",
     )
     std: Annotated[tuple[Positive, ...], Len(1, 100_000)] | None = Field(
         default=None,
-        description="What they are divided by then; unset: the data set's spread, or what "
-        "standardise says.",
+        description="The numbers by which inputs are divided after that; unset: the spread of the "
+        "data set, or the one that standardise gives.",
     )
     held_out: Literal["last"] | None = Field(
         default=None,
-        description="Which of its data a client holds out for validation: the last in the split's "
-        "order; unset: drawn by seed.",
+        description="The examples that a client holds out for validation: the last ones in the "
+        "order of the split; unset: drawn by seed.",
     )
     test_from: Literal["held_out"] | None = Field(
         default=None,
-        description="What models are tested on: training examples that clients then lack, to "
-        "choose fields by; unset: the test set.",
+        description="The examples on which models are tested: training examples that clients then "
+        "lack, to choose fields by; unset: the test set.",
     )
     kind: Kind | None = Field(
         default=None,
-        description="What examples are: image, table, vector, series or text; unset: told by the "
-        "columns.",
+        description="The kind of examples: image, table, vector, series or text; unset: found "
+        "from the columns.",
     )
     columns: Annotated[tuple[str, ...], Len(1, 100_000)] | None = Field(
         default=None,
-        description="The columns of a table; unset: all columns of numbers but the label and the "
-        "owner.",
+        description="The columns of a table; unset: all columns of numbers except the label and "
+        "the owner.",
     )
     categorical: Mapping[str, tuple[Value, ...]] | tuple[str, ...] | None = Field(
         default=None,
-        description="Columns whose values are names, each of which becomes a column of 0 and 1; "
-        "and the names, if they are fixed.",
+        description="The columns whose values are names, each of which becomes a column of 0 and "
+        "1; with a table, also the names.",
     )
     input_column: str | None = Field(
         default=None,
-        description="The column that holds the texts, the vectors or the series; unset: it is "
-        "looked for.",
+        description="The column of texts, vectors or series; unset: the only one that fits.",
     )
     missing: Missing | None = Field(
         default=None,
-        description="What is done where a number is missing: refuse (unset), drop the row, or "
+        description="What to do about missing numbers: refuse the data (unset), drop the row, or "
         "take the mean.",
     )
     missing_marks: bool | None = Field(
         default=None,
-        description="Whether each column with missing numbers gets a column of 0 and 1 beside it "
-        "that says where.",
+        description="Whether a column of 0 and 1 is added for each column with missing numbers, "
+        "to mark them.",
     )
     missing_values: Annotated[tuple[str | int | float, ...], Len(1, 1000)] | None = Field(
         default=None,
-        description="Texts and numbers that mean missing; they replace the marks of CSV files "
+        description="The texts and numbers that mean missing; they replace those of CSV files "
         "(NA, None, …) except the empty field.",
     )
     unlabelled: Literal["refuse", "drop"] | None = Field(
         default=None,
-        description="What is done about examples without a label: refuse the data (unset), or "
-        "leave them out.",
+        description="What to do about examples without a label: refuse the data (unset), or drop "
+        "them.",
     )
     split_column: str | None = Field(
         default=None,
-        description="The column of a table that says which split a row is in: train, validation "
-        "or test.",
+        description="The column of a table that has the split of each row: train, validation or "
+        "test.",
     )
     decimal: Literal[".", ","] | None = Field(
         default=None,
@@ -331,33 +338,33 @@ class DataTable(Table):
     )
     standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = Field(
         default=None,
-        description="Whose mean and spread a table or series is standardised by; unset: declared "
-        "ones, or else all clients' pooled.",
+        description="The source of the mean and spread that standardise a table or series; unset: "
+        "declared, or else pooled over all clients.",
     )
     limits: Mapping[str, tuple[float, float]] | None = Field(
         default=None,
-        description="Between which numbers each column's values are clipped in sums with noise, "
-        "column = [low, high].",
+        description="The numbers between which values are clipped in sums with noise, for each "
+        "column: column = [low, high].",
     )
     tokenizer: str | None = Field(
         default=None,
-        description="What makes token ids of texts: words (unset), bytes, or a tokenizer.json of "
-        "Hugging Face's tokenizers.",
+        description="The tokenizer of texts: words (unset), bytes, or a tokenizer.json of Hugging "
+        "Face's tokenizers.",
     )
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
         default=None,
-        description="How many token ids words are given; unset: 8,192.",
+        description="The number of token ids for words; unset: 8,192.",
     )
     length: Count | None = Field(
         default=None,
-        description="How many tokens of a text, or steps of a series, are read; unset: 64 tokens, "
-        "and series as they are.",
+        description="The number of tokens of a text, or of steps of a series, that are read; "
+        "unset: 64 tokens, and all steps.",
     )
 
     features_of: Mapping[str, Any] | None = Field(
         default=None,
-        description="A pretrained network, name, file and its fields, whose features are the "
-        "examples, so that only a head trains.",
+        description="A pretrained network (name, file and its fields), whose features are the "
+        "examples, so that only a head is trained.",
     )
 
     @property
@@ -411,37 +418,37 @@ class ClientsTable(Table):
 
     quorum: PositiveShare = Field(
         default=0.5,
-        description="The share of a stage's clients that must reply well; with fewer the run "
-        "stops.",
+        description="The share of a stage's clients whose replies must be accepted; with fewer, "
+        "the run stops.",
     )
     norm_limit: Positive = Field(
         default=10.0,
-        description="A reply is refused if the norm of its parameters is over this many times "
-        "that of the model sent.",
+        description="A reply is refused if the norm of its parameters is more than this many "
+        "times that of the model that was sent.",
     )
     models: tuple[str | dict[str, Any], ...] | dict[str, Any] = Field(
         default=(),
-        description="The clients' networks where they are not the server's: in turn, by share, or "
-        "by client.",
+        description="The networks of clients that have another one than the server: in turn, by "
+        "share, or by client.",
     )
 
     max_examples: MostExamples = Field(
         default=MAX_EXAMPLES,
-        description="A reply is refused that claims more examples than this.",
+        description="A reply that claims more examples than this is refused.",
     )
     failures: Failures | None = Field(
         default=None,
-        description="Whether a client that fails stops the run; unset: it does, but is tolerated "
-        "in a federation of machines.",
+        description="Whether a failing client stops the run or is tolerated; unset: it stops the "
+        "run, but not in a federation of machines.",
     )
     attack: Attack | None = Field(
         default=None,
-        description="What hostile clients of a simulation do, to measure what it costs: turn or "
-        "scale what they send, flip labels.",
+        description="What hostile clients of a simulation do: flip the sign of what they send, "
+        "scale it, or flip labels.",
     )
     attackers: Annotated[float, Interval(gt=0, lt=1)] | None = Field(
         default=None,
-        description="The share of clients that are hostile, drawn with the seed; unset: a tenth.",
+        description="The share of hostile clients, drawn with the seed; unset: a tenth.",
     )
 
     @property
@@ -462,43 +469,44 @@ class FlowerTable(Table):
     )
     grid: Literal["loopback", "ray"] = Field(
         default="loopback",
-        description="What carries messages where there is no federation: a loop in this process, "
-        "or Ray.",
+        description="What carries messages without a federation: a loop in this process, or Ray.",
     )
     data: Literal["partition", "sites"] = Field(
         default="partition",
-        description="Whose data clients train on: parts of the run's data set, or each site's own.",
+        description="The data that clients train on: parts of the run's data set, or the data of "
+        "their sites.",
     )
     classes: tuple[str, ...] = Field(
         default=(),
-        description="With data of the sites: the names of the classes.",
+        description="The names of the classes, for data of the sites.",
     )
     shape: Annotated[tuple[Count, ...], Len(0, 3)] = Field(
         default=(),
-        description="With data of the sites: an example's shape: an image's channels, height and "
-        "width, or one or two numbers.",
+        description="The shape of an example, for data of the sites: an image's channels, height "
+        "and width, or one or two numbers.",
     )
     deadline: Positive = Field(
         default=600.0,
-        description="Seconds that the server waits for the replies of a stage.",
+        description="The seconds that the server waits for the replies of a stage.",
     )
     ttl: NonNegative = Field(
         default=0.0,
-        description="Seconds that a message stays valid; 0: as long as the deadline.",
+        description="The seconds that a message stays valid; 0: as long as the deadline.",
     )
     retries: CountOrZero = Field(
         default=1,
-        description="How often a message is sent again that was lost or not answered in time.",
+        description="The number of times that a message is sent again if it is lost or not "
+        "answered in time.",
     )
-    poll: Positive = Field(default=1.0, description="Seconds between two looks for replies.")
+    poll: Positive = Field(default=1.0, description="The seconds between two requests for replies.")
     max_mb: Count = Field(
         default=1024,
-        description="The largest reply that the server takes, in megabytes.",
+        description="The largest reply that the server accepts, in megabytes.",
     )
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
         default=None,
-        description="With data of the sites: how many token ids a tokenizer's file gives; unset: "
-        "told by data.tokenizer.",
+        description="The number of token ids of a tokenizer's file, for data of the sites; unset: "
+        "the one of data.tokenizer.",
     )
 
 
