@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -26,6 +27,7 @@ from fedstill.core.user_code import USER
 
 
 _KINDS = {
+    NoneType: "unset",
     bool: "true | false",
     int: "whole number",
     float: "number",
@@ -44,54 +46,89 @@ def legal(hint: Any) -> str:
     >>> legal(Candidates)
     'list, each a number in (0, 1e9], 1 to 100 of them'
     """
-    kind, inner = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    arguments = get_args(hint)
     if kind in (Union, UnionType):
-        return ", or ".join("unset" if one is NoneType else legal(one) for one in inner)
+        return ", or ".join(map(legal, arguments))
     if kind is Literal:
-        return " | ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in inner)
+        return " | ".join(map(value, arguments))
     if kind is Annotated:
-        return legal(inner[0]) + "".join(_legal(bound) for bound in inner[1:])
-    if kind is tuple and inner[1:] == (...,):
-        return f"list, each a {legal(inner[0])}"
-    return _KINDS.get(kind or hint) or str(hint)
+        bounds = [_bound(bound) for bound in arguments[1:]]
+        return "".join([legal(arguments[0]), *bounds])
+    if kind is tuple and arguments[1:] == (...,):
+        return f"list, each a {legal(arguments[0])}"
+    return _KINDS.get(kind or hint, str(hint))
 
 
-def _legal(bound: object) -> str:
+def _bound(bound: object) -> str:
+    """What a bound of an annotation allows; empty for one that says nothing to a reader."""
     if isinstance(bound, Len):
         return f", {bound.min_length} to {bound.max_length} of them"
-    if not isinstance(bound, Interval):
-        return ""
-    low, high = (
-        (bound.gt if bound.ge is None else bound.ge),
-        (bound.lt if bound.le is None else bound.le),
-    )
-    left, right = "(" if bound.ge is None else "[", ")" if bound.le is None else "]"
-    return f" in {left}{_short(low, '-inf')}, {_short(high, 'inf')}{right}"
+    if isinstance(bound, Interval):
+        return f" in {_lower_end(bound)}, {_upper_end(bound)}"
+    return ""
 
 
-def _short(value: Any, none: str) -> str:
-    return none if value is None else f"{value:g}".replace("e+0", "e").replace("e+", "e")
+def _lower_end(interval: Interval) -> str:
+    if interval.ge is not None:
+        return f"[{_short(interval.ge)}"
+    if interval.gt is not None:
+        return f"({_short(interval.gt)}"
+    return "(-inf"
+
+
+def _upper_end(interval: Interval) -> str:
+    if interval.le is not None:
+        return f"{_short(interval.le)}]"
+    if interval.lt is not None:
+        return f"{_short(interval.lt)})"
+    return "inf)"
+
+
+def _short(number: Any) -> str:
+    """A number without needless digits of its exponent: 1e6."""
+    return f"{number:g}".replace("e+0", "e").replace("e+", "e")
+
+
+# The card of one thing, and the list of all things of a kind.
 
 
 ALWAYS = ("epochs", "batch", "optimiser", "lr")
-"""What is said of every plan; of the rest, what differs from plain SGD."""
+"""What is said of every plan; of other fields, those that differ from plain SGD."""
+
+LABELS = ("Source", "Symbols", "State", "Memory")
+"""The blocks of docstrings that a card shows."""
 
 
-def value(what: object) -> str:
+@dataclass(frozen=True)
+class Line:
+    """A line of two columns."""
+
+    left: Text
+    right: Text
+
+
+def value(setting: object) -> str:
     """A value as a config file writes it."""
-    if isinstance(what, bool):
-        return str(what).lower()
-    if isinstance(what, (tuple, list)):
-        return "[" + ", ".join(value(v) for v in what) + "]"
-    return "unset" if what is None else f'"{what}"' if isinstance(what, str) else str(what)
+    if setting is None:
+        return "unset"
+    if isinstance(setting, bool):
+        return str(setting).lower()
+    if isinstance(setting, str):
+        return f'"{setting}"'
+    if isinstance(setting, (tuple, list)):
+        return f"[{', '.join(map(value, setting))}]"
+    return str(setting)
 
 
 def overview(entries: Sequence[Entry]) -> Iterator[RenderableType]:
     """Every thing's name and summary, and below it its fields."""
-    name, field = (max([0, *widths]) for widths in zip(*map(_widths, entries), strict=True))
+    names = max((len(entry.name) for entry in entries), default=0)
+    lines = [line for entry in entries for line in _fields(entry)]
+    fields = max((len(line.left) for line in lines), default=0)
     for entry in entries:
-        yield _columns([(Text(entry.name, "bold"), Text(entry.summary))], name)
-        yield Padding(_columns(_fields(entry), field), (0, 0, 0, 2))
+        yield _columns([Line(Text(entry.name, "bold"), Text(entry.summary))], names)
+        yield Padding(_columns(_fields(entry), fields), (0, 0, 0, 2))
 
 
 def card(entry: Entry) -> RenderableType:
@@ -99,75 +136,90 @@ def card(entry: Entry) -> RenderableType:
     fields.
     """
     head = Text.assemble((f"{entry.kind} {entry.name}", "bold"), "  ", entry.summary)
-    about = _columns([(Text(label, "bold"), Text(text)) for label, text in _about(entry)])
-    parts: list[RenderableType] = [head, "", about]
-    if fields := _fields(entry):
+    parts: list[RenderableType] = [head, "", _columns(list(_about(entry)))]
+    fields = _fields(entry)
+    if fields:
         parts += ["", Text("fields", "bold"), Padding(_columns(fields), (0, 0, 0, 2))]
     return Group(*parts)
 
 
-def _about(entry: Entry) -> Iterator[tuple[str, str]]:
-    module = inspect.getmodule(entry.target)
-    documents = [inspect.getdoc(entry.target) or "", (module and module.__doc__) or ""]
-    declared = [
-        docstrings.blocks(text) for text in (documents if entry.kind == "method" else documents[:1])
-    ]
-    for label in ("Source", "Symbols", "State", "Memory"):
-        apart = "; " if label == "Source" else "\n"
-        for text in (text for texts in declared for text in texts.get(label, [])):
-            yield label.lower(), text.replace("``", "").replace("; ", apart)
+def _about(entry: Entry) -> Iterator[Line]:
+    """What docstrings say of a thing, what a method declares, and where the code is."""
+    yield from _of_docstrings(entry)
     if inspect.isclass(entry.target) and issubclass(entry.target, Method):
         yield from _of_method(entry.target, entry)
-    name, home = getattr(entry.target, "__qualname__", ""), entry.target.__module__
-    yield (
-        "code",
-        f"{inspect.getsourcefile(entry.target)}, {name}"
-        if home.startswith(USER)
-        else f"{home}.{name}",
-    )
+    yield _line("code", _home(entry))
 
 
-def _of_method(method: type[Method], entry: Entry) -> Iterator[tuple[str, str]]:
-    whole = all(default is not ... for _, default in entry.fields.values())
-    needs = entry.build().requires() if whole else method.needs
-    options = [f"{key} = {value(what)}" for key, what in method.schedule.items()]
-    yield "topology", ", ".join([method.topology, *options])
-    yield "needs", ", ".join(needs.words) or "nothing"
-    yield "permits", ", ".join(method.permits.words) or "nothing"
+def _of_docstrings(entry: Entry) -> Iterator[Line]:
+    """The blocks of the thing's docstring; of a method, of its file's, too."""
+    documents = [inspect.getdoc(entry.target) or ""]
+    module = inspect.getmodule(entry.target)
+    if entry.kind == "method" and module is not None:
+        documents.append(module.__doc__ or "")
+    declared = [docstrings.blocks(document) for document in documents]
+    for label in LABELS:
+        separator = "\n"
+        if label == "Source":
+            separator = "; "
+        for blocks in declared:
+            for text in blocks.get(label, []):
+                yield _line(label.lower(), text.replace("``", "").replace("; ", separator))
+
+
+def _home(entry: Entry) -> str:
+    """Where a thing's code is: the file of a user's, else the dotted name."""
+    name = getattr(entry.target, "__qualname__", "")
+    module = entry.target.__module__
+    if module.startswith(USER):
+        return f"{inspect.getsourcefile(entry.target)}, {name}"
+    return f"{module}.{name}"
+
+
+def _of_method(method: type[Method], entry: Entry) -> Iterator[Line]:
+    """The topology, needs and plans of a method."""
+    needs = method.needs
+    if all(default is not ... for _, default in entry.fields.values()):
+        needs = entry.build().requires()
+    options = [f"{key} = {value(setting)}" for key, setting in method.schedule.items()]
+    yield _line("topology", ", ".join([method.topology, *options]))
+    yield _line("needs", ", ".join(needs.words) or "nothing")
+    yield _line("permits", ", ".join(method.permits.words) or "nothing")
     for stage, plan in method.plans.items():
-        yield f"plan {stage}", _plan(plan)
+        yield _line(f"plan {stage}", _plan(plan))
 
 
 def _plan(plan: Plan) -> str:
-    said = [
-        f
-        for f in dataclasses.fields(plan)
-        if f.name in ALWAYS or getattr(plan, f.name) != f.default
-    ]
-    return ", ".join(f"{f.name} = {value(getattr(plan, f.name))}" for f in said)
+    parts = []
+    for field in dataclasses.fields(plan):
+        setting = getattr(plan, field.name)
+        if field.name in ALWAYS or setting != field.default:
+            parts.append(f"{field.name} = {value(setting)}")
+    return ", ".join(parts)
 
 
-def _fields(entry: Entry) -> list[tuple[Text, Text]]:
+def _fields(entry: Entry) -> list[Line]:
     """For each field its default, and its sentence with what is legal."""
-    sentences = entry.sentences
-    return [
-        (
-            Text(name if default is ... else f"{name} = {value(default)}"),
-            Text.assemble(sentences.get(name, ""), " ", (f"({legal(hint)})", "dim")),
-        )
-        for name, (hint, default) in entry.fields.items()
-    ]
+    lines = []
+    for name, (hint, default) in entry.fields.items():
+        left = name
+        if default is not ...:
+            left = f"{name} = {value(default)}"
+        sentence = entry.sentences.get(name, "")
+        right = Text.assemble(sentence, " ", (f"({legal(hint)})", "dim"))
+        lines.append(Line(Text(left), right))
+    return lines
 
 
-def _widths(entry: Entry) -> tuple[int, int]:
-    return len(entry.name), max((len(left) for left, _ in _fields(entry)), default=0)
+def _line(label: str, text: str) -> Line:
+    return Line(Text(label, "bold"), Text(text))
 
 
-def _columns(rows: Sequence[tuple[Text, Text]], width: int = 0) -> Table:
+def _columns(lines: Sequence[Line], width: int = 0) -> Table:
     """Two columns; the first as wide as it must be, and at least so wide."""
-    out = Table.grid(padding=(0, 2))
-    out.add_column(min_width=width, no_wrap=True)
-    out.add_column(overflow="fold")
-    for row in rows:
-        out.add_row(*row)
-    return out
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(min_width=width, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for line in lines:
+        grid.add_row(line.left, line.right)
+    return grid
